@@ -219,7 +219,7 @@ class _Forking:
         if asks is self._tests:
             with suppress(PermissionError, ProcessLookupError):  # The child does the same; the first of the two counts.
                 os.setpgid(pid, pid)
-        os.write(reports, _REPORT.pack(pid))
+        _report(reports, pid)
         self._running[pid] = reports
         for file in others:
             os.close(file)
@@ -231,8 +231,7 @@ class _Forking:
             if not pid:
                 return
             reports = self._running.pop(pid)
-            with suppress(BrokenPipeError):  # The requester may have ended.
-                os.write(reports, _REPORT.pack(status))
+            _report(reports, status)
             os.close(reports)
 
     def _become(self, request: dict[str, Any], reports: int, files: list[int]) -> NoReturn:
@@ -266,6 +265,11 @@ class _Forking:
             traceback.print_exc()
         finally:
             os._exit(code)
+
+
+def _report(reports: int, value: int) -> None:
+    with suppress(BrokenPipeError):  # The requester may have ended: servers are killed while they start.
+        os.write(reports, _REPORT.pack(value))
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:

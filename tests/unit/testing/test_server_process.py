@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream_testing import fork_server
 from millstream_testing.server import Server, ServerFailed
 
 FAKE = """
@@ -125,3 +128,36 @@ def test_a_forgotten_server_is_reaped(tmp_path: Path) -> None:
     pid = server.pid
     del server
     assert is_gone(pid)
+
+
+def test_servers_are_forked_after_one_was_killed_while_its_gateway_was_forked(tmp_path: Path) -> None:
+    forks = fork_server._ForkServer()
+    version = {"arguments": ["--version"], "cwd": str(tmp_path), "environment": dict(os.environ)}
+    unread, reports = os.pipe()
+    os.close(unread)
+    with (tmp_path / "log").open("wb") as log:
+        socket.send_fds(forks._connected(), [json.dumps(version).encode()], [reports, *[log.fileno()] * 3])
+        os.close(reports)
+        process = forks.fork(["--version"], log=log, cwd=tmp_path, environment=os.environ)
+    assert process.wait(fork_server.FIRST_RESPONSE_S_MAX) == 0
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_a_run_ends_when_a_worker_process_dies(tmp_path: Path) -> None:
+    for name, deadly in (("a", True), ("b", False), ("c", False)):
+        body = "os._exit(3)" if deadly else "pass"
+        (tmp_path / f"test_{name}.py").write_text(
+            f"import os\ndef test_first(): pass\ndef test_second(): {body}\ndef test_third(): pass\n"
+        )
+    settings = Path(__file__).parents[3] / "pyproject.toml"
+    command = [sys.executable, "-m", "pytest", "-c", str(settings), "-p", "no:cacheprovider", "-p", "no:randomly"]
+    run = subprocess.run(
+        [*command, "-n", "2", "--dist", "loadfile", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=fork_server.FIRST_RESPONSE_S_MAX,
+        check=False,
+    )
+    assert run.returncode == 1, run.stdout
+    assert "crashed while running" in run.stdout
