@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import faulthandler
 import gc
 import re
 import signal
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 StartServer = Callable[..., Server]
 
 _ERROR_CHARS_MAX = 2000
+HANG_S = 100.0
+TEARDOWN_S = 300.0
 _PARSED_MAX = 20
 _internal_errors: list[str] = []
 Server.forked = True
@@ -121,6 +125,33 @@ def _parse_again(parse: Callable[..., ast.AST], *arguments: Any, **options: Any)
 
 
 ast.parse = partial(_parse_again, ast.parse)  # type: ignore[assignment]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
+    """End the process of a test that its timeout does not end, since it waits in a library's own code or joins a
+    thread.
+    """
+    _end_process_after(settings.timeout + HANG_S, item)
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Watch the fixtures of a failed test as well: from here on, it has no timeout any more."""
+    if isinstance(node, pytest.Item):
+        _end_process_after(TEARDOWN_S, node)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer() -> Generator[None, Any, Any]:
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)
+
+
+def _end_process_after(seconds: float, item: pytest.Item) -> None:
+    """Print the stacks of all threads and end the process, unless the test ends before."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
 
 
 def pytest_internalerror(excrepr: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from millstream_testing import fork_server
 from millstream_testing.server import Server, ServerFailed
 
+RUN_S_MAX = 240.0
 FAKE = """
 import json, os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -144,20 +146,64 @@ def test_servers_are_forked_after_one_was_killed_while_its_gateway_was_forked(tm
     process.stdout.close()
 
 
-def test_a_run_ends_when_a_worker_process_dies(tmp_path: Path) -> None:
-    for name, deadly in (("a", True), ("b", False), ("c", False)):
-        body = "os._exit(3)" if deadly else "pass"
-        (tmp_path / f"test_{name}.py").write_text(
-            f"import os\ndef test_first(): pass\ndef test_second(): {body}\ndef test_third(): pass\n"
-        )
-    settings = Path(__file__).parents[3] / "pyproject.toml"
-    command = [sys.executable, "-m", "pytest", "-c", str(settings), "-p", "no:cacheprovider", "-p", "no:randomly"]
+def run_workers(folder: Path, **tests: str) -> str:
+    """Run tests with the settings of these, in two processes; return the output."""
+    for name, body in tests.items():
+        (folder / f"test_{name}.py").write_text(textwrap.dedent(body))
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, "-n", "2", "--dist", "loadfile", str(tmp_path)],
+        [*command, "-p", "no:randomly", "-n", "2", "--dist", "loadfile", str(folder)],
         capture_output=True,
         text=True,
-        timeout=fork_server.FIRST_RESPONSE_S_MAX,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])},
+        timeout=RUN_S_MAX,
         check=False,
     )
     assert run.returncode == 1, run.stdout
-    assert "crashed while running" in run.stdout
+    return run.stdout + run.stderr
+
+
+def test_a_run_ends_when_a_worker_process_dies(tmp_path: Path) -> None:
+    fine = """
+        def test_first(): pass
+        def test_second(): pass
+    """
+    deadly = """
+        import os
+        def test_first(): pass
+        def test_deadly(): os._exit(3)
+        def test_last(): pass
+    """
+    output = run_workers(tmp_path, deadly=deadly, fine=fine, other=fine)
+    assert "crashed while running" in output
+
+
+def test_a_test_that_its_timeout_does_not_end_is_reported_with_the_stacks_of_its_threads(tmp_path: Path) -> None:
+    hooks = "pytest_exception_interact, pytest_timeout_cancel_timer, pytest_timeout_set_timer"
+    (tmp_path / "conftest.py").write_text(
+        f"from tests import conftest\nfrom tests.conftest import {hooks}\nconftest.HANG_S = conftest.TEARDOWN_S = 0.1\n"
+    )
+    hangs = """
+        import pytest, time
+        @pytest.mark.timeout(0.1)
+        def test_hangs():
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    pass
+    """
+    fails = """
+        import pytest, threading
+        @pytest.fixture
+        def hanging():
+            yield
+            threading.Event().wait()
+        def test_fails(hanging):
+            assert False
+    """
+    output = run_workers(tmp_path, hangs=hangs, fails=fails)
+    for name in ("hangs", "fails"):
+        assert re.search(f"crashed while running '.*::test_{name}'", output), output
+    assert "most recent call first" in output
