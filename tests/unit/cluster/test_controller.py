@@ -83,8 +83,9 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         topics = [one for one in created if isinstance(one, Topic)]
         assert [one.name for one in topics] == [*(one.name for one in wanted), "placed"]
         assert isinstance(created[30], InvalidTopicName)
-        leaders = Counter(states(group[2], topic)[0].leader for topic in topics[:-1])
-        assert leaders == {1: 10, 2: 10, 3: 10}
+        # On a slow machine, another replica may lead meanwhile.
+        preferred = Counter(states(group[2], topic)[0].replicas[0] for topic in topics[:-1])
+        assert preferred == {1: 10, 2: 10, 3: 10}
         assert states(group[2], topics[-1])[0].replicas == (2,)
         # A topic named by its id and recreated since is another topic.
         earlier = dataclasses.replace(topics[2], topic_id=uuid4())
