@@ -240,7 +240,7 @@ class LedgerTrial:
         found = (ExitCode.OK, ExitCode.FAILED)
         report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, allowed=found))
         for row in report["subscriptions"]:
-            counts = {name: row[name] for name in ("published", *_CLASSES, "doubled")}
+            counts = {name: row[name] for name in ("published", *_CLASSES, "duplicated")}
             print(f"{row['subscription']} ({row['subscription_id'][:8]}): {counts}", flush=True)
         findings = [one for one in report["findings"] if one["kind"] != "expired"] + report["damage"]
         # Receipts of deleted messages are not findings.

@@ -675,9 +675,9 @@ class World:
             self.is_link_cut = False
         else:
             with_pause = second.service.mirrors
-            await with_pause.want(MIRROR, is_wanted=False)
+            await with_pause.set_enabled(MIRROR, is_enabled=False)
             await asyncio.sleep(self.random.uniform(0, 1))
-            await with_pause.want(MIRROR, is_wanted=True)
+            await with_pause.set_enabled(MIRROR, is_enabled=True)
 
     async def _fail_over(self, site: Site) -> dict[int, int]:
         """Cut all copies as `fail_over` does; sometimes the site crashes when only some of them are cut."""
@@ -715,7 +715,7 @@ class World:
         """Let the first site follow, as `adopt` does; wait until both are equal."""
         first.set_mirror(MIRROR)
         mirrors = first.service.mirrors
-        await mirrors.create(MIRROR, {"from": "second:1"}, is_wanted=False)
+        await mirrors.create(MIRROR, {"from": "second:1"}, is_enabled=False)
         offsets = {TOPIC.name: cuts}
         if self.random.random() < 0.5:
             # Otherwise the copier finds the common offset itself, like a node that was down.
@@ -724,7 +724,7 @@ class World:
                 await first.service.fence(fence)
         await mirrors.change(
             MIRROR,
-            lambda now: dataclasses.replace(now, cuts=offsets, verified=offsets, is_gated=True, is_wanted=True),
+            lambda now: dataclasses.replace(now, cuts=offsets, verified=offsets, is_gated=True, is_enabled=True),
         )
         deadline = self.clock.monotonic() + EQUAL_S_MAX
         while first.read_everything() != second.read_everything():

@@ -212,7 +212,7 @@ async def test_changes_of_subscriptions_and_pipelines_hide_their_settings(broker
         await SubscriptionClient(client).create(
             "audit-billing", ["audit-orders"], {"millstream.filter": "payload.secret = 1"}
         )
-        made = await PipelineClient(client).create("audit-land", "land", {"topics": AUDIT}, is_wanted=False)
+        made = await PipelineClient(client).create("audit-land", "land", {"topics": AUDIT}, is_enabled=False)
         assert made.notes == [], "the log is a topic that can be landed"
     read_audit(broker, changed("topic", "audit-orders", 1))
     subscription = read_audit(broker, changed("subscription", "audit-billing", 1))

@@ -64,7 +64,7 @@ def test_producers_and_consumers_are_listed_by_kind(millstream: CommandLine, top
     (consuming,) = of(listed.document, f"{topic}-c")
     assert consuming["roles"] == ["consumer"]
     assert consuming["fetched_bytes"] > 5000
-    assert listed.document["left_out"] == 0
+    assert listed.document["omitted"] == 0
 
 
 async def test_waiting_workers_are_listed_as_consumers(server: Server, millstream: CommandLine, topic: str) -> None:

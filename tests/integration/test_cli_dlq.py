@@ -59,9 +59,9 @@ def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: Comm
     redriven = millstream("dlq", "redrive", name, "-n", 6)
     assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name} (6).\n", "")
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
-    assert purged == {"purged": 2, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
+    assert purged == {"purged": 2, "skipped": 0, "held": 0, "held_back": 0, "uncertain": 0}
     filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
-    reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "held_back": 0, "doubtful": 0}
+    reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "held_back": 0, "uncertain": 0}
     assert filtered == {**reported, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
     assert open_letters(millstream, name) == LETTERS - 9
 
@@ -100,7 +100,7 @@ def test_a_dry_run_counts_and_changes_nothing(server: Server, millstream: Comman
         "skipped": LETTERS - 4,
         "held": 0,
         "held_back": 0,
-        "doubtful": 0,
+        "uncertain": 0,
         "subscriptions": {name: 4},
         "refused": 0,
         "reasons": [],
@@ -168,7 +168,7 @@ def test_a_letter_too_large_for_its_topic_is_reported_until_it_fits(millstream: 
     assert found["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
     assert millstream("topic", "alter", dead, "--set", wanted[1]).code == 0
     wait_until(lambda: listed()["letters"] == 1)
-    assert (listed()["refused"], listed()["unreached"]) == (0, [])
+    assert (listed()["refused"], listed()["unreachable"]) == (0, [])
 
 
 def test_letters_with_deleted_originals_stay_open_and_can_be_published(
@@ -181,7 +181,7 @@ def test_letters_with_deleted_originals_stay_open_and_can_be_published(
     assert "--to-topic" in refused.err
     assert open_letters(millstream, name) == LETTERS - 5
     published = millstream("dlq", "redrive", name, "--to-topic", name, "--json").document
-    counts = {"redriven": LETTERS - 5, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
+    counts = {"redriven": LETTERS - 5, "skipped": 0, "held": 0, "held_back": 0, "uncertain": 0}
     assert published == {**counts, "topics": {name: LETTERS - 5}}
     assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
 
@@ -268,7 +268,7 @@ def test_letters_of_no_subscription_any_more_stay_open(
     else:
         assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
     left = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
-    assert (left["subscriptions"], left["letters"], left["unreached"]) == ([], LETTERS, [])
+    assert (left["subscriptions"], left["letters"], left["unreachable"]) == ([], LETTERS, [])
     assert f'millstream_dead_letters_open{{topic="{dead}"}} {LETTERS}.0' in server.metrics()
     refused = millstream("topic", "delete", dead, "--yes")
     assert (refused.code, f"{LETTERS} open dead letters" in refused.err) == (5, True)
@@ -293,7 +293,7 @@ def test_open_letters_are_deleted_only_with_force(server: Server, millstream: Co
     assert (refused.code, f"{LETTERS - 5} open dead letters" in refused.err) == (5, True)
     assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
     orphans = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
-    assert (orphans["subscriptions"], orphans["letters"], orphans["unreached"]) == ([], LETTERS - 5, [])
+    assert (orphans["subscriptions"], orphans["letters"], orphans["unreachable"]) == ([], LETTERS - 5, [])
     refused = millstream("dlq", "redrive", dead)
     assert (refused.code, "there is no subscription" in refused.err) == (5, True)
     assert millstream("topic", "delete", dead, "--yes", "--force").code == 0
@@ -356,7 +356,7 @@ def test_letters_held_back_by_a_count_are_reported(
     assert (counted.code, counted.out) == (0, f"Would close {LETTERS} letters.\n")
     assert "15 letters that stayed open can be processed by others after a minute" in counted.err
     purged = millstream("dlq", "purge", name, "--json")
-    assert purged.document == {"purged": LETTERS - 15, "skipped": 0, "held": 15, "held_back": 0, "doubtful": 0}
+    assert purged.document == {"purged": LETTERS - 15, "skipped": 0, "held": 15, "held_back": 0, "uncertain": 0}
     assert "15 letters are held by another command and come back within a minute" in purged.err
     assert open_letters(millstream, name) == 15
 
@@ -383,7 +383,7 @@ async def test_an_interrupted_command_returns_its_leases(server: Server, millstr
         assert [letter.attempt for letter in again] == [1] * LETTERS, "no worker has received them"
         await subscriptions.settle(f"__dlq/{name}-dead", "next", again, Verb.RETURN)
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
-    assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
+    assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "held_back": 0, "uncertain": 0}
 
 
 def test_a_subscription_on_a_missing_topic_is_reported(millstream: CommandLine) -> None:

@@ -56,7 +56,7 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert millstream("pipeline", "update", "shown", "--set", "every.ms=500", "--unset", "compact").code == 0
     reported = millstream("pipeline", "describe", "shown", "--json").document
     assert (reported["settings"]["every.ms"], reported["settings"]["compact"]) == ("500", "true")
-    assert millstream("pipeline", "stop", "shown", "--json").document == {"pipeline": "shown", "wanted": False}
+    assert millstream("pipeline", "stop", "shown", "--json").document == {"pipeline": "shown", "enabled": False}
     assert millstream("pipeline", "delete", "shown").out == "Deleted pipeline shown.\n"
     assert millstream("pipeline", "describe", "shown").code == 3
 
@@ -152,11 +152,11 @@ def test_a_topic_is_created_with_its_table(millstream: CommandLine, http: httpx.
     made = millstream("topic", "create", topic, "--land", "--json").document
     assert (made["created"], made["pipeline"]) == (True, f"land-{topic}")
     reported = http.get(f"/pipelines/land-{topic}").json()
-    assert (reported["kind"], reported["wanted"], reported["overrides"]) == ("land", True, {"topics": topic})
-    assert http.post(f"/pipelines/land-{topic}/stop").json() == {"pipeline": f"land-{topic}", "wanted": False}
+    assert (reported["kind"], reported["enabled"], reported["overrides"]) == ("land", True, {"topics": topic})
+    assert http.post(f"/pipelines/land-{topic}/stop").json() == {"pipeline": f"land-{topic}", "enabled": False}
     again = millstream("topic", "create", topic, "--land", "--if-not-exists")
     assert again.out == f"There is already a topic {topic} with 1 partition, landed by pipeline land-{topic}.\n"
-    assert not http.get(f"/pipelines/land-{topic}").json()["wanted"]
+    assert not http.get(f"/pipelines/land-{topic}").json()["enabled"]
     made = http.post("/topics", json={"name": f"{topic}-2", "land": True, "settings": {"retention.ms": 60000}})
     assert (made.status_code, made.json()["pipeline"], made.json()["notes"]) == (201, f"land-{topic}-2", [])
     assert http.delete(f"/topics/{topic}-2").json()["notes"] == [
@@ -168,7 +168,7 @@ def test_a_topic_is_created_with_its_table(millstream: CommandLine, http: httpx.
     assert millstream("pipeline", "create", "route", f"route-{topic}", "--stopped").code == millstream(*rule).code == 0
     assert millstream("group", "reset", f"pipeline-route-{topic}", "--topic", topic, "--to", "end").code == 0
     assert millstream(*rule).out.endswith("; 1 message that it has already read is not routed again.\n")
-    assert millstream(*rule, "--json").document["passed"] == 1
+    assert millstream(*rule, "--json").document["already_read"] == 1
     waiting = f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet."
     shorter = http.patch(f"/topics/{topic}", json={"settings": {"retention.ms": 60000}}).json()
     assert (shorter["overrides"], shorter["notes"]) == ({"retention.ms": "60000"}, [waiting])
@@ -184,7 +184,7 @@ def test_a_topic_is_created_with_its_table(millstream: CommandLine, http: httpx.
 
 def test_pipelines_over_http(server: Server, http: httpx.Client) -> None:
     rule = {"name": "large", "topic": "web-x", "targets": ["a"], "condition": "payload.total > 5", "subscription": ""}
-    new = {"name": "web", "kind": "route", "wanted": False, "rules": [rule]}
+    new = {"name": "web", "kind": "route", "enabled": False, "rules": [rule]}
     made = http.post("/pipelines", json=new)
     assert (made.status_code, made.json()["notes"][0][:29]) == (201, "There is no topic 'web-x' yet")
     assert http.post("/pipelines", json=new).status_code == 409
@@ -209,7 +209,7 @@ def test_pipelines_over_http(server: Server, http: httpx.Client) -> None:
     refused = http.post("/pipelines", json={"name": "x", "kind": "land", "settings": {"every.ms": [1]}})
     assert (refused.status_code, "the setting 'every.ms'" in refused.json()["detail"]) == (422, True)
     days = {"topics": "web-x", "decode": "json", "partition.by": "day(created_at)"}
-    made = http.post("/pipelines", json={"name": "web-days", "kind": "land", "wanted": False, "settings": days})
+    made = http.post("/pipelines", json={"name": "web-days", "kind": "land", "enabled": False, "settings": days})
     assert made.status_code == 201
     assert http.get("/pipelines/web-days").json()["overrides"] == days
     refused = http.patch("/pipelines/web-days", json={"settings": {"partition.by": "month(created_at)"}})

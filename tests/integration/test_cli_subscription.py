@@ -112,10 +112,10 @@ def test_every_interface_reports_the_holder_of_a_message(server: Server, millstr
             by_command = json.loads(millstream("subscription", "leases", name, "--json").out)
             table = millstream("subscription", "leases", name).out
             cut = ms.leases(name, limit=1)
-    assert (by_sdk.left_out, by_http["left_out"], by_command["left_out"]) == (0, 0, 0)
+    assert (by_sdk.omitted, by_http["omitted"], by_command["omitted"]) == (0, 0, 0)
     # The last two may have come one by one, with different expiries.
     assert [offset for one in by_sdk.leases for offset in range(one.start, one.end)] == [0, 1, 2, 3]
-    assert all(one.attempt == 1 and 0 < one.left_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
+    assert all(one.attempt == 1 and 0 < one.remaining_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
     cli, till, packer = by_sdk.leases[:3]
     assert cli.worker.startswith("cli/")
     assert (till.worker, till.address) == ("http/till-7", ":".join(map(str, reached_from)))
@@ -125,7 +125,7 @@ def test_every_interface_reports_the_holder_of_a_message(server: Server, millstr
         assert [_identity(one) for one in reported] == [_identity(one._asdict()) for one in by_sdk.leases]
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["0", "1", "2"]
     assert "packer-3" in table
-    assert (len(cut.leases), cut.left_out) == (1, 3)
+    assert (len(cut.leases), cut.omitted) == (1, 3)
 
 
 def _identity(lease: dict[str, Any]) -> tuple[object, ...]:

@@ -60,7 +60,7 @@ def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Pro
     assert described["producer_id"] == mine["producer_id"]
     assert f"{topic}-0" in millstream("transaction", "describe", name).out
 
-    assert millstream("transaction", "abort", name, "--json").document["was"] == "Ongoing"
+    assert millstream("transaction", "abort", name, "--json").document["previous_state"] == "Ongoing"
     with pytest.raises(KafkaException):
         writer.commit_transaction(WAIT_S)
     described = ("transaction", "describe", name, "--json")

@@ -358,7 +358,7 @@ def test_no_letter_is_lost_or_duplicated_when_a_node_is_killed_during_a_redrive(
     assert redriven.code == 0, redriven.err
     assert redriven.document["redriven"] == number
     # Letters that the failover may have left open are reported; another redrive delivers nothing twice.
-    assert len(millstream("dlq", "show", topic, "-n", number, "--json").documents) <= redriven.document["doubtful"]
+    assert len(millstream("dlq", "show", topic, "-n", number, "--json").documents) <= redriven.document["uncertain"]
     assert millstream("dlq", "redrive", topic, "--timeout", WAIT_S).code == 0
     again: list[str] = []
     while len(again) < number:

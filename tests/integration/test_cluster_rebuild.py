@@ -84,7 +84,7 @@ def test_every_acknowledged_record_survives_a_rebuild_of_etcd(tmp_path: Path, po
         assert call_command([*whole, "--dry-run"]).document["written"] is False
         done = call_command(whole)
         assert (done.code, done.err) == (0, "")
-        assert (done.document["nodes"], done.document["short"], done.document["missing"]) == ([1, 2, 3], [], [])
+        assert (done.document["nodes"], done.document["incomplete"], done.document["missing"]) == ([1, 2, 3], [], [])
         again = call_command(whole)
         assert (again.code, "nothing to rebuild" in again.err) == (5, True)
         with cluster:
@@ -116,9 +116,9 @@ def test_a_node_that_lost_its_folder_with_etcd_gets_new_replicas(tmp_path: Path,
         assert (refused.code, "--accept-loss" in refused.err) == (1, True)
         assert "this is refused without --accept-loss" in call_command([*rebuild, "--dry-run"]).out
         done = call_command([*rebuild, "--accept-loss", "--json"])
-        assert (done.code, done.document["nodes"], done.document["fewer"]) == (0, [1, 2], [])
+        assert (done.code, done.document["nodes"], done.document["fewer_replicas"]) == (0, [1, 2], [])
         assert len(done.document["missing"]) == 1
-        assert {f"{TOPIC}-{index}" for index in range(3)} <= set(done.document["short"])
+        assert {f"{TOPIC}-{index}" for index in range(3)} <= set(done.document["incomplete"])
         with cluster:
             admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
             wait_until(lambda: in_sync(admin) == [3, 3, 3])

@@ -135,7 +135,7 @@ def _fill(api: httpx.Client) -> None:
         ("route", "by-region", {}),
         ("job", "nightly", {"code": "def run(spark, millstream):\n    print(1)\n"}),
     ):
-        made = api.post("/pipelines", json={"name": name, "kind": kind, "settings": settings, "wanted": False})
+        made = api.post("/pipelines", json={"name": name, "kind": kind, "settings": settings, "enabled": False})
         assert made.is_success, made.text
 
 
@@ -734,7 +734,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
             "/topics/crates/messages", content=b"no json", headers={"content-type": "text/plain"}
         ).is_success
         settings = {"topics": "crates", "decode": "json"}
-        made = api.post("/pipelines", json={"name": "landed", "kind": "land", "settings": settings, "wanted": False})
+        made = api.post("/pipelines", json={"name": "landed", "kind": "land", "settings": settings, "enabled": False})
         assert made.is_success, made.text
     watched = console.page("/pipelines/landed")
     page = watched.page
@@ -810,7 +810,7 @@ def test_a_refused_form_keeps_its_input(console: Console, path: str) -> None:
 def test_secret_settings_are_not_entered_on_a_page_that_shows_them(console: Console, topic: str) -> None:
     with console.api() as api, httpx.Client(timeout=WAIT_S) as client:
         made = api.post(
-            "/pipelines", json={"name": topic, "kind": "land", "settings": {"topics": topic}, "wanted": False}
+            "/pipelines", json={"name": topic, "kind": "land", "settings": {"topics": topic}, "enabled": False}
         )
         assert made.is_success, made.text
         address = f"{console.url}/pipelines/{topic}"

@@ -287,7 +287,7 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
                     (row,) = (one for one in rows if one["subscription"] == name)
                     assert (row["topics"], row["has_hidden_topics"]) == (topics, True)
                     assert (row["backlog"], row["leased"]) == (0, 0)
-                assert alice.get(f"/v1/subscriptions/{name}/leases", **own).json() == {"leases": [], "left_out": 0}
+                assert alice.get(f"/v1/subscriptions/{name}/leases", **own).json() == {"leases": [], "omitted": 0}
                 page = alice.get(f"/console/subscriptions/{name}").text
                 printed = run("subscription", "describe", name)
                 for text in (page, printed.out, run("subscription", "list").out):
@@ -459,7 +459,7 @@ def test_a_dry_run_reads_with_the_permissions_of_the_user(guarded: Guarded) -> N
             admin.post(f"/v1/topics/{topic}/messages", json={"kept": topic}).raise_for_status()
             settings = {"topics": topic, "decode": "json"}
             made = admin.post(
-                "/v1/pipelines", json={"name": name, "kind": "land", "settings": settings, "wanted": False}
+                "/v1/pipelines", json={"name": name, "kind": "land", "settings": settings, "enabled": False}
             )
             assert made.is_success, made.text
 

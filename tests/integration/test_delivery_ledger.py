@@ -120,7 +120,7 @@ def test_a_ledger_is_landed_once_and_tampering_is_detected_in_spark(
     row = _row(report, name)
     assert report.adds_up, (report.findings, report.damage)
     assert (row["published"], row["accepted"], row["dead_lettered"], row["waiting"]) == (10, 6, 1, 3)
-    assert (row["lost"], row["doubled"], row["delivery"]) == (0, 0, "exactly-once")
+    assert (row["lost"], row["duplicated"], row["delivery"]) == (0, 0, "exactly-once")
     # After another run, only new events are landed.
     table = job._table
     events = sum(batch.num_rows for batch in table.events())

@@ -256,7 +256,7 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
     assert paris("topic", "create", stuck, "--partitions", "8").code == 0
     publish(paris.brokers, stuck, [f"{number}" for number in range(100)])
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 1))
-    cut = berlin("mirror", "cutover", mirror, "--topics", topic, "--still", "0", "--yes", "--json")
+    cut = berlin("mirror", "cutover", mirror, "--topics", topic, "--idle", "0", "--yes", "--json")
     assert cut.code == 0, cut.err
     assert [one["offset"] for one in cut.document["partitions"]] == [2]
     assert committed(berlin, f"{topic}-group") == [1]
@@ -906,7 +906,7 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     assert f"({exact}), because of the failover of {output}:" in note
     # A planned failover of the rest leaves it where it was, too.
     commit(paris.brokers, plain, TopicPartition(topic, 0, 1))
-    cut = berlin("mirror", "cutover", mirror, "--still", "0", "--yes", "--json")
+    cut = berlin("mirror", "cutover", mirror, "--idle", "0", "--yes", "--json")
     assert cut.code == 0, cut.err
     assert (committed(berlin, plain), committed(berlin, exact)) == ([1], [1])
     assert berlin("mirror", "delete", mirror, "--force").code == 0

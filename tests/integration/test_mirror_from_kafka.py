@@ -108,7 +108,7 @@ def test_migrated_consumers_miss_and_repeat_nothing(peer: Server, server: Server
     # Offsets committed just before the cutover are transferred by the cutover itself.
     consume(total // 2)
     consumer.close()
-    cut = millstream("mirror", "cutover", "kafka", "--still", "0", "--json")
+    cut = millstream("mirror", "cutover", "kafka", "--idle", "0", "--json")
     assert cut.code == 0, cut.err
     assert cut.document["complete"]
     assert read_all(server.kafka, "moved", total) == read_all(peer.kafka, "moved", total)

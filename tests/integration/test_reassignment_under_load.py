@@ -214,7 +214,7 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
         lambda: millstream("cluster", "plan", "show", "--json").document.get("state") == "done", timeout_s=WAIT_S
     )
     shown = millstream("cluster", "plan", "show", "--json").document
-    assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [3])
+    assert (shown["moved"], shown["superseded"], shown["drained"]) == (len(plan["moves"]), 0, [3])
     assert millstream("cluster", "apply", plan["plan"]).code == 5
     assert all(3 not in now and now_in_sync == set(now) for now, now_in_sync in replicas(admin, topic))
     # A drained node gets no replicas.

@@ -45,14 +45,14 @@ def list_(
     found = call_broker(common, question)
     shown = [one for one in found.clients if everybody or one.roles]
     print_list(
-        {"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out},
+        {"clients": [dataclasses.asdict(one) for one in shown], "omitted": found.omitted},
         ["client id", "node", "address", "software", "version", "role", "in/s", "out/s", "idle"],
         [_row(one) for one in shown],
         empty="No producer and no consumer is connected; --all shows every connection.",
         as_json=common.as_json,
     )
-    if found.left_out:
-        print_note(f"{counted(found.left_out, 'connection')} more that the nodes do not list.")
+    if found.omitted:
+        print_note(f"{counted(found.omitted, 'connection')} more that the nodes do not list.")
 
 
 def _row(one: ConnectedClient) -> list[str | int | None]:

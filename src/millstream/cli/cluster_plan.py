@@ -214,10 +214,10 @@ def _print_progress(current: PlanResponse, copied: int = 0, *, as_json: bool) ->
         print_json(document)
     else:
         _print_state(document)
-    if document["state"] == "done" and document["overtaken"]:
+    if document["state"] == "done" and document["superseded"]:
         raise CommandFailed(
-            f"{counted(document['overtaken'], 'partition')} changed otherwise meanwhile and "
-            f"{'was' if document['overtaken'] == 1 else 'were'} left alone; compute another plan"
+            f"{counted(document['superseded'], 'partition')} changed otherwise meanwhile and "
+            f"{'was' if document['superseded'] == 1 else 'were'} left alone; compute another plan"
         )
 
 

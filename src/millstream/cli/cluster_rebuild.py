@@ -37,9 +37,9 @@ class Outcome:
             "nodes": self.nodes,
             "partitions": len(self.rebuilt.states),
             "missing": self.rebuilt.missing,
-            "short": self.rebuilt.short,
-            "fewer": self.rebuilt.fewer,
-            "strangers": sorted(map(str, self.rebuilt.unknown_topics)),
+            "incomplete": self.rebuilt.short,
+            "fewer_replicas": self.rebuilt.fewer,
+            "unknown_topics": sorted(map(str, self.rebuilt.unknown_topics)),
             "written": self.written,
         }
 

@@ -81,8 +81,8 @@ def list_(common: Common = COMMON) -> None:
         as_json=common.as_json,
     )
     for one in found:
-        if one.unreached:
-            partitions = ", ".join(map(str, one.unreached))
+        if one.unreachable:
+            partitions = ", ".join(map(str, one.unreachable))
             print_note(
                 f"Topic {one_line(one.topic)} may have more letters: partition {partitions} did not respond; "
                 "see millstream cluster status."
@@ -263,7 +263,7 @@ def _as_json(outcome: Outcome) -> dict[str, int]:
         "skipped": outcome.unmatched,
         "held": outcome.held,
         "held_back": outcome.held_back,
-        "doubtful": outcome.doubtful,
+        "uncertain": outcome.uncertain,
     }
 
 
@@ -280,9 +280,9 @@ def _so_far(outcome: Outcome) -> str:
 
 
 def _print_rest(outcome: Outcome, *, keep: bool) -> None:
-    if outcome.doubtful:
+    if outcome.uncertain:
         print_note(
-            f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: processed, but maybe still open, so "
+            f"{counted(outcome.uncertain, 'letter')} lost the lease in a failover: processed, but maybe still open, so "
             "another run may repeat it."
         )
     if outcome.held:
@@ -293,8 +293,8 @@ def _print_rest(outcome: Outcome, *, keep: bool) -> None:
         print_note(
             f"{counted(outcome.held_back, 'letter')} that stayed open can be processed by others after a minute."
         )
-    if outcome.unreached:
-        print_note(f"{counted(outcome.unreached, 'partition')} could not be reached; see millstream cluster status.")
+    if outcome.unreachable:
+        print_note(f"{counted(outcome.unreachable, 'partition')} could not be reached; see millstream cluster status.")
     if keep and not outcome.done and not outcome.held:
         print_note("No open letters" + (" match." if outcome.unmatched else "."))
 

@@ -228,14 +228,14 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
 @app.command("pause")
 def pause(name: Name, common: Common = COMMON) -> None:
     """Stop copying for now; the copies stay readable."""
-    _call_mirrors(common, lambda mirrors: mirrors.want(name, is_wanted=False))
+    _call_mirrors(common, lambda mirrors: mirrors.set_enabled(name, is_enabled=False))
     print_result({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
 
 
 @app.command("resume")
 def resume(name: Name, common: Common = COMMON) -> None:
     """Continue copying."""
-    _call_mirrors(common, lambda mirrors: mirrors.want(name, is_wanted=True))
+    _call_mirrors(common, lambda mirrors: mirrors.set_enabled(name, is_enabled=True))
     print_result({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
 
 
@@ -282,7 +282,7 @@ def cutover(
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="How long to wait until the copies have caught up.")
     ] = 300.0,
-    still: Annotated[
+    idle: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
@@ -299,12 +299,12 @@ def cutover(
     """
     confirm(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
     waited = _call_mirrors(
-        common.waiting(wait + still), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, still_s=still)
+        common.waiting(wait + idle), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, idle_s=idle)
     )
     if waited is None:
         print_note("An earlier attempt has begun to make the copies writable, so nothing is waited for.")
     elif not common.as_json:
-        print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
+        print_line(f"The copies are complete, and nothing was written for {idle:g} s (waited {waited:.1f} s).")
     report = _call_mirrors(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:

@@ -196,7 +196,7 @@ def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
     if common.as_json:
         print_json({"pipeline": name, **found})
         return
-    if found["is_cut"]:
+    if found["is_truncated"]:
         print_note("this is the end of a longer log")
     for line in found["text"].splitlines():
         print_line(one_line(line))
@@ -259,14 +259,14 @@ def update(
 def start(name: Name, common: Common = COMMON) -> None:
     """Start a pipeline; a parked pipeline is retried."""
     call_pipelines(common, lambda pipelines: pipelines.start(name))
-    print_result({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
+    print_result({"pipeline": name, "enabled": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("stop")
 def stop(name: Name, common: Common = COMMON) -> None:
     """Stop a pipeline; when it is started again, it continues where it was."""
     call_pipelines(common, lambda pipelines: pipelines.stop(name))
-    print_result({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
+    print_result({"pipeline": name, "enabled": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("delete")
@@ -293,9 +293,9 @@ def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
     """Return the locations of the tables, and how to read the first of them."""
     if not tables:
         return {}
-    places = [one["place"] for one in tables[:TABLES_SHOWN_MAX]]
-    more = len(tables) - len(places)
-    return {"tables": "\n".join([*places, *([f"and {more} more"] if more else [])]), "read by": tables[0]["read"]}
+    locations = [one["location"] for one in tables[:TABLES_SHOWN_MAX]]
+    more = len(tables) - len(locations)
+    return {"tables": "\n".join([*locations, *([f"and {more} more"] if more else [])]), "read by": tables[0]["read"]}
 
 
 def _facts(described: dict[str, Any]) -> dict[str, str]:
@@ -344,8 +344,8 @@ def _report_facts(report: dict[str, Any], *, parked: str) -> dict[str, str]:
     }
     if report.get("stalls"):
         facts["stalls"] = f"{report['stalls']} (batches that were cancelled because they made no progress)"
-    if report.get("still_s", 0.0) >= STALLED_S_MIN:
-        facts["still"] = f"no progress for {report['still_s']:.0f} s"
+    if report.get("stalled_s", 0.0) >= STALLED_S_MIN:
+        facts["stalled"] = f"no progress for {report['stalled_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
     for name, number in sorted(report.get("levels", {}).items()):
         facts[name] = _format_time(number * 1000) if name.endswith("_seconds") else f"{number:,}"
@@ -428,7 +428,7 @@ def _declare(
     try:
         return call_pipelines(
             common,
-            lambda pipelines: pipelines.create(name, kind, settings, rules=rules, is_wanted=not stopped),
+            lambda pipelines: pipelines.create(name, kind, settings, rules=rules, is_enabled=not stopped),
         ).notes
     except PipelineExists:
         if not if_missing:

@@ -49,9 +49,11 @@ def put(
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
     check_rules(PipelineKind.ROUTE, [new])
     changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, [new]))
-    passed = call_broker(common, lambda client: _passed(client, name, topic))
-    text = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
-    document = {"pipeline": name, "rule": rule, "rules": changed.rules, "passed": passed}
+    already_read = call_broker(common, lambda client: _count_already_read(client, name, topic))
+    text = (
+        f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(already_read)}."
+    )
+    document = {"pipeline": name, "rule": rule, "rules": changed.rules, "already_read": already_read}
     print_noted(document, text, changed.notes, as_json=common.as_json)
 
 
@@ -101,8 +103,8 @@ def delete(
     print_result({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
 
 
-async def _passed(client: Client, name: str, topic: str) -> int:
-    """Return how many messages of a topic a pipeline has passed: they are not routed again."""
+async def _count_already_read(client: Client, name: str, topic: str) -> int:
+    """Return how many messages of a topic a pipeline has already read; they are not routed again."""
     from millstream.client.admin.backlog import Backlogs, reader_of
     from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 
@@ -115,11 +117,13 @@ async def _passed(client: Client, name: str, topic: str) -> int:
     return backlogs[name].passed if name in backlogs else 0
 
 
-def _since(passed: int) -> str:
-    if not passed:
+def _since(already_read: int) -> str:
+    if not already_read:
         return "from the next batch on"
     behind = (
-        "1 message that it has already read is" if passed == 1 else f"{passed:,} messages that it has already read are"
+        "1 message that it has already read is"
+        if already_read == 1
+        else f"{already_read:,} messages that it has already read are"
     )
     return f"from the next batch on; {behind} not routed again"
 

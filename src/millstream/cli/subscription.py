@@ -418,20 +418,26 @@ def leases(
     """Show which worker holds which messages, until when and in which attempt, the oldest first."""
     held = _call_subscriptions(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
     if common.as_json:
-        print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "left_out": held.left_out})
+        print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "omitted": held.omitted})
         return
     if not held.leases:
-        elsewhere = f" here; at the source of this copy, workers hold {counted(held.left_out, 'message')}"
-        print_line(f"No worker holds a message{elsewhere if held.left_out else ''}.")
+        elsewhere = f" here; at the source of this copy, workers hold {counted(held.omitted, 'message')}"
+        print_line(f"No worker holds a message{elsewhere if held.omitted else ''}.")
         return
     header = ("topic", "partition", "start", "end", "attempt", "ends-in", "worker", "client-id", "address")
     rows = [
-        (*one[:5], f"{one.left_ms / 1000:.1f} s", one_line(one.worker), one_line(one.client_id) or "-", one.address)
+        (
+            *one[:5],
+            f"{one.remaining_ms / 1000:.1f} s",
+            one_line(one.worker),
+            one_line(one.client_id) or "-",
+            one.address,
+        )
         for one in held.leases
     ]
     print_table(header, rows)
-    if held.left_out:
-        print_note(f"Workers hold {counted(held.left_out, 'message')} more; -n shows more.")
+    if held.omitted:
+        print_note(f"Workers hold {counted(held.omitted, 'message')} more; -n shows more.")
 
 
 def update(

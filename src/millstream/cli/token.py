@@ -58,8 +58,8 @@ def create(
     from millstream.client.admin.security import create_token
 
     given = list(zip(allow or (), resources or (), strict=False))
-    lasts_ms = parse_age_ms(expires)
-    if lasts_ms is None:
+    lifetime_ms = parse_age_ms(expires)
+    if lifetime_ms is None:
         raise CommandFailed(f"--expires takes a length of time, such as 12h or 30d, not {expires!r}", ExitCode.USAGE)
     if len(allow or ()) != len(resources or ()):
         raise CommandFailed(
@@ -70,7 +70,7 @@ def create(
             "--prefixed goes with one --allow; end the names that are prefixes with * instead", ExitCode.USAGE
         )
     scope = [acl for operations, resource in given for acl in _scope(operations, resource, prefixed=prefixed)]
-    made = call_broker(common, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
+    made = call_broker(common, lambda client: create_token(client, scope, owner=owner, lifetime_ms=lifetime_ms))
     token_id, secret = split_token(made.token)
     document = {
         "id": token_id,

@@ -161,7 +161,7 @@ def _abort_known(transactional_id: str, common: Common) -> None:
 
     state = call_broker(common, lambda client: abort_transaction(client, transactional_id))
     print_result(
-        {"transactional_id": transactional_id, "was": state},
+        {"transactional_id": transactional_id, "previous_state": state},
         f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
         as_json=common.as_json,
     )

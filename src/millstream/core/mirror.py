@@ -157,7 +157,7 @@ class Mirror:
     name: str
     overrides: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The settings that were given, by name."""
-    is_wanted: bool = True
+    is_enabled: bool = True
     """Whether it should copy; a paused mirror keeps its copies."""
     created_ms: int = 0
     version: int = 0
@@ -190,7 +190,7 @@ class Mirror:
     @property
     def is_due(self) -> bool:
         """Whether nodes should be copying."""
-        return self.is_wanted and not self.sealed
+        return self.is_enabled and not self.sealed
 
     @property
     def is_reversible(self) -> bool:

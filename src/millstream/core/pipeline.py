@@ -96,7 +96,7 @@ class Pipeline:
     kind: PipelineKind
     overrides: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The settings that were given, by name."""
-    is_wanted: bool = True
+    is_enabled: bool = True
     """Whether it should run."""
     parked: str = ""
     """Why it is parked: it cannot run as declared."""
@@ -124,7 +124,7 @@ class Pipeline:
     @property
     def is_due(self) -> bool:
         """Return whether a node should be running it."""
-        return self.is_wanted and not self.parked and not self.sealed
+        return self.is_enabled and not self.parked and not self.sealed
 
     @property
     def idle_reason(self) -> str:

@@ -81,12 +81,12 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_partitions_without_a_response_are_named() -> None:
     (found,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
-    assert (found.subscriptions, found.letters, found.unreached) == (["billing"], 3, [1])
+    assert (found.subscriptions, found.letters, found.unreachable) == (["billing"], 3, [1])
 
 
 async def test_the_count_waits_for_a_failover() -> None:
     (found,) = await dead_letter_topics(Cluster(away_for=3), patience_s=60.0)
-    assert (found.letters, found.unreached) == (6, [])
+    assert (found.letters, found.unreachable) == (6, [])
 
 
 async def test_a_topic_whose_letters_cannot_be_counted_is_kept() -> None:

@@ -156,7 +156,7 @@ def test_a_pipeline_is_stored_with_its_rules(open_catalog: OpenCatalog) -> None:
 
     def change(found: Pipeline) -> Pipeline:
         rules = (dataclasses.replace(large, condition=""), dataclasses.replace(small, name="tiny"))
-        return dataclasses.replace(found, overrides={}, is_wanted=False, parked="it failed", rules=rules)
+        return dataclasses.replace(found, overrides={}, is_enabled=False, parked="it failed", rules=rules)
 
     changed = dataclasses.replace(change(director), version=1)
     assert catalog.alter_pipeline(director.pipeline_id, change) == changed

@@ -46,7 +46,7 @@ def test_numbers_are_aligned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "counts": {"files": 1, "quarantined": 15},
         "last_error": "",
     }
-    table = {"topic": "orders", "place": "/lake/orders", "read": "deltalake.DeltaTable('/lake/orders').to_pandas()"}
+    table = {"topic": "orders", "location": "/lake/orders", "read": "deltalake.DeltaTable('/lake/orders').to_pandas()"}
     reported: dict[str, Any] = {
         "pipeline_id": "1",
         "group": "pipeline-p",

@@ -58,7 +58,7 @@ async def test_a_pipeline_just_declared_on_another_node_is_found(catalog: Catalo
     for validate_only in (True, False):
         with pytest.raises(PipelineExists):
             await here.create("land-orders", LAND, ORDERS, validate_only=validate_only)
-    assert not (await here.stop("land-orders")).is_wanted
+    assert not (await here.stop("land-orders")).is_enabled
     # Recreated under the same name: the cached pipeline is stale.
     await there.delete("land-orders")
     restarted = await there.create("land-orders", LAND, {"topics": "others"})
@@ -109,7 +109,7 @@ async def test_an_invalid_change_has_no_effect(catalog: Catalog) -> None:
         await pipelines.create("land-orders", LAND, ORDERS, rules=[LARGE])
     await pipelines.create("land-orders", LAND, ORDERS, validate_only=True)
     assert pipelines.all() == []
-    made = await pipelines.create("land-orders", LAND, ORDERS, is_wanted=False)
+    made = await pipelines.create("land-orders", LAND, ORDERS, is_enabled=False)
     with pytest.raises(InvalidSetting, match=r"unknown setting 'evry.ms'.*every.ms"):
         await pipelines.alter("land-orders", {"evry.ms": "1"})
     with pytest.raises(InvalidPipeline, match="only route pipelines have rules"):

@@ -23,7 +23,7 @@ STATUS: dict[str, Any] = {
             "kind": "counter",
             "help": "Bytes received.",
             "samples": [[12, {}]],
-            "left_out": False,
+            "is_truncated": False,
         }
     ],
 }

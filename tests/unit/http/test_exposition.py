@@ -8,7 +8,7 @@ from millstream.gateway.api.openapi import render
 
 
 def described(name: str, kind: str, samples: list[Any]) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "help": f"About {name}.", "samples": samples, "left_out": False}
+    return {"name": name, "kind": kind, "help": f"About {name}.", "samples": samples, "is_truncated": False}
 
 
 def parsed(*metrics: dict[str, Any]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -56,7 +56,7 @@ def test_a_request_gets_the_document() -> None:
     assert int.from_bytes(whole[4:8], "big") == 99
     document = decode_document(whole[4 + response_body_at(api.key, 0, whole[4:]) :])
     assert document["metrics"] == [
-        {"name": "a_total", "kind": "counter", "help": "A.", "samples": [[1, {}]], "left_out": False}
+        {"name": "a_total", "kind": "counter", "help": "A.", "samples": [[1, {}]], "is_truncated": False}
     ]
     assert (document["node_id"], document["kafka"], document["started_ms"]) == (3, "127.0.0.1:9092", 5)
 
@@ -92,7 +92,7 @@ def test_samples_beyond_the_limit_are_not_even_computed() -> None:
             yield Sample(number)
 
     found = status(Numbers(Metric("a", "gauge", "A.", samples())), most=3).snapshot()["metrics"][0]
-    assert (len(found["samples"]), found["left_out"], len(made)) == (3, True, 4)
+    assert (len(found["samples"]), found["is_truncated"], len(made)) == (3, True, 4)
 
 
 def test_a_histogram_is_expanded() -> None:

@@ -208,7 +208,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
         "recent": [],
         "restarts": 0,
         "stalls": 0,
-        "still_s": 0.0,
+        "stalled_s": 0.0,
         "last_error": "",
         "last_error_ms": 0,
         "failing_ms": 0,
@@ -263,7 +263,7 @@ async def test_the_newest_version_known_to_any_node_is_reported(client: Pipeline
     for node in nodes.nodes.values():
         await node.pipelines.load()
     await nodes.nodes[3].pipelines.stop("land-orders")
-    assert nodes.nodes[1].pipelines.all()[0].is_wanted
+    assert nodes.nodes[1].pipelines.all()[0].is_enabled
     assert [reported["state"] for reported in await client.describe()] == ["stopped"]
     # One node has been notified of the deletion.
     await nodes.nodes[3].pipelines.delete("land-orders")
@@ -272,7 +272,7 @@ async def test_the_newest_version_known_to_any_node_is_reported(client: Pipeline
 
 
 async def test_a_pipeline_is_changed_stopped_parked_and_started(client: PipelineClient, nodes: Nodes) -> None:
-    await client.create("land-orders", "land", ORDERS, is_wanted=False)
+    await client.create("land-orders", "land", ORDERS, is_enabled=False)
     states = [(await client.describe())[0]["state"]]
     await client.start("land-orders")
     nodes.nodes[1].board.take([PipelineReport(name="land-orders", state="retrying")])

@@ -15,7 +15,12 @@ from millstream.broker.mirror import barriers
 from millstream.broker.mirror.service import MirrorService
 from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import NodeId
-from millstream.protocol.private.mirror_messages import BarrierRequest, BarrierResponse, HoldRequest, HoldResponse
+from millstream.protocol.private.mirror_messages import (
+    BarrierRequest,
+    BarrierResponse,
+    HoldCommitsRequest,
+    HoldCommitsResponse,
+)
 
 OFFSETS = {"orders": {0: 7}}
 ORDERS_ID = UUID(int=1)
@@ -40,7 +45,7 @@ class Coordinator:
 Groups = dict[int, dict[str, dict[str, dict[int, int]]]]
 
 
-def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None = None) -> BarrierResponse:
+def barrier(*responses: HoldCommitsResponse, moves: bool = False, groups: Groups | None = None) -> BarrierResponse:
     """Request a barrier on a node whose only peer gives these responses, from its beginning to its end."""
     coordinator, left = Coordinator(), list(responses)
     membership = SimpleNamespace(
@@ -55,7 +60,7 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
     wants_groups = groups is not None
     asked: list[str] = []
 
-    async def ask_node(_node: NodeId, _key: int, request: HoldRequest, _response: Any) -> HoldResponse:
+    async def ask_node(_node: NodeId, _key: int, request: HoldCommitsRequest, _response: Any) -> HoldCommitsResponse:
         asked.append(request.action)
         assert request.topics == ({"orders": ORDERS_ID} if request.action == "read groups" else {})
         return left.pop(0)
@@ -78,9 +83,9 @@ def barrier(*responses: HoldResponse, moves: bool = False, groups: Groups | None
 
 
 def held(
-    *shards: tuple[int, int], is_held: bool = True, groups: Groups | None = None, left_out: bool = False
-) -> HoldResponse:
-    return HoldResponse(held=is_held, shards=list(shards), groups=groups or {}, left_out=left_out)
+    *shards: tuple[int, int], is_held: bool = True, groups: Groups | None = None, groups_omitted: bool = False
+) -> HoldCommitsResponse:
+    return HoldCommitsResponse(held=is_held, shards=list(shards), groups=groups or {}, groups_omitted=groups_omitted)
 
 
 def test_a_barrier_is_valid_if_every_coordinator_was_held() -> None:
@@ -97,13 +102,13 @@ def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -
 def test_too_many_offsets_of_groups_are_left_out(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setattr(barriers, "OFFSETS_MAX", 2)
     peer, theirs = held((1, 2), (2, 2)), {"a": {"orders": {0: 5, 1: 5}}}
-    for count, left_out in ((2, False), (3, True)):
+    for count, groups_omitted in ((2, False), (3, True)):
         if by == "sum":
             read, ours = held(groups={0: theirs, 2: {}}), {f"b{at}": {"orders": {0: 1}} for at in range(count - 2)}
         else:
-            read, ours = held(groups={0: {}, 2: {}}, left_out=left_out), {"b": {"orders": {0: 1}}}
+            read, ours = held(groups={0: {}, 2: {}}, groups_omitted=groups_omitted), {"b": {"orders": {0: 1}}}
         found = barrier(peer, read, peer, groups={1: ours})
-        assert (found.offsets, found.left_out, not found.groups) == (OFFSETS, left_out, left_out)
+        assert (found.offsets, found.groups_omitted, not found.groups) == (OFFSETS, groups_omitted, groups_omitted)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_there_is_no_barrier_without_the_groups_of_a_coordinator_that_moves(grou
         pytest.param(held((1, 2), (2, 2)), held((0, 5), (1, 2), (2, 2)), True, id="one came over from the other node"),
     ],
 )
-def test_a_barrier_is_void_otherwise(began: HoldResponse, ended: HoldResponse, moves: bool) -> None:
+def test_a_barrier_is_void_otherwise(began: HoldCommitsResponse, ended: HoldCommitsResponse, moves: bool) -> None:
     with pytest.raises(RequestTimedOut):
         barrier(began, ended, moves=moves)
 
@@ -142,14 +147,14 @@ def test_a_node_returns_its_groups_while_it_holds_decisions_back() -> None:
     made: Any = MirrorService
     service: Any = made(None, membership, None, None, Coordinator(), groups, None, None, None, None)
 
-    async def hold() -> list[HoldResponse]:
+    async def hold() -> list[HoldCommitsResponse]:
         begin, read, end = (
-            HoldRequest(token="t", action="hold", hold_ms=60_000),
-            HoldRequest(token="t", action="read groups", topics={"orders": None}),
-            HoldRequest(token="t", action="release"),
+            HoldCommitsRequest(token="t", action="hold", hold_ms=60_000),
+            HoldCommitsRequest(token="t", action="read groups", topics={"orders": None}),
+            HoldCommitsRequest(token="t", action="release"),
         )
         return [await service.barriers.hold(one) for one in (begin, read, end, read)]
 
-    read = HoldResponse(held=True, groups={2: {"a": {"orders": {0: 1}}}}, left_out=True)
-    late = HoldResponse(held=False, groups=read.groups, left_out=True)
+    read = HoldCommitsResponse(held=True, groups={2: {"a": {"orders": {0: 1}}}}, groups_omitted=True)
+    late = HoldCommitsResponse(held=False, groups=read.groups, groups_omitted=True)
     assert asyncio.run(hold()) == [held((0, 4)), read, held((0, 4)), late]

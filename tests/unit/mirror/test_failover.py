@@ -174,11 +174,11 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     target.has_leaders = False
     with pytest.raises(NotLeader):
         await target.fail_over(PATTERN)
-    assert not (await target.mirror()).is_wanted
+    assert not (await target.mirror()).is_enabled
     target.has_leaders = True
     done = await target.fail_over(PATTERN)
     mirror = await target.mirror()
-    assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
+    assert (mirror.is_enabled, mirror.resumes, mirror.cut_epochs) == (True, False, {})
     assert target.copies == [EUX, US]
     await target.mirrors.record_gated(mirror)
     (note,) = await target.notes()
@@ -187,7 +187,7 @@ async def test_a_repeated_failover_of_some_copies_continues_with_the_others(targ
     assert "once the other copies are failed over" in note
     # Its response was lost.
     assert places(await target.fail_over(PATTERN)) == places(done) == [(EU, 0, 41), (EU, 1, 42)]
-    assert (await target.mirror()).is_wanted
+    assert (await target.mirror()).is_enabled
     with pytest.raises(InvalidMirror, match="has no copies that match"):
         await target.fail_over("nothing")
 
@@ -261,21 +261,21 @@ async def test_a_failover_that_ends_before_that_is_recorded_continues_with_the_o
     assert (await target.mirror()).cut_epochs
     assert places(await target.fail_over(PATTERN)) == [(EU, 0, 41), (EU, 1, 42)]
     mirror = await target.mirror()
-    assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
+    assert (mirror.is_enabled, mirror.resumes, mirror.cut_epochs) == (True, False, {})
 
 
 async def test_a_paused_mirror_stays_paused(target: Target) -> None:
-    await target.mirrors.want(NAME, is_wanted=False)
+    await target.mirrors.set_enabled(NAME, is_enabled=False)
     await target.fail_over(PATTERN)
-    assert not (await target.mirror()).is_wanted
-    await target.mirrors.want(NAME, is_wanted=True)
+    assert not (await target.mirror()).is_enabled
+    await target.mirrors.set_enabled(NAME, is_enabled=True)
     target.has_leaders = False
     with pytest.raises(NotLeader):
         await target.fail_over(US)
-    await target.mirrors.want(NAME, is_wanted=False)
+    await target.mirrors.set_enabled(NAME, is_enabled=False)
     target.has_leaders = True
     await target.fail_over(US)
-    assert not (await target.mirror()).is_wanted
+    assert not (await target.mirror()).is_enabled
 
 
 async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Target) -> None:
@@ -295,7 +295,7 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     assert places(await target.fail_over(PATTERN)) == [(EU, 0, 41), (EU, 1, 42)]
     assert target.copies == [EUX, US]
     await target.fail_over()
-    assert not (await target.mirror()).is_wanted
+    assert not (await target.mirror()).is_enabled
     assert await target.interruption() == ""
     (note,) = await target.notes()
     # The source was never reached, so it is not known to be one that can follow.
@@ -353,7 +353,7 @@ async def test_a_mirror_remembers_deleted_originals_until_its_source_changes(
     service._supervise = lambda _name, task: asyncio.create_task(task)
     await service._apply()
     await connected.wait()
-    await target.mirrors.want(NAME, is_wanted=False)
+    await target.mirrors.set_enabled(NAME, is_enabled=False)
     if change == "other settings":
         await target.mirrors.alter(NAME, {"rate": "1000"})
     elif change == "other source":
@@ -394,11 +394,11 @@ async def test_a_repeated_reverse_names_the_records_dropped_by_the_first_attempt
     for _ in range(2):
         assert (await failover._follow(target.service, request, [])).removed == [lost]
     mirror = await target.mirror()
-    assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: [(5, 9)]}})
+    assert (mirror.is_enabled, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: [(5, 9)]}})
 
 
 async def test_an_old_source_that_enforces_no_access_rules_is_not_made_to_mirror_them(target: Target) -> None:
-    await target.mirrors.change(NAME, lambda now: dataclasses.replace(now, is_wanted=False))
+    await target.mirrors.change(NAME, lambda now: dataclasses.replace(now, is_enabled=False))
     request = AdoptRequest(
         name=NAME,
         step="fence",
@@ -464,7 +464,7 @@ async def test_a_side_failed_over_since_it_followed_is_scanned_again(
     with pytest.raises(NotLeader):
         await failover.adopt(service, request)
     mirror = await target.mirror()
-    assert (mirror.is_wanted, scanned & set(mirror.cuts)) == (False, set())
+    assert (mirror.is_enabled, scanned & set(mirror.cuts)) == (False, set())
     is_fenced = True
     # The last one comes after another response that was lost; the records beyond the cuts may be copies by then.
     for _ in range(2):
@@ -472,9 +472,9 @@ async def test_a_side_failed_over_since_it_followed_is_scanned_again(
     assert scans == truncated == [{EU, EUX, US}, scanned]
     assert saved == [lost]
     mirror = await target.mirror()
-    assert (mirror.is_wanted, mirror.cuts, mirror.verified) == (True, request.cuts, request.cuts)
+    assert (mirror.is_enabled, mirror.cuts, mirror.verified) == (True, request.cuts, request.cuts)
     # One that is only paused still follows.
-    await target.mirrors.want(NAME, is_wanted=False)
+    await target.mirrors.set_enabled(NAME, is_enabled=False)
     await failover.adopt(service, request)
     assert len(scans) == 2
 
@@ -656,7 +656,7 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
     assert other_side.asked == ["fence", "release", "release"]
     mirror = await target.mirror()
     # It copies again, and nothing allows that acknowledged copies are truncated.
-    assert (mirror.is_wanted, mirror.cut_epochs, mirror.cuts) == (True, {}, {})
+    assert (mirror.is_enabled, mirror.cut_epochs, mirror.cuts) == (True, {}, {})
     assert target.copies == [EU, EUX, US]
     target.has_leaders = True
     await failover.switch(target.service, SWITCH)
@@ -720,7 +720,7 @@ async def test_a_cutover_transfers_the_state_of_its_topics(target: Target, other
 async def test_a_cutover_of_a_mirror_that_does_not_run_is_refused_at_once(
     target: Target, other_side: SwitchSource
 ) -> None:
-    await target.mirrors.want(NAME, is_wanted=False)
+    await target.mirrors.set_enabled(NAME, is_enabled=False)
     with pytest.raises(InvalidMirror, match="resume it first"):
         await failover.fail_over(target.service, FailoverRequest(name=NAME, is_planned=True))
     assert target.copies == [EU, EUX, US]

@@ -425,7 +425,7 @@ async def test_a_new_leader_reads_the_gaps_before_it_exposes_a_compacted_copy(
     catalog = Catalog.open_folder(tmp_path)
     node = NewLeader(catalog)
     running = asyncio.create_task(node.logs.run())
-    mirror = await node.catalog_mirrors.create(NAME, {"from": "paris:9092"}, is_wanted=True)
+    mirror = await node.catalog_mirrors.create(NAME, {"from": "paris:9092"}, is_enabled=True)
     await node.mirrors.load()
     await node.catalog_mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): 3})
     node.become_leader()

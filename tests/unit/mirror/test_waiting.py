@@ -232,7 +232,7 @@ def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
         "mirror_id": "1",
         "settings": {"from": "paris:9092"},
         "overrides": {},
-        "wanted": True,
+        "enabled": True,
         "problem": "",
         "created_ms": 0,
         "version": 1,
@@ -335,13 +335,13 @@ async def test_unknown_lags_are_counted() -> None:
 async def test_a_cutover_waits_for_silent_nodes() -> None:
     client: Any = Nodes(described_by(0, 4, 0, 0), None)
     with pytest.raises(RequestTimedOut, match="unknown for 3 partitions"):
-        await MirrorClient(client).settle("paris", wait_s=0.0, still_s=0.0)
+        await MirrorClient(client).settle("paris", wait_s=0.0, idle_s=0.0)
     with pytest.raises(RequestTimedOut, match="unknown for 2 partitions"):
-        await MirrorClient(client).settle("paris", ["orders"], wait_s=0.0, still_s=0.0)
+        await MirrorClient(client).settle("paris", ["orders"], wait_s=0.0, idle_s=0.0)
     with pytest.raises(InvalidMirror, match="no copies that match order"):
-        await MirrorClient(client).settle("paris", ["order"], wait_s=60.0, still_s=0.0)
+        await MirrorClient(client).settle("paris", ["order"], wait_s=60.0, idle_s=0.0)
     client = Nodes(described_by(0, 2, 0, 0))
-    assert await MirrorClient(client).settle("paris", ["orders"], wait_s=60.0, still_s=0.0) is not None
+    assert await MirrorClient(client).settle("paris", ["orders"], wait_s=60.0, idle_s=0.0) is not None
 
 
 @pytest.mark.parametrize("topics", [None, ["orders|other"]])
@@ -354,7 +354,7 @@ async def test_a_started_cutover_waits_for_nothing(topics: list[str] | None, is_
     else:
         described["cutting"] = ["orders", "other"]
     client: Any = Nodes(described)
-    assert await MirrorClient(client).settle("paris", topics, wait_s=60.0, still_s=60.0) is None
+    assert await MirrorClient(client).settle("paris", topics, wait_s=60.0, idle_s=60.0) is None
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ class StuckGroups(Groups):
         self.transactional: list[str] = []
         self.at_barrier: dict[str, dict[int, int]] = {}
         """What transactional groups have committed at the moment of a barrier."""
-        self.left_out = False
+        self.groups_omitted = False
         self.mirror.verified = {}
         service = self.run.service
         service.mirrors.note_verified = AsyncMock()
@@ -581,9 +581,9 @@ class StuckGroups(Groups):
         return {one: self.reached[one.topic][one.partition] for one in where}
 
     async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
-        groups = {} if self.left_out else dict.fromkeys(self.transactional, self.at_barrier)
+        groups = {} if self.groups_omitted else dict.fromkeys(self.transactional, self.at_barrier)
         offsets = {topic: {0: 30} for topic in request.topics}
-        return BarrierResponse(offsets=offsets, groups=groups, left_out=self.left_out)
+        return BarrierResponse(offsets=offsets, groups=groups, groups_omitted=self.groups_omitted)
 
     async def sync(self, *, is_planned: bool) -> None:
         if is_planned:
@@ -703,7 +703,7 @@ async def test_offsets_of_transactions_are_those_of_the_barrier(monkeypatch: pyt
 
 async def test_too_many_offsets_of_transactions_are_mirrored_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = StuckGroups(monkeypatch)
-    groups.reached["audit"][0], groups.transactional, groups.left_out = 30, ["g"], True
+    groups.reached["audit"][0], groups.transactional, groups.groups_omitted = 30, ["g"], True
     groups.there, groups.at_barrier = {WHERE: 10}, {"orders": {0: 25}}
     await groups.sync(is_planned=False)
     assert groups.here == {WHERE: 10}
@@ -712,7 +712,7 @@ async def test_too_many_offsets_of_transactions_are_mirrored_like_others(monkeyp
     groups.there, groups.mirror.cuts = {WHERE: 11}, {"output": {0: 20}}
     await groups.sync(is_planned=False)
     assert groups.here == {WHERE: 10}
-    groups.mirror.cuts, groups.left_out = {}, False
+    groups.mirror.cuts, groups.groups_omitted = {}, False
     await groups.sync(is_planned=False)
     assert (groups.here, groups.run.notes) == ({WHERE: 25}, {})
 

@@ -114,7 +114,7 @@ async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_lo
         assert "run 1, attempt 1, on node 1" in log.text
         end = await node.read_log(run.pipeline_id, 1, 5)
         assert end is not None
-        assert (log.text.endswith(end.text), len(end.text), end.is_cut) == (True, 5, True)
+        assert (log.text.endswith(end.text), len(end.text), end.is_truncated) == (True, 5, True)
         await nodes.pipelines.request_run("hello")
         assert [one.number for one in await nodes.ended("hello", 2)] == [1, 2]
         assert [one.number for one in await nodes.pipelines.runs(await nodes.pipelines.find("hello"), limit=1)] == [2]

@@ -101,7 +101,7 @@ async def test_every_outcome_has_its_class(bench: Workbench) -> None:
         "expired": 0,
         "lost": 0,
         "dropped": 0,
-        "doubled": 0,
+        "duplicated": 0,
     }
 
 
@@ -131,7 +131,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     assert [one for one in found.findings if one.kind != "expired"] == []
     assert (totals["accepted"], totals["skipped"], totals["expired"], totals["waiting"]) == (1, 4, 4, 1)
     assert totals["published"] == 10
-    assert (totals["lost"], totals["doubled"]) == (0, 0)
+    assert (totals["lost"], totals["duplicated"]) == (0, 0)
 
 
 async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
@@ -180,9 +180,9 @@ async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench
     delivery.mark_window("asked")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(twice=[twice]), bench)
-    doubled = [(one.start, one.end) for one in found.findings if one.kind == "doubled"]
-    assert doubled == ([(0, 1)] if delivery_mode == EXACTLY_ONCE else [])
-    assert found.totals()["doubled"] == len(doubled)
+    duplicated = [(one.start, one.end) for one in found.findings if one.kind == "duplicated"]
+    assert duplicated == ([(0, 1)] if delivery_mode == EXACTLY_ONCE else [])
+    assert found.totals()["duplicated"] == len(duplicated)
 
 
 async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> None:

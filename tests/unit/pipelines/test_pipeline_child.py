@@ -285,7 +285,7 @@ def test_only_consecutive_crashes_are_counted() -> None:
 
 def test_only_the_pipeline_that_caused_a_replacement_is_suspected() -> None:
     roll = DriverReports(1)
-    reports = [PipelineReport(name=name, state="running", still_s=9.0) for name in ("a", "b")]
+    reports = [PipelineReport(name=name, state="running", stalled_s=9.0) for name in ("a", "b")]
     for _ in range(3):
         roll.apply(DriverEvent(reports=reports))
         roll.apply(DriverEvent(begun="a"))
@@ -294,7 +294,7 @@ def test_only_the_pipeline_that_caused_a_replacement_is_suspected() -> None:
         roll.driver_ended(71, is_death=True)
         assert (roll.is_suspect("a"), roll.is_suspect("b")) == (False, True)
     reported = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
-    assert [(one.restarts, one.still_s) for one in reported.values()] == [(3, 0.0), (3, 0.0)]
+    assert [(one.restarts, one.stalled_s) for one in reported.values()] == [(3, 0.0), (3, 0.0)]
     assert roll.blamed() == [("b", "replaced")]
     # A pipeline that was in progress at any other crash is suspected as before.
     roll.apply(DriverEvent(begun="a"))

@@ -118,7 +118,7 @@ def test_the_runner_stays_when_another_joins_the_group_directly(
 def test_the_group_of_a_running_pipeline_is_deleted_with_its_declaration(link: Link, topic: str) -> None:
     pipelines = PipelineClient(link.client)
     group = f"pipeline-{topic}"
-    link.call(pipelines.create(topic, "land", {"topics": topic}, is_wanted=False))
+    link.call(pipelines.create(topic, "land", {"topics": topic}, is_enabled=False))
     claim = Claim(link, group, instance_id=DRIVER_INSTANCE)
     claim.take()
     claim.leave()
@@ -148,7 +148,7 @@ def test_consumers_and_pipelines_do_not_affect_each_others_groups(
     consumer.leave()
     with pytest.raises(GroupNotEmpty, match="is used by consumers and has offsets; choose another name"):
         link.call(pipelines.create(topic, "land", {"topics": topic}))
-    link.call(pipelines.create(f"{topic}-2", "land", {"topics": topic}, is_wanted=False))
+    link.call(pipelines.create(f"{topic}-2", "land", {"topics": topic}, is_enabled=False))
     with pytest.raises(InvalidGroupId):
         Claim(link, f"pipeline-{topic}-2").take()
     link.call(pipelines.delete(f"{topic}-2"))

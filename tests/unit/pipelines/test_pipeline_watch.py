@@ -78,7 +78,7 @@ def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> No
         for _ in range(100):
             one.progress.sign()
             scene.advance(LOOK_S)
-        assert (one.given_up, scene.replaced, scene.asked, one.progress.still_s) == ([], [], 0, 0.0)
+        assert (one.given_up, scene.replaced, scene.asked, one.progress.stalled_s) == ([], [], 0, 0.0)
 
 
 def test_a_long_batch_that_makes_progress_is_not_cancelled() -> None:
@@ -98,7 +98,7 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
             scene.activity = Activity({"a": 7}, {"a": 1})
             other.progress.sign()
             scene.advance(LOOK_S)
-        assert one.progress.still_s == 50.0
+        assert one.progress.stalled_s == 50.0
         assert one.given_up == []
         scene.advance(10)
         assert one.given_up == ["it made no progress for 60 s and was cancelled"]
@@ -127,7 +127,7 @@ def test_a_waiting_or_unlimited_pipeline_is_left_alone() -> None:
     with watched(waiting, patient) as scene:
         scene.advance(10_000)
         assert (waiting.given_up, patient.given_up, scene.replaced) == ([], [], [])
-        assert patient.progress.still_s > 9000
+        assert patient.progress.stalled_s > 9000
         # One that must end does, whatever else it is allowed to do.
         patient.is_ending = True
         scene.advance(LOOK_S)

@@ -52,8 +52,8 @@ async def admit(
     """Admit nodes, except those that have registered again meanwhile."""
     rewritten: set[PartitionKey] = set()
     while proposals := await _needed_proposals(joining, term, alive, rewritten, min_in_sync):
-        overtaken = {one.partition for one in await term.propose(proposals)}
-        rewritten |= {one.partition for one in proposals} - overtaken
+        superseded = {one.partition for one in await term.propose(proposals)}
+        rewritten |= {one.partition for one in proposals} - superseded
     for registered in joining:
         node = registered.node.node_id
         changes = [
@@ -430,6 +430,6 @@ class Controller:
         if not proposals:
             return
         # Proposals that lost a race are checked again when the view shows the other change.
-        overtaken = await term.propose(proposals)
-        self.elections += len(proposals) - len(overtaken)
-        _logger.info("leaders elected", extra={"partitions": len(proposals), "overtaken": len(overtaken)})
+        superseded = await term.propose(proposals)
+        self.elections += len(proposals) - len(superseded)
+        _logger.info("leaders elected", extra={"partitions": len(proposals), "superseded": len(superseded)})

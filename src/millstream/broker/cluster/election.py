@@ -51,14 +51,14 @@ class Term:
     async def propose(self, proposals: Iterable[Proposal]) -> list[Proposal]:
         """Change the states of many partitions concurrently; return those that lost a race against another change."""
         left = iter(proposals)
-        overtaken: list[Proposal] = []
+        superseded: list[Proposal] = []
 
         async def work() -> None:
             while batch := list(islice(left, CHANGES_MAX)):
-                overtaken.extend(await self._propose(batch))
+                superseded.extend(await self._propose(batch))
 
         await gather_or_cancel(work() for _ in range(_AT_ONCE_MAX))
-        return overtaken
+        return superseded
 
     async def _propose(self, batch: list[Proposal]) -> list[Proposal]:
         if await self._write(batch):

@@ -47,7 +47,7 @@ DONE: Final = "done"
 WAITING: Final = "waiting"
 MOVING: Final = "moving"
 MOVED: Final = "moved"
-OVERTAKEN: Final = "overtaken"
+SUPERSEDED: Final = "superseded"
 """The partition was changed otherwise since the plan was computed; its move is skipped."""
 
 MOVES_MAX: Final = 100_000
@@ -102,12 +102,12 @@ def state_of(move: Move, view: ClusterView) -> str:
     key = (move.topic_id, move.index)
     versioned, under_way = view.states.get(key), view.reassignments.get(key)
     if versioned is None:
-        return OVERTAKEN
+        return SUPERSEDED
     if under_way is not None:
-        return MOVING if under_way.target == move.target else OVERTAKEN
+        return MOVING if under_way.target == move.target else SUPERSEDED
     if versioned.state.replicas == move.target:
         return MOVED
-    return WAITING if versioned.state.replicas == move.before else OVERTAKEN
+    return WAITING if versioned.state.replicas == move.before else SUPERSEDED
 
 
 class Plans:
@@ -318,7 +318,7 @@ class PlanExecution:
         )
         for move in _startable_moves(moves, states, receiving, self._view):
             await self._begin_move(move)
-        if all(state in (MOVED, OVERTAKEN) for state in states):
+        if all(state in (MOVED, SUPERSEDED) for state in states):
             moved = (move for move, state in zip(moves, states, strict=True) if state == MOVED)
             if await self._lead_as_planned(moved):
                 await self._finish(plan, DONE)

@@ -15,8 +15,8 @@ from millstream.protocol.private.mirror_messages import (
     HOLD_KEY,
     BarrierRequest,
     BarrierResponse,
-    HoldRequest,
-    HoldResponse,
+    HoldCommitsRequest,
+    HoldCommitsResponse,
     Offsets,
 )
 
@@ -57,19 +57,19 @@ class Barriers:
         try:
             async with asyncio.timeout(HOLD_S), self._transactions.held():
                 own = self._transactions.led()
-                hold = HoldRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
+                hold = HoldCommitsRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
                 began = await gather_or_cancel(
-                    self._service.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others
+                    self._service.ask_node(node, HOLD_KEY, hold, HoldCommitsResponse) for node in others
                 )
                 # Before the watermarks: groups also commit offsets without transactions, which are not held back, and
                 # what was written before such a commit must be below the watermarks.
                 wanted = {name: request.topic_ids.get(name) for name in request.topics}
-                groups, left_out = await self._read_groups(token, wanted) if request.with_groups else ({}, False)
+                groups, groups_omitted = await self._read_groups(token, wanted) if request.with_groups else ({}, False)
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
-                release = HoldRequest(token=token, action="release")
+                release = HoldCommitsRequest(token=token, action="release")
                 ended = await gather_or_cancel(
-                    self._service.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others
+                    self._service.ask_node(node, HOLD_KEY, release, HoldCommitsResponse) for node in others
                 )
                 is_same = own == self._transactions.led() and [one.shards for one in began] == [
                     one.shards for one in ended
@@ -87,7 +87,9 @@ class Barriers:
             for group, topics in groups.items()
         }
         return BarrierResponse(
-            offsets=offsets, groups={group: topics for group, topics in read.items() if topics}, left_out=left_out
+            offsets=offsets,
+            groups={group: topics for group, topics in read.items() if topics},
+            groups_omitted=groups_omitted,
         )
 
     async def _read_groups(self, token: str, topics: Mapping[str, UUID | None]) -> tuple[dict[str, Offsets], bool]:
@@ -95,17 +97,17 @@ class Barriers:
 
         If they are too many, none are returned, and the second value is True.
         """
-        asked = HoldRequest(token=token, action="read groups", topics=dict(topics))
+        asked = HoldCommitsRequest(token=token, action="read groups", topics=dict(topics))
         responses = await gather_or_cancel(
-            self._service.ask_node(node, HOLD_KEY, asked, HoldResponse) for node in self._service.others
+            self._service.ask_node(node, HOLD_KEY, asked, HoldCommitsResponse) for node in self._service.others
         )
-        own, left_out = self._groups.transactional_groups(topics, OFFSETS_MAX)
+        own, groups_omitted = self._groups.transactional_groups(topics, OFFSETS_MAX)
         by_node = [own, *(one.groups for one in responses)]
         if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):
             raise RequestTimedOut("a coordinator of groups is loading or moving; no barrier was possible")
         found = {group: read for shards in by_node for groups in shards.values() for group, read in groups.items()}
         count = sum(len(ends) for read in found.values() for ends in read.values())
-        is_over = left_out or any(one.left_out for one in responses) or count > OFFSETS_MAX
+        is_over = groups_omitted or any(one.groups_omitted for one in responses) or count > OFFSETS_MAX
         return ({}, True) if is_over else (found, False)
 
     def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
@@ -115,18 +117,18 @@ class Barriers:
         topic = self._service.topics.get(name)
         return topic is not None and topic.topic_id == topic_ids[name]
 
-    async def hold(self, request: HoldRequest) -> HoldResponse:
+    async def hold(self, request: HoldCommitsRequest) -> HoldCommitsResponse:
         """Hold back decisions here for a while, let them through again, or read groups meanwhile."""
         if request.action == "read groups":
-            groups, left_out = self._groups.transactional_groups(request.topics, OFFSETS_MAX)
-            return HoldResponse(held=request.token in self._held, groups=groups, left_out=left_out)
+            groups, groups_omitted = self._groups.transactional_groups(request.topics, OFFSETS_MAX)
+            return HoldCommitsResponse(held=request.token in self._held, groups=groups, groups_omitted=groups_omitted)
         if request.action == "release":
             holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():
-                return HoldResponse(held=False)
+                return HoldCommitsResponse(held=False)
             holding.cancel()
             await asyncio.wait([holding])
-            return HoldResponse(held=True, shards=shards)
+            return HoldCommitsResponse(held=True, shards=shards)
         ready = asyncio.Event()
 
         async def keep() -> None:
@@ -142,4 +144,4 @@ class Barriers:
         is_ready = asyncio.ensure_future(ready.wait())
         await asyncio.wait([holding, is_ready], return_when=asyncio.FIRST_COMPLETED)
         is_ready.cancel()
-        return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
+        return HoldCommitsResponse(held=ready.is_set(), shards=self._transactions.led())

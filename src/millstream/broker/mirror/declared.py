@@ -36,7 +36,7 @@ class Mirrors(NamedHolder[Mirror]):
         return found
 
     @finishing
-    async def create(self, name: str, overrides: Mapping[str, str], *, is_wanted: bool = True) -> Mirror:
+    async def create(self, name: str, overrides: Mapping[str, str], *, is_enabled: bool = True) -> Mirror:
         """Declare a mirror durably."""
         check_mirror(name, overrides)
         async with self._changing:
@@ -48,7 +48,7 @@ class Mirrors(NamedHolder[Mirror]):
                 mirror_id=self._new_id(),
                 name=name,
                 overrides=dict(overrides),
-                is_wanted=is_wanted,
+                is_enabled=is_enabled,
                 created_ms=self._clock.now_ms(),
             )
             await self._declarations.change(Catalog.add_mirror, made)
@@ -73,9 +73,9 @@ class Mirrors(NamedHolder[Mirror]):
 
         return await self.change(name, changed)
 
-    async def want(self, name: str, *, is_wanted: bool) -> Mirror:
+    async def set_enabled(self, name: str, *, is_enabled: bool) -> Mirror:
         """Pause a mirror, or let it continue."""
-        return await self.change(name, lambda now: dataclasses.replace(now, is_wanted=is_wanted, resumes=False))
+        return await self.change(name, lambda now: dataclasses.replace(now, is_enabled=is_enabled, resumes=False))
 
     @finishing
     async def change(self, name: str, change: Callable[[Mirror], Mirror]) -> Mirror:
@@ -99,7 +99,7 @@ class Mirrors(NamedHolder[Mirror]):
         """
 
         def noted(now: Mirror) -> Mirror:
-            if not now.is_wanted:
+            if not now.is_enabled:
                 raise InvalidMirror(f"mirror {now.name!r} is paused")
             return dataclasses.replace(now, verified=verified, group_offsets=group_offsets)
 
@@ -116,7 +116,7 @@ class Mirrors(NamedHolder[Mirror]):
         """
 
         def noted(now: Mirror) -> Mirror:
-            if not now.is_wanted:
+            if not now.is_enabled:
                 raise InvalidMirror(f"mirror {now.name!r} is paused")
             merged: dict[str, dict[int, int]] = {topic: dict(starts) for topic, starts in now.gaps.items()}
             for where, start in gaps.items():

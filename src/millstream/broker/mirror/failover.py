@@ -672,7 +672,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
             enforced(service.rules)
         await _check_reachable(request)
     if declared is None:
-        await service.mirrors.create(request.name, request.settings, is_wanted=False)
+        await service.mirrors.create(request.name, request.settings, is_enabled=False)
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
         raise InvalidMirror(f"the old source has another mirror {request.name!r}; delete that one first")
     else:
@@ -732,7 +732,7 @@ async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequenc
     def forgotten(now: Mirror) -> Mirror:
         cuts = {name: offsets for name, offsets in now.cuts.items() if name not in stale}
         dropped = {name: ranges for name, ranges in now.dropped.items() if name not in stale}
-        return dataclasses.replace(now, cuts=cuts, dropped=dropped, is_wanted=False)
+        return dataclasses.replace(now, cuts=cuts, dropped=dropped, is_enabled=False)
 
     await service.mirrors.change(declared.name, forgotten)
 
@@ -771,7 +771,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
         cuts = {name: offsets for name, offsets in request.cuts.items() if declared.cuts.get(name) != offsets}
         declared = await _truncate_to_cuts(service, request, cuts, [topic for topic in topics if topic.name in cuts])
     await service.mirrors.change(
-        request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_wanted=True)
+        request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_enabled=True)
     )
     _logger.info("this cluster follows another", extra={"mirror": request.name})
     removed = [

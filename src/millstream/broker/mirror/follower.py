@@ -85,7 +85,7 @@ class Barrier(NamedTuple):
     """Those of topics that were failed over, with which the mirror does not continue."""
     transactional: Commits
     """The groups for which transactions have committed offsets, and their offsets in the copies at that moment."""
-    left_out: bool
+    groups_omitted: bool
     """Whether these groups are unknown, because they have too many offsets."""
 
 
@@ -424,7 +424,7 @@ class Follower:
         if not torn:
             return committed
         found, held_back = dict(committed), list[str]()
-        for group in committed if barrier.left_out else committed.keys() & barrier.transactional.keys():
+        for group in committed if barrier.groups_omitted else committed.keys() & barrier.transactional.keys():
             before = self._applicable.get(group, {})
             found[group] = {where: before[where] for where in committed[group] if where in before}
             if found[group] != committed[group]:
@@ -470,12 +470,12 @@ class Follower:
             for group, read in barrier.groups.items()
         }
         self._run.notes.pop(LEFT_OUT, None)
-        if barrier.left_out:
+        if barrier.groups_omitted:
             self._run.notes[LEFT_OUT] = (
                 "transactions have committed too many offsets in mirrored topics to mirror them together with their "
                 "records; after an unplanned failover, their groups may repeat their last seconds of work"
             )
-        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups, barrier.left_out)
+        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups, barrier.groups_omitted)
 
     async def _expose_transactions(self, *, gives_way: bool = False) -> None:
         self._created.clear()

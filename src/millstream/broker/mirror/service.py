@@ -449,7 +449,7 @@ class MirrorService:
             "mirror_id": str(mirror.mirror_id),
             "settings": mirror.settings.as_strings(),
             "overrides": mirror.shown_overrides(),
-            "wanted": mirror.is_wanted,
+            "enabled": mirror.is_enabled,
             "problem": mirror.idle_reason,
             "created_ms": mirror.created_ms,
             "version": mirror.version,
@@ -565,9 +565,9 @@ class MirrorService:
         def begun(now: Mirror) -> Mirror:
             return dataclasses.replace(
                 now,
-                is_wanted=False,
+                is_enabled=False,
                 cut_epochs=merged_offsets(epochs, now.cut_epochs),
-                resumes=is_partial and (now.is_wanted or now.resumes),
+                resumes=is_partial and (now.is_enabled or now.resumes),
             )
 
         return await self.mirrors.change(mirror.name, begun)
@@ -586,7 +586,7 @@ class MirrorService:
         def ended(now: Mirror) -> Mirror:
             left = {name: epochs for name, epochs in now.cut_epochs.items() if name in copied}
             gaps = {name: offsets for name, offsets in now.gaps.items() if name in copied}
-            resumed = dataclasses.replace(now, is_wanted=now.is_wanted or now.resumes, resumes=False)
+            resumed = dataclasses.replace(now, is_enabled=now.is_enabled or now.resumes, resumes=False)
             return dataclasses.replace(resumed, cut_epochs=left, gaps=gaps, group_offsets={})
 
         await self.mirrors.change(mirror.name, ended)
@@ -598,7 +598,7 @@ class MirrorService:
         """
 
         def resumed(now: Mirror) -> Mirror:
-            return dataclasses.replace(now, cut_epochs={}, is_wanted=now.is_wanted or bool(now.cut_epochs))
+            return dataclasses.replace(now, cut_epochs={}, is_enabled=now.is_enabled or bool(now.cut_epochs))
 
         await self.mirrors.change(mirror.name, resumed)
 

@@ -65,7 +65,7 @@ class _Refused(asyncio.Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class ListenerOptions:
     """The properties of one listening socket."""
 
     service: Service
@@ -119,7 +119,7 @@ class Listener:
         per_address_max: int = 2**31,
         turns: Turns | None = None,
     ) -> None:
-        self._door = Door(service=service, limits=limits)
+        self._options = ListenerOptions(service=service, limits=limits)
         self._budget = budget
         self.connections_max = connections_max
         """May change while it listens; connections beyond it that are open stay."""
@@ -145,16 +145,18 @@ class Listener:
         """Connections by address whose clients have to authenticate and have not yet."""
         self.traffic = Traffic()
 
-    async def start(self, listening: socket.socket, door: Door | None = None) -> None:
+    async def start(self, listening: socket.socket, options: ListenerOptions | None = None) -> None:
         """Accept connections on a bound socket; may be called for several sockets."""
         loop = asyncio.get_running_loop()
-        door = door or self._door
-        if door.tls is not None:
+        options = options or self._options
+        if options.tls is not None:
             self._accepting.append(listening)
-            loop.add_reader(listening, self._accept, listening, door)
-        handles = () if door.tls is not None else (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)))
+            loop.add_reader(listening, self._accept, listening, options)
+        handles = (
+            () if options.tls is not None else (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)))
+        )
         for handle in handles:
-            server = await loop.create_server(partial(self._create_protocol, door), sock=handle, backlog=BACKLOG)
+            server = await loop.create_server(partial(self._create_protocol, options), sock=handle, backlog=BACKLOG)
             self._servers.append(server)
         if self._sweep is None:
             self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
@@ -213,12 +215,12 @@ class Listener:
         yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
-    def _create_protocol(self, door: Door) -> asyncio.BaseProtocol:
+    def _create_protocol(self, options: ListenerOptions) -> asyncio.BaseProtocol:
         if self._is_full:
             self.traffic.connections_refused += 1
             return _Refused()
-        connection = self._create_connection(door)
-        connection.opened = partial(self._count, door)
+        connection = self._create_connection(options)
+        connection.opened = partial(self._count, options)
         self._add_connection(connection)
         return connection
 
@@ -226,35 +228,35 @@ class Listener:
     def _is_full(self) -> bool:
         return len(self.connections) + len(self._handshakes) >= self.connections_max
 
-    def _create_connection(self, door: Door) -> Connection:
+    def _create_connection(self, options: ListenerOptions) -> Connection:
         connection = Connection(
-            door.service, door.limits, self._budget, self.traffic, self._on_closed, self._turns, self._hangups
+            options.service, options.limits, self._budget, self.traffic, self._on_closed, self._turns, self._hangups
         )
-        connection.listener = door.name
-        if door.deadline_s is not None:
-            connection.deadline = asyncio.get_running_loop().time() + door.deadline_s
+        connection.listener = options.name
+        if options.deadline_s is not None:
+            connection.deadline = asyncio.get_running_loop().time() + options.deadline_s
         return connection
 
-    def _count(self, door: Door, connection: Connection) -> None:
+    def _count(self, options: ListenerOptions, connection: Connection) -> None:
         """Count a connection that has begun, and close it if its address has too many."""
-        is_allowed = self._is_admitted(connection.host, door)
-        self._count_address(connection, connection.host, door)
+        is_allowed = self._is_admitted(connection.host, options)
+        self._count_address(connection, connection.host, options)
         if not is_allowed:
             self.traffic.connections_refused += 1
             connection.abort()
 
-    def _is_admitted(self, host: str, door: Door) -> bool:
-        if not door.is_limited:
+    def _is_admitted(self, host: str, options: ListenerOptions) -> bool:
+        if not options.is_limited:
             return True
         return self._by_address[host] < self.per_address_max and self._unidentified[host] < UNKNOWN_PER_ADDRESS_MAX
 
-    def _count_address(self, connection: Connection, host: str, door: Door) -> None:
+    def _count_address(self, connection: Connection, host: str, options: ListenerOptions) -> None:
         """Count a connection for its address, as unauthenticated until it authenticates or its handshake is over."""
-        if not door.is_limited:
+        if not options.is_limited:
             return
         connection.counted_as = host
         self._by_address[host] += 1
-        if door.deadline_s is not None or door.tls is not None:
+        if options.deadline_s is not None or options.tls is not None:
             self._unidentified[host] += 1
             connection.known = self._count_identified
 
@@ -292,7 +294,7 @@ class Listener:
 
     # -- TLS ------------------------------------------------------------------------------------------------
 
-    def _accept(self, listening: socket.socket, door: Door) -> None:
+    def _accept(self, listening: socket.socket, options: ListenerOptions) -> None:
         """Accept connections that begin with a handshake, during which they already count for their address."""
         for _ in range(ACCEPTS_PER_ROUND):
             try:
@@ -306,36 +308,38 @@ class Listener:
                 _logger.error("connections cannot be accepted", extra={"error": str(error)})
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listening)
-                loop.call_later(ACCEPT_RETRY_S, self._resume_accepting, listening, door)
+                loop.call_later(ACCEPT_RETRY_S, self._resume_accepting, listening, options)
                 return
             host = str(address[0])
-            if self._is_full or not self._is_admitted(host, door):
+            if self._is_full or not self._is_admitted(host, options):
                 self.traffic.connections_refused += 1
                 accepted.close()
                 spare.close()
                 continue
-            task = asyncio.get_running_loop().create_task(self._handshake(accepted, spare, host, door))
+            task = asyncio.get_running_loop().create_task(self._handshake(accepted, spare, host, options))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    def _resume_accepting(self, listening: socket.socket, door: Door) -> None:
+    def _resume_accepting(self, listening: socket.socket, options: ListenerOptions) -> None:
         if listening in self._accepting:
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening, door)
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening, options)
 
-    async def _handshake(self, accepted: socket.socket, spare: socket.socket, host: str, door: Door) -> None:
-        connection = self._create_connection(door)
-        connection.opened = partial(self._on_handshake_done, door)
-        self._count_address(connection, host, door)
+    async def _handshake(
+        self, accepted: socket.socket, spare: socket.socket, host: str, options: ListenerOptions
+    ) -> None:
+        connection = self._create_connection(options)
+        connection.opened = partial(self._on_handshake_done, options)
+        self._count_address(connection, host, options)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
+                lambda: connection, accepted, ssl=options.tls, ssl_handshake_timeout=HANDSHAKE_S
             )
         except ConnectionResetError:
             # Port scanners and simple probes cause this.
             self.traffic.handshakes_failed += 1
         except OSError as error:
             self.traffic.handshakes_failed += 1
-            extra = {"peer": host, "listener": door.name, "reason": _handshake_reason(error)}
+            extra = {"peer": host, "listener": options.name, "reason": _handshake_reason(error)}
             _logger.warning("TLS handshake failed", extra=extra)
             await _send_alert(spare, getattr(error, "alert", b""))
         finally:
@@ -343,9 +347,9 @@ class Listener:
             if connection not in self.connections:
                 self._uncount_address(connection)
 
-    def _on_handshake_done(self, door: Door, connection: Connection) -> None:
+    def _on_handshake_done(self, options: ListenerOptions, connection: Connection) -> None:
         self._add_connection(connection)
-        if door.deadline_s is None and connection.known is not None:
+        if options.deadline_s is None and connection.known is not None:
             self._count_identified(connection)
 
     def _sweep_connections(self) -> None:

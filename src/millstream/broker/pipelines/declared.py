@@ -94,7 +94,7 @@ class Pipelines(NamedHolder[Pipeline]):
         overrides: Mapping[str, str],
         *,
         rules: Iterable[Rule] = (),
-        is_wanted: bool = True,
+        is_enabled: bool = True,
         validate_only: bool = False,
         owner: Owner | None = None,
     ) -> Pipeline:
@@ -115,7 +115,7 @@ class Pipelines(NamedHolder[Pipeline]):
                 name=name,
                 kind=kind,
                 overrides=dict(overrides),
-                is_wanted=is_wanted,
+                is_enabled=is_enabled,
                 created_ms=self._clock.now_ms(),
                 rules=listed,
                 owner=owner or NO_OWNER,
@@ -161,14 +161,14 @@ class Pipelines(NamedHolder[Pipeline]):
 
     async def start(self, name: str, *, owner: Owner | None = None) -> Pipeline:
         """Start a pipeline; one that was parked is retried."""
-        return await self._set_wanted(name, True, owner, "started")
+        return await self._set_enabled(name, True, owner, "started")
 
     async def stop(self, name: str, *, owner: Owner | None = None) -> Pipeline:
-        return await self._set_wanted(name, False, owner, "stopped")
+        return await self._set_enabled(name, False, owner, "stopped")
 
-    async def _set_wanted(self, name: str, is_wanted: bool, owner: Owner | None, description: str) -> Pipeline:
+    async def _set_enabled(self, name: str, is_enabled: bool, owner: Owner | None, description: str) -> Pipeline:
         def changed(now: Pipeline) -> Pipeline:
-            return dataclasses.replace(now, is_wanted=is_wanted, parked="", owner=owner or now.owner)
+            return dataclasses.replace(now, is_enabled=is_enabled, parked="", owner=owner or now.owner)
 
         return await self._alter(name, changed, description)
 
@@ -184,7 +184,7 @@ class Pipelines(NamedHolder[Pipeline]):
             if settings.continuous:
                 raise InvalidPipeline(f"job {name!r} is continuous and has one run without end; start it")
             return dataclasses.replace(
-                now, requests=now.requests + 1, is_wanted=True, parked="", owner=owner or now.owner
+                now, requests=now.requests + 1, is_enabled=True, parked="", owner=owner or now.owner
             )
 
         return await self._alter(name, changed, "run requested")

@@ -233,7 +233,7 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Restarts after a failure."""
     stalls: int = 0
     """Batches cancelled because they made no progress."""
-    still_s: float = 0.0
+    stalled_s: float = 0.0
     """How long the running batch has made no progress."""
     last_error: str = ""
     last_error_ms: int = 0
@@ -267,7 +267,7 @@ class JobLog(msgspec.Struct, frozen=True):
     """The output of a run of a job."""
 
     text: str
-    is_cut: bool
+    is_truncated: bool
     """Whether it was cut to its end."""
 
 
@@ -369,7 +369,7 @@ class PipelineBoard:
         yield _gauge(
             "still_seconds",
             "Seconds that the current batch has made no progress.",
-            [_sample(one.name, one.still_s) for one in reports],
+            [_sample(one.name, one.stalled_s) for one in reports],
         )
         yield _counter(
             "counted",

@@ -23,7 +23,7 @@ Users = Mapping[tuple[str, str], Any]
 TIMED_OUT: Final = 7
 _NOTHING: Final[Mapping[str, Any]] = {}
 _CONFIG_KINDS: Final = {2: "topic", 4: "node", 32: "group"}
-_DETAILS: Final = ("topics", "topic", "kind", "wanted", "parked", "to", "version", "permanent", "config", "mode")
+_DETAILS: Final = ("topics", "topic", "kind", "enabled", "parked", "to", "version", "permanent", "config", "mode")
 """Fields of private requests that are recorded as they are, since none of them is a secret."""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.broker.cluster.membership import Membership, is_any_address
 from millstream.broker.net.connection import ConnectionLimits, Service
-from millstream.broker.net.listener import Door, Listener, bind, listen
+from millstream.broker.net.listener import Listener, ListenerOptions, bind, listen
 from millstream.broker.security.state import SecurityState
 from millstream.core.config import (
     AUTHENTICATION_REQUIRED,
@@ -283,19 +283,21 @@ class Listeners:
             for bound in self._bound:
                 tls = None if bound.tls is None else bound.tls.context
                 await listener.start(
-                    bound.socket, Door(service=service, limits=limits, name=bound.config.name, tls=tls)
+                    bound.socket, ListenerOptions(service=service, limits=limits, name=bound.config.name, tls=tls)
                 )
             return None
         from millstream.broker.security.gate import RevokedSessions
 
         self.knowledge = knowledge = self._knowledge(state, membership, supervise)
         for bound in self._bound:
-            await listener.start(bound.socket, self._open_door(bound, service, limits, knowledge))
+            await listener.start(bound.socket, self._listener_options(bound, service, limits, knowledge))
         revoked = RevokedSessions(state, knowledge.attempts)
         revoked.watch(listener.connections)
         return revoked
 
-    def _open_door(self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge) -> Door:
+    def _listener_options(
+        self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge
+    ) -> ListenerOptions:
         from millstream.broker.security.gate import DEADLINE_S, LIMITS, Gate
 
         requires = bound.config.requires_authentication
@@ -308,7 +310,7 @@ class Listeners:
             is_internal=bound.config.name == INTERNAL,
             takes_assertions=bound.config.name == self.own_listener,
         )
-        return Door(
+        return ListenerOptions(
             service=gate,
             limits=LIMITS,
             name=bound.config.name,

@@ -76,7 +76,7 @@ class Clients:
     """The clients of all nodes, and how many were omitted from their responses."""
 
     clients: tuple[ConnectedClient, ...]
-    left_out: int
+    omitted: int
 
 
 async def list_clients(client: Client, *, interval_s: float) -> Clients:
@@ -85,14 +85,14 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
     before = {node: await _request(client, node) for node in nodes}
     await asyncio.sleep(interval_s)
     found: list[ConnectedClient] = []
-    left_out = 0
+    omitted = 0
     for node in nodes:
         after = await _request(client, node)
         earlier = {one["connection"]: one for one in before[node]["clients"]}
         elapsed_s = after["clock_s"] - before[node]["clock_s"]
         found += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
-        left_out += after["left_out"]
-    return Clients(tuple(sorted(found, key=lambda one: (one.client_id, one.node, one.address))), left_out)
+        omitted += after["omitted"]
+    return Clients(tuple(sorted(found, key=lambda one: (one.client_id, one.node, one.address))), omitted)
 
 
 async def _request(client: Client, node: NodeId) -> dict[str, Any]:

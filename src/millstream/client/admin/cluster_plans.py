@@ -236,7 +236,7 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
         "moved": states["moved"],
         "moving": states["moving"],
         "waiting": states["waiting"],
-        "overtaken": states["overtaken"],
+        "superseded": states["superseded"],
         "bytes": sum(sizes.values()),
         "moved_bytes": sizes["moved"] + copied,
         "partitions_moving": [

@@ -159,7 +159,7 @@ class DeadLetterTopic(NamedTuple):
     topic: str
     subscriptions: list[str]
     letters: int
-    unreached: list[int]
+    unreachable: list[int]
     """The partitions without a leader, or whose leader did not respond; their letters are not counted."""
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
@@ -229,7 +229,7 @@ class DeadLetterDesk:
         self.held_back = 0
         """Letters that were skipped; they are open again within `SKIPPED_MS`."""
         self.held_by_others = 0
-        self.unreached = 0
+        self.unreachable = 0
         self.not_authorized: NotAuthorized | None = None
         """Why some messages were not redelivered: the client lacks a right."""
 
@@ -331,17 +331,17 @@ class DeadLetterDesk:
 
         The queues of revived messages are notified with the next messages that are revived, or by `forget_closed`.
         """
-        doubtful = 0
+        uncertain = 0
         for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
             if error is not None and not isinstance(error, InvalidRecordState):
                 raise error
             self._held.pop(_position(letter), None)
             self._sent.discard(_position(letter))
             if error is not None:
-                doubtful += 1
+                uncertain += 1
             elif are_revived and (origin := origin_of(letter)) is not None:
                 self._closed.setdefault(origin.queue, []).append(origin.letter)
-        return doubtful
+        return uncertain
 
     async def revive(self, letters: Sequence[LeasedMessage]) -> list[str | None]:
         """Redeliver the messages of letters through their own subscriptions; return None or the reason for each."""
@@ -414,11 +414,11 @@ class DeadLetterDesk:
         described = await self._describe_subscription(self._name, *_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
-        self.unreached = len(partitions - {queue["partition"] for queue in described["queues"]})
+        self.unreachable = len(partitions - {queue["partition"] for queue in described["queues"]})
         # Letters that another command has skipped are held back as well.
         held = sum(queue["leased"] + queue["parked"] for queue in described["queues"])
         self.held_by_others = max(0, held - len(self._held) - self.held_back)
-        return not self.unreached and not any(queue["available"] for queue in described["queues"])
+        return not self.unreachable and not any(queue["available"] for queue in described["queues"])
 
     async def _describe_subscription(self, name: str, *passing: type[MillstreamError]) -> dict[str, Any]:
         (described,) = await self._retry_transient(lambda: self._subscriptions.describe([name]), *passing)
@@ -513,7 +513,7 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
     deadline = loop.time() + patience_s
     while True:
         found = await count_letters(client, await SubscriptionClient(client).describe(without_silent=True))
-        if not any(one.unreached for one in found) or loop.time() + _PAUSE_S > deadline:
+        if not any(one.unreachable for one in found) or loop.time() + _PAUSE_S > deadline:
             return found
         await asyncio.sleep(_PAUSE_S)
 
@@ -538,7 +538,7 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
         await _count_letters(client, topic, found.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())
     ]
-    return [one for one in counted if one.subscriptions or one.letters or one.unreached]
+    return [one for one in counted if one.subscriptions or one.letters or one.unreachable]
 
 
 async def _count_letters(
@@ -549,21 +549,21 @@ async def _count_letters(
     queues: Sequence[dict[str, Any]] | None,
 ) -> DeadLetterTopic:
     """Count the letters of a topic, from the queues that track them, if any."""
-    unreached = set() if found is None else set(found.partitions)
+    unreachable = set() if found is None else set(found.partitions)
     letters = 0
     if queues is not None:
         letters = sum(queue["backlog"] for queue in queues)
-        unreached -= {queue["partition"] for queue in queues}
-    elif unreached:
+        unreachable -= {queue["partition"] for queue in queues}
+    elif unreachable:
         with suppress(*TRANSIENT):
             letters = await stored_letters(client, topic)
-            unreached.clear()
+            unreachable.clear()
     refusing = [queue for one in writers for queue in one["queues"] if queue["refused_letters"]]
     return DeadLetterTopic(
         topic,
         [one["name"] for one in writers],
         letters,
-        sorted(unreached),
+        sorted(unreachable),
         sum(queue["refused_letters"] for queue in refusing),
         sorted({queue["letter_refusal"] for queue in refusing}),
     )
@@ -588,10 +588,10 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
 async def check_no_open_letters(client: Client, topic: str) -> None:
     """Raise `Conflict` for a dead letter topic that holds open letters."""
     found = await _dead_letter_topic(client, topic)
-    if found is not None and found.unreached:
+    if found is not None and found.unreachable:
         raise CoordinatorUnavailable(
             f"the open dead letters of topic {topic!r} cannot be counted: no leader responds for partitions "
-            f"{', '.join(map(str, found.unreached))} now; try again when they have a leader"
+            f"{', '.join(map(str, found.unreachable))} now; try again when they have a leader"
         )
     if found is not None and found.letters:
         raise Conflict(open_letters_error(topic, found.letters, found.subscriptions))
@@ -621,7 +621,7 @@ class Outcome:
 
     done: int = 0
     unmatched: int = 0
-    doubtful: int = 0
+    uncertain: int = 0
     """Done, but the lease was lost meanwhile, so the letter may still be open."""
     held: int = 0
     """Held by other commands; they are open again within a minute."""
@@ -631,7 +631,7 @@ class Outcome:
     """Left open because the message cannot be redelivered, by reason."""
     revived: dict[str, int] = field(default_factory=dict)
     """Redelivered, by subscription."""
-    unreached: int = 0
+    unreachable: int = 0
     """Partitions without a leader."""
     selected: int = 0
     """Matching letters that were found so far."""
@@ -644,7 +644,7 @@ class Outcome:
 
     def end(self, desk: DeadLetterDesk) -> None:
         """Record which letters a desk did not reach, and which it held back."""
-        self.held, self.held_back, self.unreached = desk.held_by_others, desk.held_back, desk.unreached
+        self.held, self.held_back, self.unreachable = desk.held_by_others, desk.held_back, desk.unreachable
 
 
 def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
@@ -730,7 +730,7 @@ async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], 
     outcome.in_progress = len(letters)
     reasons = await desk.revive(letters)
     done = [letter for letter, reason in zip(letters, reasons, strict=True) if reason is None]
-    outcome.doubtful += await desk.close(done, are_revived=True)
+    outcome.uncertain += await desk.close(done, are_revived=True)
     outcome.in_progress = 0
     outcome.done += len(done)
     _add(outcome.refused, [reason for reason in reasons if reason is not None])
@@ -826,7 +826,7 @@ async def _process_letters(
             outcome.in_progress = 0 if keep else 1
             await act(desk, letter)
             if not keep:
-                outcome.doubtful += await desk.close([letter])
+                outcome.uncertain += await desk.close([letter])
             outcome.in_progress = 0
             outcome.done += 1
             outcome.selected += 1
@@ -835,7 +835,7 @@ async def _process_letters(
                 skipped.append(without_content(letter))
         if closing:
             outcome.in_progress = len(closing)
-            outcome.doubtful += await desk.close(closing)
+            outcome.uncertain += await desk.close(closing)
             outcome.in_progress = 0
             outcome.done += len(closing)
             outcome.selected += len(closing)

@@ -47,8 +47,10 @@ class MirrorClient:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def create(self, name: str, settings: Mapping[str, str], *, is_wanted: bool = True) -> None:
-        await self._request(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
+    async def create(self, name: str, settings: Mapping[str, str], *, is_enabled: bool = True) -> None:
+        await self._request(
+            None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), enabled=is_enabled), Response
+        )
 
     async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
         """Wait until a mirror has compared the topics; return why it does not run by then, and what is not mirrored."""
@@ -67,9 +69,9 @@ class MirrorClient:
         """Change settings; None resets one to its default."""
         await self._request(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
 
-    async def want(self, name: str, *, is_wanted: bool) -> None:
+    async def set_enabled(self, name: str, *, is_enabled: bool) -> None:
         """Pause or resume a mirror."""
-        await self._request(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
+        await self._request(None, ALTER_KEY, MirrorChanges(name=name, enabled=is_enabled), Response)
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a mirror without copies; one that is the way back after a failover only with `force`."""
@@ -94,7 +96,7 @@ class MirrorClient:
         return await self._request(None, SWITCH_KEY, request, ReverseResponse)
 
     async def settle(
-        self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, still_s: float
+        self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, idle_s: float
     ) -> float | None:
         """Wait until copies have everything and their originals were not written to for a while; return how long.
 
@@ -103,7 +105,7 @@ class MirrorClient:
         """
         patterns = [compile_regex(pattern) for pattern in topics or ()]
         loop = asyncio.get_running_loop()
-        started = still_since = loop.time()
+        started = idle_since = loop.time()
         ends: dict[tuple[str, int], int] = {}
         while True:
             (described,) = await self.describe([name])
@@ -116,10 +118,10 @@ class MirrorClient:
             now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
             failing = described["error"] and not described["interrupted"]
             if now != ends or not now or described["lag"] or described["lag_unknown"] or failing:
-                ends, still_since = now, loop.time()
-            elif loop.time() - still_since >= still_s:
+                ends, idle_since = now, loop.time()
+            elif loop.time() - idle_since >= idle_s:
                 return loop.time() - started
-            if loop.time() - started > wait_s + still_s:
+            if loop.time() - started > wait_s + idle_s:
                 why = described["error"] or (
                     f"lag {described['lag']}, unknown for {described['lag_unknown']} partitions; the source may still "
                     "be written to"
@@ -209,7 +211,7 @@ def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, 
     ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
     states = {report["state"] for report in reports}
     state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
-    if not newest["wanted"]:
+    if not newest["enabled"]:
         state = "failed over" if newest.get("taken_over") and not newest["topics"] else "paused"
     elif newest["problem"]:
         state = "parked"

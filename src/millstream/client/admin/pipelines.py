@@ -97,7 +97,7 @@ class PipelineClient:
         settings: Mapping[str, str],
         *,
         rules: Iterable[Rule] = (),
-        is_wanted: bool = True,
+        is_enabled: bool = True,
         validate_only: bool = False,
     ) -> PipelineMade:
         """Declare a pipeline; discard the offsets that an earlier one of the same name left behind."""
@@ -106,7 +106,7 @@ class PipelineClient:
             kind=str(kind),
             settings=dict(settings),
             rules=[RuleMessage.of(rule) for rule in rules],
-            wanted=is_wanted,
+            enabled=is_enabled,
             validate_only=True,
         )
         response = await self._request(None, CREATE_KEY, body)
@@ -143,10 +143,10 @@ class PipelineClient:
 
     async def start(self, name: str) -> None:
         """Start it; a parked pipeline is retried."""
-        await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
+        await self._request(None, ALTER_KEY, PipelineChanges(name=name, enabled=True))
 
     async def stop(self, name: str) -> None:
-        await self._request(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
+        await self._request(None, ALTER_KEY, PipelineChanges(name=name, enabled=False))
 
     async def delete(self, name: str) -> None:
         """Delete it and its offsets; what it has written stays."""
@@ -219,7 +219,7 @@ class PipelineClient:
         return int(found[0])
 
     async def run_log(self, name: str, run: int = 0, *, bytes_max: int = 256 * 1024) -> dict[str, Any]:
-        """Return the end of a run's output, from the node that has it: `run`, `text` and `is_cut`.
+        """Return the end of a run's output, from the node that has it: `run`, `text` and `is_truncated`.
 
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
@@ -233,7 +233,7 @@ class PipelineClient:
         return {
             "run": newest,
             "text": "".join(response["text"] for response in texts),
-            "is_cut": any(response["is_cut"] for response in texts),
+            "is_truncated": any(response["is_truncated"] for response in texts),
         }
 
     async def _request_all(self, key: int, body: Any) -> list[dict[str, Any]]:
@@ -289,7 +289,7 @@ async def land_topic(client: Client, topic: str, *, validate_only: bool = False)
 
 def state_of(described: Mapping[str, Any]) -> str:
     """Return a pipeline's state: declarations override the driver's report, which may be older."""
-    if not described["wanted"]:
+    if not described["enabled"]:
         return "stopped"
     if described["parked"]:
         return "parked"
@@ -495,14 +495,14 @@ async def ledger_lake(client: Client) -> str:
 
 
 _READERS: Final = {
-    "delta": "deltalake.DeltaTable({place!r}).to_pandas()",
-    "parquet": "pandas.read_parquet({place!r})",
+    "delta": "deltalake.DeltaTable({location!r}).to_pandas()",
+    "parquet": "pandas.read_parquet({location!r})",
 }
 
 
 class LandedTable(NamedTuple):
     topic: str
-    place: str
+    location: str
     """A folder on the node that runs the pipeline, or a URL."""
     read: str
     """A Python expression that reads the table."""
@@ -530,8 +530,8 @@ async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTable
     return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], notes)
 
 
-def _table(topic: str, place: str, format_name: str) -> LandedTable:
-    return LandedTable(topic, place, _READERS[format_name].format(place=place))
+def _table(topic: str, location: str, format_name: str) -> LandedTable:
+    return LandedTable(topic, location, _READERS[format_name].format(location=location))
 
 
 async def _found(client: Client, settings: LandSettings) -> list[str]:

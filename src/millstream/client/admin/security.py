@@ -22,7 +22,7 @@ from millstream.protocol.private.security_messages import (
     LIST_TOKENS_KEY,
     REVOKE_TOKEN_KEY,
     SECRETS_KEY,
-    TOKEN_LASTS_MS,
+    TOKEN_LIFETIME_MS,
     CreateTokenResponse,
     ListTokensResponse,
     NewToken,
@@ -108,10 +108,10 @@ async def super_users_setting(client: Client) -> str | None:
 
 
 async def create_token(
-    client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lasts_ms: int = TOKEN_LASTS_MS
+    client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lifetime_ms: int = TOKEN_LIFETIME_MS
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
-    request = NewToken(owner=owner, lasts_ms=lasts_ms, scope=[ScopeRule.of(acl) for acl in scope])
+    request = NewToken(owner=owner, lifetime_ms=lifetime_ms, scope=[ScopeRule.of(acl) for acl in scope])
     return await _request(client, CREATE_TOKEN_KEY, request, CreateTokenResponse)
 
 

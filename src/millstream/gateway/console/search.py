@@ -210,12 +210,12 @@ class Searches:
         limit: int | None,
     ) -> tuple[list[Found], int | None]:
         """Read the records at some offsets, ascending; also return where to continue if there are too many."""
-        batches, left_out = fetched.response.records, AbortedBatches(fetched.response.aborted)
+        batches, aborted = fetched.response.records, AbortedBatches(fetched.response.aborted)
         found: list[Found] = []
         size = at = 0
         for header in iterate_whole_headers(batches):
-            is_left_out = left_out.holds(header.last_offset, header.attributes, header.producer_id)
-            if is_left_out or header.is_control:
+            is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
+            if is_aborted or header.is_control:
                 continue
             while at < len(wanted) and wanted[at].end <= header.base_offset:
                 at += 1

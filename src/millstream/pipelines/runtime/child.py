@@ -666,7 +666,7 @@ class DriverReports:
         """Return the last reports of pipelines that ran here and no longer do."""
         return [
             self._with_earlier(
-                PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
+                PipelineReport(name=one.name, state="parked" if one.is_enabled else "stopped", node=self._node)
             )
             for one in declared
             if one.name in self._earlier

@@ -105,16 +105,16 @@ class _Log:
 
     def read(self, bytes_max: int) -> JobLog | None:
         """Return the end of the output."""
-        found, is_cut = b"", False
+        found, is_truncated = b"", False
         for path in (self._path, self._earlier):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 wanted = min(size, bytes_max - len(found))
                 file.seek(size - wanted)
-                found, is_cut = file.read(wanted) + found, wanted < size
+                found, is_truncated = file.read(wanted) + found, wanted < size
         if not found and not self._path.exists():
             return None
-        return JobLog(found.decode(errors="replace"), is_cut)
+        return JobLog(found.decode(errors="replace"), is_truncated)
 
     def remove(self) -> None:
         for path in (self._path, self._earlier):
@@ -567,7 +567,7 @@ class _Job:
 
         async def renew() -> None:
             async with Client.connect(self._child.options.kafka, client_id="millstream-jobs", timeout_s=10.0) as client:
-                token = await create_token(client, owner=self.pipeline.owner.principal, lasts_ms=TOKEN_MS)
+                token = await create_token(client, owner=self.pipeline.owner.principal, lifetime_ms=TOKEN_MS)
             await asyncio.to_thread(_write_secret, path, token.token)
             made.append(token.token_id)
 

@@ -96,7 +96,7 @@ class Progress:
         self.is_working = False
         """False while it waits for messages, for its turn, or for a pause to end."""
         self.signs = 0
-        self.still_s = 0.0
+        self.stalled_s = 0.0
         """How long it has worked without a sign of progress, as the watch has seen."""
 
     def sign(self) -> None:
@@ -268,7 +268,7 @@ class Runner:
             recent=self._tally.recent,
             restarts=self._restarts,
             stalls=self._stalls,
-            still_s=round(self.progress.still_s, 1),
+            stalled_s=round(self.progress.stalled_s, 1),
             last_error=self._error,
             last_error_ms=self._error_ms,
             failing_ms=self._failing_ms,

@@ -225,16 +225,16 @@ class Watch:
         if not progress.is_working or now != (seen.signs, seen.spark):
             seen.signs, seen.spark = now
             seen.is_given_up = False
-            progress.still_s = 0.0
+            progress.stalled_s = 0.0
             return
         if self._known.waits_for_pool(one.name):
             return
-        progress.still_s += passed_s
+        progress.stalled_s += passed_s
         limit_s = 0.0 if one.is_ending else one.stall_s
-        if progress.still_s < limit_s or not (limit_s or one.is_ending):
+        if progress.stalled_s < limit_s or not (limit_s or one.is_ending):
             return
-        reason = f"it made no progress for {progress.still_s:.0f} s"
-        if progress.still_s >= limit_s + self._cancel_s:
+        reason = f"it made no progress for {progress.stalled_s:.0f} s"
+        if progress.stalled_s >= limit_s + self._cancel_s:
             self._replace(one.name, f"{reason} and could not be cancelled")
         elif not seen.is_given_up and not one.is_ending:
             seen.is_given_up = True

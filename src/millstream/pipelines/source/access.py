@@ -153,7 +153,7 @@ class Access:
         if not supports_batch_commit(link):
             raise InvalidSetting(f"{refused}: it is not Millstream")
         try:
-            made = link.call(create_token(link.client, scope, lasts_ms=TOKEN_MS))
+            made = link.call(create_token(link.client, scope, lifetime_ms=TOKEN_MS))
         except (InvalidRequest, NotAuthorized) as error:
             raise InvalidSetting(f"{refused}: {error}") from error
         return made.token, made.expires_ms / 1000
@@ -190,7 +190,7 @@ class TokenFiles:
                 self.link.call(within(_REVOKE_S, revoke_token(self.link.client, token_id)))
 
     def _create(self, owner: str) -> None:
-        made = self.link.call(create_token(self.link.client, owner=owner, lasts_ms=TOKEN_MS))
+        made = self.link.call(create_token(self.link.client, owner=owner, lifetime_ms=TOKEN_MS))
         path = Path(self._folder, f"token-{sha256(owner.encode()).hexdigest()[:16]}")
         new = path.with_suffix(".new")
         with suppress(FileNotFoundError):

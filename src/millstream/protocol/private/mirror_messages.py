@@ -35,7 +35,7 @@ Offsets = dict[str, dict[int, int]]
 class NewMirror(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     settings: dict[str, str] = {}
-    wanted: bool = True
+    enabled: bool = True
 
 
 class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     settings: dict[str, str | None] = {}
-    wanted: bool | None = None
+    enabled: bool | None = None
 
 
 class MirrorDeletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,11 +291,11 @@ class BarrierResponse(Response, frozen=True, kw_only=True):
     offsets: Offsets = msgspec.field(default_factory=dict)
     groups: dict[str, Offsets] = msgspec.field(default_factory=dict)
     """With groups: those for which transactions had committed offsets, and their offsets in these topics."""
-    left_out: bool = False
+    groups_omitted: bool = False
     """Whether groups are left out, because they have too many offsets."""
 
 
-class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
+class HoldCommitsRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a node of the source to hold back decisions of transactions, or about what it holds back."""
 
     token: str
@@ -306,14 +306,14 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """With their ids, to read the groups for which transactions have committed offsets in them."""
 
 
-class HoldResponse(Response, frozen=True, kw_only=True):
+class HoldCommitsResponse(Response, frozen=True, kw_only=True):
     """Whether decisions were held back all the time, and which coordinators the node runs: partition and epoch."""
 
     held: bool = False
     shards: Sequence[tuple[int, int]] = ()
     groups: dict[int, dict[str, Offsets]] = msgspec.field(default_factory=dict)
     """With groups: their offsets in the topics, for each coordinator of groups."""
-    left_out: bool = False
+    groups_omitted: bool = False
     """Whether groups are left out, because they have too many offsets."""
 
 

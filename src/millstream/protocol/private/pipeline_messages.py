@@ -62,7 +62,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     settings: dict[str, str] = {}
     rules: list[RuleMessage] = []
-    wanted: bool = True
+    enabled: bool = True
     validate_only: bool = False
 
 
@@ -71,7 +71,7 @@ class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     settings: dict[str, str | None] = {}
-    wanted: bool | None = None
+    enabled: bool | None = None
     parked: str | None = None
     validate_only: bool = False
 
@@ -170,7 +170,7 @@ class RunLogResponse(Response, frozen=True, kw_only=True):
 
     run: int = 0
     text: str = ""
-    is_cut: bool = False
+    is_truncated: bool = False
 
 
 class JobName(msgspec.Struct, frozen=True, kw_only=True):

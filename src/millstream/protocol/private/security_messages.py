@@ -83,8 +83,8 @@ CREATE_TOKEN_KEY: Final = 32080
 LIST_TOKENS_KEY: Final = 32081
 REVOKE_TOKEN_KEY: Final = 32082
 
-TOKEN_LASTS_MS: Final = 30 * 86_400_000
-TOKEN_LASTS_MS_MAX: Final = 366 * 86_400_000
+TOKEN_LIFETIME_MS: Final = 30 * 86_400_000
+TOKEN_LIFETIME_MS_MAX: Final = 366 * 86_400_000
 
 
 class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     """The principal that it acts for; empty for the client's own."""
-    lasts_ms: int = TOKEN_LASTS_MS
+    lifetime_ms: int = TOKEN_LIFETIME_MS
     scope: list[ScopeRule] = []
 
 

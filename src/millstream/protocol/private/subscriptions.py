@@ -290,7 +290,7 @@ class HeldLease(NamedTuple):
     attempt: int
     deadline_ms: int
     """When the lease ends, by the clock of the broker."""
-    left_ms: int
+    remaining_ms: int
     """How long until then."""
     worker: str
     client_id: str
@@ -302,7 +302,7 @@ class HeldLeases(NamedTuple):
     """The leases of a subscription, the oldest messages of each partition first."""
 
     leases: list[HeldLease]
-    left_out: int
+    omitted: int
     """How many more messages are held than those that are listed."""
 
 
@@ -432,14 +432,14 @@ class SubscriptionClient:
         deadline = loop.time() + wait_ms / 1000
         while True:
             # A node without messages delays its response, so none is asked to wait long while others may have some.
-            left_ms = max(0, int((deadline - loop.time()) * 1000))
-            request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
+            remaining_ms = max(0, int((deadline - loop.time()) * 1000))
+            request = Receive(name, worker, max_records, max_bytes, min(remaining_ms, _TURN_MS) // len(nodes))
             messages, failed = await self._receive_from_all(nodes, request)
             messages = await self.confirmed(name, worker, messages)
             # Messages that were leased must not be dropped because another node is gone.
             if not messages and failed is not None:
                 raise failed
-            if messages or left_ms == 0:
+            if messages or remaining_ms == 0:
                 return messages
 
     async def _receive_from_all(
@@ -649,11 +649,11 @@ async def open_letters(client: Client, topic: str) -> int:
         )
     except UnknownGroup:
         return await stored_letters(client, topic)
-    unreached = sorted(partitions - {queue["partition"] for queue in described["queues"]})
-    if unreached:
+    unreachable = sorted(partitions - {queue["partition"] for queue in described["queues"]})
+    if unreachable:
         raise CoordinatorUnavailable(
             f"the open dead letters of topic {topic!r} cannot be counted: no leader responds for partitions "
-            f"{', '.join(map(str, unreached))} now; try again when they have a leader"
+            f"{', '.join(map(str, unreachable))} now; try again when they have a leader"
         )
     return sum(queue["backlog"] for queue in described["queues"])
 

@@ -104,7 +104,7 @@ def of_all_nodes(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for metric in status["metrics"]:
             merged = found.setdefault(metric["name"], {**metric, "samples": []})
             merged["samples"] += [(value, {**label, **labels}) for value, labels in metric["samples"]]
-            merged["left_out"] = merged["left_out"] or metric["left_out"]
+            merged["is_truncated"] = merged["is_truncated"] or metric["is_truncated"]
     return list(found.values())
 
 

@@ -4,11 +4,11 @@
 
     {"clock_s": …, "clients": [{"connection": 1, "address": "host:port", "client_id": "…", "software": "…",
      "software_version": "…", "idle_s": …, "produce_requests": …, "produced_bytes": …, "fetch_requests": …,
-     "fetched_bytes": …}, …], "left_out": 0}
+     "fetched_bytes": …}, …], "omitted": 0}
 
 Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
 is not a wall clock. Those that produced or fetched come first. A response has at most `CLIENTS_MAX` of them, so that it
-never blocks the loop; `left_out` says how many more there are.
+never blocks the loop; `omitted` says how many more there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ClientListResponse(Response, frozen=True, kw_only=True):
 
     clock_s: float = 0.0
     clients: Sequence[dict[str, Any]] = ()
-    left_out: int = 0
+    omitted: int = 0
 
 
 class ClientList:
@@ -60,7 +60,7 @@ class ClientList:
         return ClientListResponse(
             clock_s=now,
             clients=[_describe_client(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
-            left_out=max(0, len(known) - CLIENTS_MAX),
+            omitted=max(0, len(known) - CLIENTS_MAX),
         )
 
 

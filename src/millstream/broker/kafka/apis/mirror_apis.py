@@ -50,8 +50,8 @@ from millstream.protocol.private.mirror_messages import (
     FailoverRequest,
     FailoverResponse,
     FenceRequest,
-    HoldRequest,
-    HoldResponse,
+    HoldCommitsRequest,
+    HoldCommitsResponse,
     MirrorChanges,
     MirrorDeletion,
     MirrorDescriptions,
@@ -100,7 +100,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
 class MirrorCreate(_MirrorApi[NewMirror, Response]):
     """Creates a mirror.
 
-        {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "wanted": true}
+        {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "enabled": true}
         response: {"error": 0, "message": null}
 
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
@@ -114,7 +114,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
         check_declared(settings, self._mirrors.schemas, self._mirrors.rules)
         if await _cluster_of(settings, request.name) == self._mirrors.membership.cluster_id:
             raise InvalidMirror(f"{settings.source} is this cluster itself")
-        await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
+        await self._mirrors.mirrors.create(request.name, request.settings, is_enabled=request.enabled)
         return Response()
 
 
@@ -129,7 +129,7 @@ async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
 class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
     """Changes, pauses or resumes a mirror.
 
-        {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "wanted": true}
+        {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "enabled": true}
         response: {"error": 0, "message": null}
 
     A setting of null is reset to its default. `wanted` resumes or pauses it; null changes nothing. An unknown name is
@@ -147,8 +147,8 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
             fresh = replace(wanted, schemas=wanted.schemas and not known.schemas, acls=wanted.acls and not known.acls)
             check_declared(fresh, self._mirrors.schemas, self._mirrors.rules)
             await self._mirrors.mirrors.alter(request.name, request.settings)
-        if request.wanted is not None:
-            await self._mirrors.mirrors.want(request.name, is_wanted=request.wanted)
+        if request.enabled is not None:
+            await self._mirrors.mirrors.set_enabled(request.name, is_enabled=request.enabled)
         return Response()
 
 
@@ -174,7 +174,7 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
 
         {"names": ["paris"]}, or null for all
         response: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
-        "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
+        "enabled": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…},
         "cutting": ["orders"], "taken_over": [], "interrupted": "", "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "is_listed": true,
         "notes": […], "problems": […],
@@ -309,11 +309,11 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 
         {"topics": ["orders"], "topic_ids": {"orders": "5cf0…"}, "with_groups": true}
         response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}},
-        "groups": {"billing": {"orders": {0: 4700}}}, "left_out": false}
+        "groups": {"billing": {"orders": {0: 4700}}}, "groups_omitted": false}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
     `groups` are those for which transactions have committed offsets, with their offsets in these topics at that moment.
-    If there are more than 100,000 such offsets, none are returned, and `left_out` is true.
+    If there are more than 100,000 such offsets, none are returned, and `groups_omitted` is true.
     """
 
     key = BARRIER_KEY
@@ -324,12 +324,12 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
         return await self._mirrors.barriers.take(request)
 
 
-class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
+class MirrorHold(_MirrorApi[HoldCommitsRequest, HoldCommitsResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
         {"token": "9f…", "action": "hold", "hold_ms": 2000, "topics": {}}
         response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {},
-        "left_out": false}
+        "groups_omitted": false}
 
     `shards` are the coordinators that the node runs, as partition and leader epoch. "release" lets decisions through
     again, and `held` says whether they were held until now. "read groups" returns the groups of MirrorBarrier in some
@@ -340,7 +340,7 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
 
-    async def handle(self, request: HoldRequest) -> HoldResponse:
+    async def handle(self, request: HoldCommitsRequest) -> HoldCommitsResponse:
         return await self._mirrors.barriers.hold(request)
 
 

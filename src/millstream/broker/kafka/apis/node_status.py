@@ -7,7 +7,7 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
      "kafka": "host:port", "http": "http://host:port", "data": "/folder", "machine": [1, 1001],
      "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
-     "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
+     "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "is_truncated": false}, …]}
 
 `machine` lists the nodes of its machine, if it runs several broker processes.
 
@@ -17,7 +17,7 @@ offsets that the disk lost, each from `first` up to but without `next`, at most 
 whether a range is being fetched from other replicas. `behind` names replicas on other nodes that lack records of what
 this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
 "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
-responds as quickly as any; `left_out` says whether there are more.
+responds as quickly as any; `is_truncated` says whether there are more.
 """
 
 from __future__ import annotations
@@ -211,8 +211,14 @@ class NodeStatus:
     def _describe_metric(self, metric: Metric) -> dict[str, Any]:
         samples = iter(metric.samples)
         taken = [(_value(sample.value), dict(sample.labels)) for sample in islice(samples, self._samples_max)]
-        left_out = next(samples, None) is not None
-        return {"name": metric.name, "kind": metric.kind, "help": metric.help, "samples": taken, "left_out": left_out}
+        is_truncated = next(samples, None) is not None
+        return {
+            "name": metric.name,
+            "kind": metric.kind,
+            "help": metric.help,
+            "samples": taken,
+            "is_truncated": is_truncated,
+        }
 
 
 def _describe_lag(one: ReplicaLag) -> dict[str, Any]:

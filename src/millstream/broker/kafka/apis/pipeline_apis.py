@@ -95,7 +95,7 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
 class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     """Creates a pipeline.
 
-        {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
+        {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "enabled": true,
         "validate_only": false}
         response: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
 
@@ -119,7 +119,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
             kind_of(request.kind),
             request.settings,
             rules=rules,
-            is_wanted=request.wanted,
+            is_enabled=request.enabled,
             validate_only=request.validate_only,
             owner=owner,
         )
@@ -132,7 +132,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
 class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
 
-        {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
+        {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "enabled": true, "parked": null}
         response: {"error": 0, "message": null, "notes": []}
 
     A setting of null is reset to its default. `wanted` starts or stops it; null changes nothing. `parked` is the reason
@@ -149,8 +149,8 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
             notes = await self._change_settings(request, owner)
         if request.validate_only:
             return AlterPipelineResponse(notes=notes)
-        if request.wanted is not None:
-            await (self._pipelines.start if request.wanted else self._pipelines.stop)(request.name, owner=owner)
+        if request.enabled is not None:
+            await (self._pipelines.start if request.enabled else self._pipelines.stop)(request.name, owner=owner)
         if request.parked:
             await self._pipelines.park(await self._pipelines.find(request.name), request.parked)
         return AlterPipelineResponse(notes=notes)
@@ -213,7 +213,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
 
         {"names": ["land-orders"]}, or null for all
         response: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
-        "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …,
+        "settings": {…}, "overrides": {…}, "enabled": true, "parked": "", "created_ms": …, "version": …,
         "owner": "User:alice", "rules": [{…}], "local_tables": false, "lag": …, "report": {"state": "running",
         "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …, "last_error": "", "last_error_ms": 0,
         "failing_ms": 0, "counts": {…}, "node": 1}}]}
@@ -256,7 +256,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
             "group": pipeline.group,
             "settings": pipeline.settings.as_strings(),
             "overrides": pipeline.shown_overrides(),
-            "wanted": pipeline.is_wanted,
+            "enabled": pipeline.is_enabled,
             "parked": pipeline.idle_reason,
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
@@ -357,7 +357,7 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     """Returns the end of a job run's output.
 
         {"name": "nightly", "run": 7, "bytes_max": 262144}, or run 0 for the last one
-        response: {"error": 0, "message": null, "run": 7, "text": "…", "is_cut": false}
+        response: {"error": 0, "message": null, "run": 7, "text": "…", "is_truncated": false}
 
     The node that ran it has the text; others respond with run 0.
     """
@@ -376,7 +376,11 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
         if control is None or not number:
             return RunLogResponse()
         found = await control.read_log(job.pipeline_id, number, max(1, min(request.bytes_max, LOG_BYTES_MAX)))
-        return RunLogResponse() if found is None else RunLogResponse(run=number, text=found.text, is_cut=found.is_cut)
+        return (
+            RunLogResponse()
+            if found is None
+            else RunLogResponse(run=number, text=found.text, is_truncated=found.is_truncated)
+        )
 
 
 LOG_BYTES_MAX = 1024 * 1024

@@ -26,7 +26,7 @@ from millstream.protocol.private.security_messages import (
     REVOKE_TOKEN_KEY,
     SECRETS_KEY,
     SESSION,
-    TOKEN_LASTS_MS_MAX,
+    TOKEN_LIFETIME_MS_MAX,
     AuthenticateRequest,
     AuthenticateResponse,
     CreateTokenResponse,
@@ -50,7 +50,7 @@ SCOPE_RULES_MAX: Final = 1000
 class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
     """Creates an API token.
 
-        {"owner": "", "lasts_ms": 2592000000,
+        {"owner": "", "lifetime_ms": 2592000000,
         "scope": [{"operation": "read", "type": "topic", "name": "orders", "pattern": "literal"}]}
         response: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
         "expires_ms": 1790000000000, "is_shortened": false}
@@ -82,12 +82,12 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         scope = frozenset(rule.acl() for rule in request.scope)
         if len(scope) > SCOPE_RULES_MAX:
             raise InvalidRequest(f"the scope of a token has {SCOPE_RULES_MAX} rules at most")
-        if not 0 < request.lasts_ms <= TOKEN_LASTS_MS_MAX:
+        if not 0 < request.lifetime_ms <= TOKEN_LIFETIME_MS_MAX:
             raise InvalidRequest(
-                f"the lifetime of a token must be from 1 ms to {TOKEN_LASTS_MS_MAX // 86_400_000} days"
+                f"the lifetime of a token must be from 1 ms to {TOKEN_LIFETIME_MS_MAX // 86_400_000} days"
             )
         now_ms = time.time_ns() // 1_000_000
-        requested_ms = now_ms + request.lasts_ms
+        requested_ms = now_ms + request.lifetime_ms
         expires_ms = min([requested_ms, *(token.expires_ms for token in rights.tokens)])
         parent = rights.tokens[0].token_id if rights.tokens else ""
         kept, text = new_token(owner, scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)

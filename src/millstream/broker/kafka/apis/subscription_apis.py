@@ -248,7 +248,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         response: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
         "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
-        "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
+        "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "remaining_ms": …,
         "worker": …, "client_id": …, "address": …}], "has_hidden_topics": false}]}
 
     Every node knows all subscriptions, but lists only the queues that it leads and has open, and those of a mirror's
@@ -437,7 +437,7 @@ def _describe_lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[st
         "end": held.last + 1,
         "attempt": held.attempt,
         "deadline_ms": held.deadline_ms,
-        "left_ms": max(0, held.deadline_ms - now_ms),
+        "remaining_ms": max(0, held.deadline_ms - now_ms),
         "worker": held.worker,
         **held.origin._asdict(),
     }

@@ -102,10 +102,10 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         def respond(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             if error is not None:
                 raise error
-            left_ms = int((arrived + wait_s - monotonic()) * 1000)
-            if not grants and left_ms > 0 and opening.done():
+            remaining_ms = int((arrived + wait_s - monotonic()) * 1000)
+            if not grants and remaining_ms > 0 and opening.done():
                 # Another queue has opened here.
-                return self.respond_later(msgspec.structs.replace(request, wait_ms=left_ms), header, client)
+                return self.respond_later(msgspec.structs.replace(request, wait_ms=remaining_ms), header, client)
             return encode_private(header, self._build_for(client, grants, arrived))
 
         parked = ParkedLease(
@@ -122,15 +122,15 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         if not self._quota.is_limiting:
             grants = await self._lease(request, client)
         else:
-            left_ms = min(request.wait_ms, WAIT_MS_MAX)
+            remaining_ms = min(request.wait_ms, WAIT_MS_MAX)
             while owed_ms := self._quota.owed_ms(client):
-                if owed_ms > left_ms:
-                    await asyncio.sleep(left_ms / 1000)
-                    return ReceiveResponse(0, None, [], owed_ms - left_ms)
+                if owed_ms > remaining_ms:
+                    await asyncio.sleep(remaining_ms / 1000)
+                    return ReceiveResponse(0, None, [], owed_ms - remaining_ms)
                 await asyncio.sleep(owed_ms / 1000)
-                left_ms -= owed_ms
+                remaining_ms -= owed_ms
             bytes_max = self._quota.allowance(client, request.max_bytes)
-            paid = msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max))
+            paid = msgspec.structs.replace(request, wait_ms=remaining_ms, max_bytes=max(1, bytes_max))
             grants = await self._lease(paid, client)
         if grants:
             client.presence.on_undelivered(partial(_give_back, grants, request.worker))

@@ -100,7 +100,7 @@ class ClientList(msgspec.Struct, frozen=True):
     """Connections to all nodes, and how many the list omits."""
 
     clients: list[ConnectedClientDocument]
-    left_out: int
+    omitted: int
 
 
 class PlanToCompute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,7 +156,7 @@ class PlanProgress(msgspec.Struct, frozen=True):
     moved: int
     moving: int
     waiting: int
-    overtaken: int
+    superseded: int
     bytes: int
     moved_bytes: int
     partitions_moving: list[MovingPartition]
@@ -206,7 +206,7 @@ async def clients(services: Services, request: Request[Measuring, NoFields]) -> 
     """List the connected clients."""
     found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
     shown = [asdict(one) for one in found.clients if request.query.all or one.roles]
-    return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.left_out)
+    return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.omitted)
 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:

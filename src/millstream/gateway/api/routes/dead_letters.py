@@ -44,7 +44,7 @@ class DeadLetters(msgspec.Struct, frozen=True):
     topic: str
     subscriptions: list[str]
     letters: int
-    unreached: list[int]
+    unreachable: list[int]
     """The partitions that did not respond; their letters are not counted."""
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
@@ -103,7 +103,7 @@ class WorkedOn(msgspec.Struct, frozen=True):
     """Letters leased by others."""
     held_back: int
     """Letters that did not match and stay open, but that no other request gets for a minute: they are many."""
-    doubtful: int
+    uncertain: int
     """Letters that were processed, but whose leases expired meanwhile, so that they may still be open."""
     topics: dict[str, int] = {}
     """Published letters, by target topic."""
@@ -177,7 +177,7 @@ def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
         outcome.unmatched,
         outcome.held,
         outcome.held_back,
-        outcome.doubtful,
+        outcome.uncertain,
         sent,
         outcome.revived,
         sum(outcome.refused.values()),

@@ -134,10 +134,10 @@ async def _records(
     services: Services, topic: TopicMetadata, fetched: Fetched, memory: RequestMemory, notes: list[str]
 ) -> AsyncGenerator[list[Record], None]:
     """Yield the records of one partition in slices, each once there is memory for it."""
-    batches, left_out = fetched.response.records, AbortedBatches(fetched.response.aborted)
+    batches, aborted = fetched.response.records, AbortedBatches(fetched.response.aborted)
     for header in iterate_whole_headers(batches):
         start = max(fetched.start, header.base_offset)
-        if left_out.holds(header.last_offset, header.attributes, header.producer_id) or header.is_control:
+        if aborted.holds(header.last_offset, header.attributes, header.producer_id) or header.is_control:
             continue
         while start <= header.last_offset:
             try:

@@ -23,7 +23,7 @@ class NewMirror(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: MirrorName
     settings: GivenSettings
-    wanted: Annotated[bool, Meta(description="Whether to start copying at once.")] = True
+    enabled: Annotated[bool, Meta(description="Whether to start copying at once.")] = True
 
 
 class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,7 +167,7 @@ async def list_mirrors(services: Services, request: Request[NoFields, NoFields])
 async def create(services: Services, request: Request[NoFields, NewMirror]) -> MirrorDescription:
     """Declare a mirror."""
     new = request.body
-    await MirrorClient(services.client).create(new.name, texts_of(new.settings), is_wanted=new.wanted)
+    await MirrorClient(services.client).create(new.name, texts_of(new.settings), is_enabled=new.enabled)
     return await _describe(services, new.name)
 
 
@@ -188,13 +188,13 @@ async def delete(services: Services, request: Request[Deletion, NoFields]) -> No
 
 
 async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescription:
-    await MirrorClient(services.client).want(request.path["mirror"], is_wanted=False)
+    await MirrorClient(services.client).set_enabled(request.path["mirror"], is_enabled=False)
     return await _describe(services, request.path["mirror"])
 
 
 async def resume(services: Services, request: Request[Any, Any]) -> MirrorDescription:
     """Let a mirror continue."""
-    await MirrorClient(services.client).want(request.path["mirror"], is_wanted=True)
+    await MirrorClient(services.client).set_enabled(request.path["mirror"], is_enabled=True)
     return await _describe(services, request.path["mirror"])
 
 

@@ -56,7 +56,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings by name; the kind determines which there are."""
     rules: Rules = []
     """Only for routes."""
-    wanted: Annotated[bool, Meta(description="Whether to start it at once.")] = True
+    enabled: Annotated[bool, Meta(description="Whether to start it at once.")] = True
 
 
 class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ class PipelineReport(msgspec.Struct, frozen=True):
     """The last batches, the latest first; empty for jobs, which have runs."""
     restarts: int
     stalls: int
-    still_s: float
+    stalled_s: float
     last_error: str
     last_error_ms: int
     failing_ms: int
@@ -166,7 +166,7 @@ class RunLog(msgspec.Struct, frozen=True):
 
     run: int
     text: str
-    is_cut: bool
+    is_truncated: bool
     """Whether there was more before it."""
 
 
@@ -188,7 +188,7 @@ class TableDescription(msgspec.Struct, frozen=True):
     """The table of a topic: a folder of the node or a URL, and a Python expression that reads it."""
 
     topic: str
-    place: str
+    location: str
     read: str
 
 
@@ -200,7 +200,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     kind: Kind
     state: State
     group: str
-    wanted: bool
+    enabled: bool
     parked: str
     lag: int | None
     created_ms: int
@@ -227,11 +227,11 @@ class RulesChanged(RuleList, frozen=True):
     """Hints for the owner, such as topics that do not exist yet."""
 
 
-class PipelineWanted(msgspec.Struct, frozen=True):
+class PipelineEnabled(msgspec.Struct, frozen=True):
     """Whether a pipeline should run."""
 
     pipeline: str
-    wanted: bool
+    enabled: bool
 
 
 async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
@@ -244,7 +244,7 @@ async def create(services: Services, request: Request[NoFields, NewPipeline]) ->
     new = request.body
     rules = msgspec.convert(new.rules, list[Rule], from_attributes=True)
     made = await PipelineClient(services.client).create(
-        new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_wanted=new.wanted
+        new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_enabled=new.enabled
     )
     return PipelineCreated(new.name, str(made.pipeline_id), made.notes)
 
@@ -275,14 +275,14 @@ async def delete(services: Services, request: Request[NoFields, NoFields]) -> No
     await PipelineClient(services.client).delete(request.path["pipeline"])
 
 
-async def start(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
+async def start(services: Services, request: Request[NoFields, NoFields]) -> PipelineEnabled:
     await PipelineClient(services.client).start(request.path["pipeline"])
-    return PipelineWanted(request.path["pipeline"], True)
+    return PipelineEnabled(request.path["pipeline"], True)
 
 
-async def stop(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
+async def stop(services: Services, request: Request[NoFields, NoFields]) -> PipelineEnabled:
     await PipelineClient(services.client).stop(request.path["pipeline"])
-    return PipelineWanted(request.path["pipeline"], False)
+    return PipelineEnabled(request.path["pipeline"], False)
 
 
 async def list_runs(services: Services, request: Request[RunQuery, NoFields]) -> RunList:
@@ -341,8 +341,8 @@ ROUTES: Final = (
     Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
     Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
     Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
-    Route("POST", f"{_ONE}/start", "Start a pipeline; a parked pipeline is retried", start, PipelineWanted),
-    Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
+    Route("POST", f"{_ONE}/start", "Start a pipeline; a parked pipeline is retried", start, PipelineEnabled),
+    Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineEnabled),
     Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
     Route("GET", f"{_ONE}/runs/{{run}}/log", "Read the output of a job run", read_log, RunLog),
     Route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),

@@ -181,7 +181,7 @@ class HeldLeaseDocument(msgspec.Struct, frozen=True):
     attempt: int
     deadline: str
     """When the lease ends, unless the worker extends it."""
-    left_ms: int
+    remaining_ms: int
     worker: str
     client_id: str
     """Of the client through which the worker asked; empty if the queue has moved to another node since."""
@@ -198,7 +198,7 @@ class Leases(msgspec.Struct, frozen=True):
     """Who holds which messages of a subscription, the oldest of each partition first."""
 
     leases: list[HeldLeaseDocument]
-    left_out: int
+    omitted: int
     """How many more messages are held."""
 
 
@@ -260,7 +260,7 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 async def leases(services: Services, request: Request[ListedLeases, NoFields]) -> Leases:
     """List who holds which messages."""
     held = await services.subscriptions.leases(request.path["subscription"], limit=request.query.limit)
-    return Leases([_lease_document(one) for one in held.leases], held.left_out)
+    return Leases([_lease_document(one) for one in held.leases], held.omitted)
 
 
 def _lease_document(held: HeldLease) -> HeldLeaseDocument:

@@ -120,8 +120,8 @@ async def delete(visit: Visit) -> Response:
 async def make_token(visit: Visit) -> Response:
     """Create an API token, and show it, once."""
     owner, expires = visit.text("owner", length_max=249), visit.text("expires") or "30d"
-    lasts_ms = parse_age_ms(expires)
-    if lasts_ms is None:
+    lifetime_ms = parse_age_ms(expires)
+    if lifetime_ms is None:
         raise invalid(f"the lifetime of a token must be a duration such as 12h or 30d, not {expires!r}")
     scope: list[Acl] = []
     words: list[object] = ["token", "create", *(("--owner", owner) if owner else ()), "--expires", expires]
@@ -130,7 +130,7 @@ async def make_token(visit: Visit) -> Response:
         is_prefixed = visit.text("prefixed") == "1"
         scope = parse_rules(Permission.ALLOW, EVERYONE, operations, resource, is_prefixed, WILDCARD)
         words += ["--allow", operations, resource, *(("--prefixed",) if is_prefixed else ())]
-    made = await create_token(visit.services.client, scope, owner=owner, lasts_ms=lasts_ms)
+    made = await create_token(visit.services.client, scope, owner=owner, lifetime_ms=lifetime_ms)
     # Shown by this response alone: a notice would keep the secret in a cookie.
     return Page("token.html", {"made": made, "words": command(*words)})
 

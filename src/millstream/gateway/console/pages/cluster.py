@@ -109,7 +109,7 @@ async def clients(visit: Visit) -> Response:
     context = {
         **visit.paging(len(shown)),
         "clients": visit.on_page(shown),
-        "left_out": found.left_out,
+        "omitted": found.omitted,
         "every": every,
     }
     return Page("clients.html", context)

@@ -95,7 +95,7 @@ async def show(visit: Visit) -> Response:
         "letters": selected.shown,
         "outcome": outcome,
         "looked_at": LOOKED_AT_MAX,
-        "is_cut": outcome.done >= LOOKED_AT_MAX,
+        "is_truncated": outcome.done >= LOOKED_AT_MAX,
         "problem": problem,
         "may_redrive": all(may) and not visit.settings.read_only,
         "redrive_words": _words("redrive", topic, condition),

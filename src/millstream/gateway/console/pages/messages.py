@@ -422,7 +422,7 @@ async def show(visit: Visit) -> Response:
         "forms": [(one, name) for one, name in _FORMS.items() if one != "decoded" or decoded is not None],
         "content": contents[form],
         "schema": "" if decoded is None else decoded.named,
-        "is_cut": len(value) > SHOWN_BYTES_MAX,
+        "is_truncated": len(value) > SHOWN_BYTES_MAX,
         "headers": [(name, _text(value or b"") or (value or b"").hex(" ")) for name, value in record.headers],
         "samples": _samples(visit, topic.name, stored),
         "trace": trace["subscriptions"],

@@ -25,7 +25,7 @@ async def show(visit: Visit) -> Response:
         "name": name,
         "described": described,
         "partitions": partitions[:PARTITIONS_SHOWN],
-        "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
+        "omitted": max(0, len(partitions) - PARTITIONS_SHOWN),
         "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
     }
     return Page("mirror.html", context)
@@ -33,16 +33,16 @@ async def show(visit: Visit) -> Response:
 
 async def pause(visit: Visit) -> Response:
     """Stop copying for now."""
-    return await _set_wanted(visit, "pause", "is paused; its copies stay readable", is_wanted=False)
+    return await _set_enabled(visit, "pause", "is paused; its copies stay readable", is_enabled=False)
 
 
 async def resume(visit: Visit) -> Response:
-    return await _set_wanted(visit, "resume", "copies again", is_wanted=True)
+    return await _set_enabled(visit, "resume", "copies again", is_enabled=True)
 
 
-async def _set_wanted(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Response:
+async def _set_enabled(visit: Visit, verb: str, said: str, *, is_enabled: bool) -> Response:
     name = visit.names["mirror"]
-    await MirrorClient(visit.services.client).want(name, is_wanted=is_wanted)
+    await MirrorClient(visit.services.client).set_enabled(name, is_enabled=is_enabled)
     return done(address("mirrors", name), f"Mirror {name} {said}", "mirror", verb, name)
 
 

@@ -236,7 +236,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
         await stack.enter_async_context(_TRYING)
         scratch = await stack.enter_async_context(temporary_folder_async())
         if is_guarded:
-            made = await create_token(services.client, _MAY_READ, lasts_ms=int(2 * DRY_RUN_S * 1000))
+            made = await create_token(services.client, _MAY_READ, lifetime_ms=int(2 * DRY_RUN_S * 1000))
             stack.push_async_callback(_revoke, services, made.token_id)
             path = Path(scratch, "token")
             write_private(path, made.token.encode())
@@ -349,7 +349,7 @@ async def show_run(visit: Visit) -> Response:
         raise invalid(f"{number!r} is not the number of a run")
     pipelines = PipelineClient(visit.services.client)
     runs = [one for one in await pipelines.runs(name, limit=100) if one["run"] == int(number)]
-    log, problem = {"text": "", "is_cut": False}, ""
+    log, problem = {"text": "", "is_truncated": False}, ""
     try:
         log = await pipelines.run_log(name, int(number))
     except MillstreamError as error:

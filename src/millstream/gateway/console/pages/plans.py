@@ -39,7 +39,7 @@ async def _context(
         "problem": "",
         "plan": cluster_plans.describe_progress(current, copied),
         "moves": [(one, one.move().moved_bytes) for one in current.moves[:MOVES_SHOWN]],
-        "left_out": max(0, len(current.moves) - MOVES_SHOWN),
+        "omitted": max(0, len(current.moves) - MOVES_SHOWN),
         "computed": computed,
         "nodes": sorted(int(one) for one in (await visit.services.client.metadata([])).nodes),
         "may_change": may_change,

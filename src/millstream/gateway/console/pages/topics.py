@@ -107,7 +107,7 @@ async def show(visit: Visit) -> Response:
         **tabs,
         "described": described,
         "partitions": partitions[:PARTITIONS_SHOWN],
-        "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
+        "omitted": max(0, len(partitions) - PARTITIONS_SHOWN),
         "numbers": listed,
         "schemas": [
             (field, described["settings"][key])
@@ -200,7 +200,7 @@ async def consumers(visit: Visit) -> Response:
         for one in described
         if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
     ]
-    groups, left_out = await _groups(visit, topic)
+    groups, omitted = await _groups(visit, topic)
     head = await visit.topic_tabs(name)
     producers = await active_producers(client, name) if head["may_read"] else []
     context = {
@@ -209,7 +209,7 @@ async def consumers(visit: Visit) -> Response:
         "producers_left": max(0, len(producers) - PRODUCERS_SHOWN),
         "queues": queues,
         "groups": groups,
-        "left_out": left_out,
+        "omitted": omitted,
         "pipelines": await pipelines_reading(client, topic),
     }
     return Page("topic_consumers.html", context)

@@ -5,7 +5,7 @@ windows that the broker recorded: whatever a window calls done must have ended i
 
     eligible     messages from where the queue started up to the cut
     lost         eligible, without an event that ended it, and not in the window
-    doubled      accepted twice, or leased after it was accepted, without a seek or a redrive in between
+    duplicated   accepted twice, or leased after it was accepted, without a seek or a redrive in between
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def apply_events(
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
     outcomes: npt.NDArray[np.uint8],
-    doubled: npt.NDArray[np.uint8],
+    duplicated: npt.NDArray[np.uint8],
     base: int,
 ) -> None:
     """Apply events other than windows, in order, to the outcomes of the offsets from `base` on."""
@@ -82,7 +82,7 @@ def apply_events(
         if code == 2:
             for place in range(start, end):
                 if outcomes[place] == 2:
-                    doubled[place] = 1
+                    duplicated[place] = 1
                 outcomes[place] = 2
         elif code == 6:
             for place in range(start, end):
@@ -97,7 +97,7 @@ def apply_events(
         elif code == 13:
             for place in range(start, end):
                 if outcomes[place] == 2:
-                    doubled[place] = 1
+                    duplicated[place] = 1
         elif code == 15:
             for place in range(start):
                 if outcomes[place] <= 1:
@@ -114,7 +114,7 @@ class Finding(NamedTuple):
     """A range of messages that does not add up, or events that are missing."""
 
     kind: str
-    """lost, doubled, expired, unfinished, missing_events, unrecorded or missing_letter."""
+    """lost, duplicated, expired, unfinished, missing_events, unrecorded or missing_letter."""
     start: int
     end: int
     detail: str
@@ -287,7 +287,7 @@ class Account:
         outcomes[after:] = UNRECORDED
         if self.delivery == EXACTLY_ONCE:
             again = (self._doubled == 1) & (outcomes != UNRECORDED)
-            self._find_all("doubled", again, 0, "it was accepted or leased again after it had been accepted")
+            self._find_all("duplicated", again, 0, "it was accepted or leased again after it had been accepted")
         self._find_all("expired", outcomes == EXPIRED, 0, "retention deleted it before it was accepted")
 
     def _compare_with_log(self, present: Iterable[OffsetRange], cut: int, log_start: int) -> None:
@@ -329,7 +329,7 @@ class Account:
             "lost": counts[LOST],
         }
         return {"published": sum(by_name.values()), **by_name, "dropped": counts[DROPPED]} | {
-            "doubled": self.counted.get("doubled", 0)
+            "duplicated": self.counted.get("duplicated", 0)
         }
 
     def _find_all(self, kind: str, places: npt.NDArray[np.bool_], first: int, detail: str) -> None:

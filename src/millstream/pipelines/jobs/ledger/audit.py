@@ -46,7 +46,7 @@ BLOCK: Final = 64 * 1024 * 1024
 """How many offsets a task accounts for at a time: two bytes of memory each."""
 CLASSES: Final = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired", "lost")
 """What becomes of a published message: the counts add up to `published`."""
-COUNTS: Final = ("published", *CLASSES, "doubled", "dropped")
+COUNTS: Final = ("published", *CLASSES, "duplicated", "dropped")
 HARMLESS: Final = frozenset({"expired"})
 """Findings about messages that are accounted for."""
 _CLIENT_ID: Final = "millstream-audit"
@@ -102,7 +102,7 @@ class AuditReport:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The counts for each subscription and topic."""
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """Every message that is lost, doubled or expired, as ranges, and every missing event."""
+    """Every message that is lost, duplicated or expired, as ranges, and every missing event."""
     damage: list[Damage] = field(default_factory=list)
     """Where the ledger's table is not as it was landed; damaged files do not count."""
     is_counted: bool = True
@@ -121,7 +121,7 @@ class AuditReport:
 
     def levels(self) -> dict[str, int]:
         """Return the metrics of the last audit, including zeros, so that alerts see changes."""
-        found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "doubled", "expired")}
+        found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "duplicated", "expired")}
         faults = sum(one["kind"] not in HARMLESS for one in self.findings) + len(self.damage)
         return {**found, FAULTS: faults}
 

@@ -35,7 +35,7 @@ FIRST_SEAL: Final = ""
 AUDITED: Final = "audited_seconds"
 """When the pipeline last audited, in seconds since 1970."""
 FAULTS: Final = "audit_faults"
-AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_doubled", "audit_expired", FAULTS)
+AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_duplicated", "audit_expired", FAULTS)
 """The results of the last audit; each is an application version of the table."""
 _LEVEL: Final = "millstream/{}"
 _LOG: Final = "_delta_log"
