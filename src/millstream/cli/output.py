@@ -72,19 +72,29 @@ def print_note(text: str) -> None:
     sys.stderr.flush()
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: str = "") -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows in aligned columns; numbers are right-aligned, None is a dash. Keys may serve as the header."""
     header = [name.upper().replace("_", "-") for name in header]
     texts = [[_cell(value) for value in row] for row in rows]
-    widths = [
-        max(len(name), *(len(row[at]) for row in texts)) if texts else len(name) for at, name in enumerate(header)
-    ]
+    widths = [max(map(_width, column)) for column in zip(header, *texts, strict=True)]
     to_right = [_is_numeric([row[at] for row in rows]) for at in range(len(header))]
     for row in [header, *texts]:
-        cells = (
-            cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(row, widths, to_right, strict=True)
-        )
-        print_line(indent + "  ".join(cells).rstrip())
+        cells = (_padded(*cell) for cell in zip(row, widths, to_right, strict=True))
+        print_line("  ".join(cells).rstrip())
+
+
+def _padded(text: str, width: int, to_right: bool) -> str:
+    padding = " " * (width - _width(text))
+    return padding + text if to_right else text + padding
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes; East Asian characters take two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def print_list(

@@ -16,10 +16,15 @@ def test_a_table_aligns_numbers_to_the_right(capfdbinary: pytest.CaptureFixture[
     ]
 
 
+def test_wide_characters_take_two_columns(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    print_table(["user", "mechanisms"], [["李明", "SCRAM"], ["anna", "-"]])
+    assert capfdbinary.readouterr().out.decode().splitlines() == ["USER  MECHANISMS", "李明  SCRAM", "anna  -"]
+
+
 def test_an_empty_table_is_its_header(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     print_table(["topic", "on"], [])
-    print_table(["topic", "on"], [["a", True]], indent="  ")
-    assert capfdbinary.readouterr().out == b"TOPIC  ON\n  TOPIC  ON\n  a      yes\n"
+    print_table(["topic", "on"], [["a", True]])
+    assert capfdbinary.readouterr().out == b"TOPIC  ON\nTOPIC  ON\na      yes\n"
 
 
 def test_json_stays_on_one_line_and_keeps_non_ascii_letters(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
