@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from millstream.cli import cluster
-from millstream.client.admin.cluster_status import ClusterStatus, NodeView, PartitionView
+from millstream.client.admin.cluster_status import ClusterNode, ClusterStatus, TroubledPartition
 from millstream_testing.command import call_command
 
 
 def test_only_problems_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    troubled = PartitionView(topic="orders", partition=0, leader=None, replicas=(1,), in_sync=())
+    troubled = TroubledPartition(topic="orders", partition=0, leader=None, replicas=(1,), in_sync=())
     found = ClusterStatus(
         cluster_id="c", controller=1, nodes=[], partitions=1, troubled=[troubled], behind=[], warnings=[]
     )
@@ -23,7 +23,7 @@ def test_only_problems_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_lag_of_an_unreachable_node_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = NodeView(
+    here = ClusterNode(
         id=1, address="a:1", rack=None, state="ready", version="1", leads=1, replicas=1, behind=7, reasons=()
     )
     away = dataclasses.replace(here, id=2, state="away", behind=117240)

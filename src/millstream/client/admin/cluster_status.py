@@ -115,7 +115,7 @@ _REPLICA_FIELDS = ("topic", "partition", "replica", "records")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeView:
+class ClusterNode:
     """One node. `state` and `version` are its own report; `reasons` say why it should get no traffic."""
 
     id: int
@@ -131,7 +131,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionView:
+class TroubledPartition:
     """A partition without a leader, or with a replica out of sync."""
 
     topic: str
@@ -142,7 +142,7 @@ class PartitionView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
+class ReplicaBehind:
     """A replica that lacks records, according to its leader; it is in sync if it lacks only a few."""
 
     topic: str
@@ -157,10 +157,10 @@ class ClusterStatus:
 
     cluster_id: str
     controller: int | None
-    nodes: list[NodeView]
+    nodes: list[ClusterNode]
     partitions: int
-    troubled: list[PartitionView]
-    behind: list[ReplicaView]
+    troubled: list[TroubledPartition]
+    behind: list[ReplicaBehind]
     warnings: list[str]
     """Problems of the cluster as a whole, such as an unreachable store."""
 
@@ -224,10 +224,10 @@ def _node(
     leads: int,
     replicas: int,
     behind: int,
-) -> NodeView:
+) -> ClusterNode:
     node = metadata.nodes.get(node_id)
     silent = AWAY if node is None else UNREACHABLE
-    return NodeView(
+    return ClusterNode(
         id=node_id,
         address=None if node is None else f"{node.host}:{node.port}",
         rack=None if node is None else node.rack,
@@ -240,14 +240,14 @@ def _node(
     )
 
 
-def _behind(response: dict[str, Any]) -> list[ReplicaView]:
+def _behind(response: dict[str, Any]) -> list[ReplicaBehind]:
     """Return the replicas that lag behind a node, and by how much."""
-    return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in response.get("behind", ())]
+    return [ReplicaBehind(**{field: one[field] for field in _REPLICA_FIELDS}) for one in response.get("behind", ())]
 
 
-def _unhealthy_partitions(metadata: ClusterMetadata) -> list[PartitionView]:
+def _unhealthy_partitions(metadata: ClusterMetadata) -> list[TroubledPartition]:
     views = (
-        PartitionView(
+        TroubledPartition(
             topic=name,
             partition=index,
             leader=partition.leader_id if partition.leader_id >= 0 else None,

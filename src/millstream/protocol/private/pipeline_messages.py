@@ -8,7 +8,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.core.job import JobRun
+from millstream.core.job import JobRun, RunState
 from millstream.core.pipeline import Rule
 from millstream.protocol.private.message import Response
 
@@ -133,8 +133,10 @@ class JobRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a job, with all attempts at it."""
+
     run: int
-    state: str
+    state: RunState
     scheduled_ms: int
     started_ms: int
     ended_ms: int
@@ -147,8 +149,7 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, run: JobRun) -> RunDescription:
-        shared = {name: getattr(run, name) for name in cls.__struct_fields__ if name not in ("run", "state")}
-        return cls(run=run.number, state=str(run.state), **shared)
+        return cls(run=run.number, **{name: getattr(run, name) for name in cls.__struct_fields__ if name != "run"})
 
 
 class JobRunsResponse(Response, frozen=True, kw_only=True):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.clients import list_clients
+from millstream.client.admin.clients import ConnectedClient, list_clients
 from millstream.client.admin.cluster_plans import (
     apply_plan,
     cancel_plan,
@@ -20,44 +19,11 @@ from millstream.client.admin.cluster_plans import (
     propose_plan,
     undrain,
 )
-from millstream.client.admin.cluster_status import cluster_status
+from millstream.client.admin.cluster_status import ClusterNode, ReplicaBehind, TroubledPartition, cluster_status
 from millstream.core.cluster_plan import BALANCE, THROTTLE_BYTES
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
-
-
-class ClusterNode(msgspec.Struct, frozen=True):
-    """One node; `reasons` explain why it should get no traffic now."""
-
-    id: int
-    address: str | None
-    rack: str | None
-    state: str
-    version: str | None
-    leads: int
-    replicas: int
-    behind: int
-    reasons: list[str]
-
-
-class TroubledPartition(msgspec.Struct, frozen=True):
-    """A partition without a leader or with replicas out of sync."""
-
-    topic: str
-    partition: int
-    leader: int | None
-    replicas: list[int]
-    in_sync: list[int]
-
-
-class ReplicaBehind(msgspec.Struct, frozen=True):
-    """A replica that lags behind its leader."""
-
-    topic: str
-    partition: int
-    replica: int
-    records: int
 
 
 class ClusterDescription(msgspec.Struct, frozen=True):
@@ -80,26 +46,10 @@ class Measuring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     all: Annotated[bool, Meta(description="Include connections that neither produce nor consume.")] = False
 
 
-class ConnectedClientDocument(msgspec.Struct, frozen=True):
-    """One connection; rates are null if it was too short-lived to measure."""
-
-    node: int
-    address: str
-    client_id: str
-    software: str
-    version: str
-    roles: list[str]
-    produced_bytes: int
-    fetched_bytes: int
-    produced_bytes_per_s: float | None
-    fetched_bytes_per_s: float | None
-    idle_s: float
-
-
 class ClientList(msgspec.Struct, frozen=True):
     """Connections to all nodes, and how many the list omits."""
 
-    clients: list[ConnectedClientDocument]
+    clients: list[ConnectedClient]
     omitted: int
 
 
@@ -205,8 +155,7 @@ async def status(services: Services, request: Request[NoFields, NoFields]) -> Cl
 async def clients(services: Services, request: Request[Measuring, NoFields]) -> ClientList:
     """List the connected clients."""
     found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
-    shown = [asdict(one) for one in found.clients if request.query.all or one.roles]
-    return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.omitted)
+    return ClientList([one for one in found.clients if request.query.all or one.roles], found.omitted)
 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
@@ -12,7 +13,7 @@ from millstream.client.admin.mirrors import MirrorClient, summary_of
 from millstream.core.mirror import NAME_LENGTH_MAX
 from millstream.gateway.api.route import ChangedSettings, GivenSettings, NoFields, Request, Route, changes_of, texts_of
 from millstream.gateway.api.services import Services
-from millstream.protocol.private.mirror_messages import CutPartition, ReverseRequest
+from millstream.protocol.private.mirror_messages import CutPartition, RemovedRange, ReverseRequest
 
 MirrorName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 PATTERNS_MAX: Final = 100
@@ -139,20 +140,11 @@ class FailoverReport(msgspec.Struct, frozen=True):
     waited_ms: int
 
 
-class Removed(msgspec.Struct, frozen=True):
-    """Offsets that the old source drops."""
-
-    topic: str
-    partition: int
-    start: int
-    end: int
-
-
 class ReversalReport(msgspec.Struct, frozen=True):
     """What the old source drops, and where this cluster took over."""
 
     mirror: str
-    removed: list[Removed]
+    removed: list[RemovedRange]
     saved_to: str
     recreated: list[str]
     partitions: list[Cut]
@@ -222,16 +214,13 @@ async def _reverse(services: Services, request: Request[NoFields, Reversal], *, 
     )
     mirrors = MirrorClient(services.client)
     report = await (mirrors.switch(asked) if is_planned else mirrors.reverse(asked))
-    removed = [Removed(one.topic, one.partition, one.start, one.end) for one in report.removed]
-    recreated, cuts = list(report.recreated), _cuts(report.partitions)
+    removed, recreated, cuts = list(report.removed), list(report.recreated), _cuts(report.partitions)
     return ReversalReport(name, removed, report.saved_to, recreated, cuts, report.waited_ms)
 
 
-def _cuts(cuts: Any) -> list[Cut]:
-    found: list[CutPartition] = list(cuts)
+def _cuts(cuts: Iterable[CutPartition]) -> list[Cut]:
     return [
-        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, len(one.aborted), one.missing)
-        for one in found
+        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, len(one.aborted), one.missing) for one in cuts
     ]
 
 

@@ -24,6 +24,7 @@ from millstream.gateway.api.route import (
     texts_of,
 )
 from millstream.gateway.api.services import Services
+from millstream.protocol.private.pipeline_messages import RunDescription
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
@@ -131,22 +132,6 @@ class PipelineReport(msgspec.Struct, frozen=True):
     """The number of a job's last run."""
     next_run_ms: int
     """When a job runs next; 0 if that is not known."""
-
-
-class RunDescription(msgspec.Struct, frozen=True):
-    """One run of a job, with all attempts at it."""
-
-    run: int
-    state: Literal["running", "succeeded", "failed", "cancelled"]
-    scheduled_ms: int
-    started_ms: int
-    ended_ms: int
-    attempt: int
-    node: int
-    code_hash: str
-    version: int
-    error: str
-    progress: dict[str, Any]
 
 
 class RunList(msgspec.Struct, frozen=True):
