@@ -176,8 +176,8 @@ simulate: $(DEV_STAMP) ## Simulate replication, transactions, machines, plans an
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code
-	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md
-	@$(BIN)/python -m millstream.cli.main protocol-reference > docs/protocol.md
+	@$(BIN)/python -m millstream_testing.config_reference > docs/configuration.md
+	@$(BIN)/python -m millstream_testing.protocol_reference > docs/protocol.md
 
 lock: ## Regenerate the lock files from pyproject.toml (needs uv)
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \

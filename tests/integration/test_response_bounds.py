@@ -24,7 +24,6 @@ from kafka.structs import TopicPartition
 
 from millstream.broker.kafka import served_apis
 from millstream.broker.kafka.api import PrivateApi
-from millstream.cli.protocol_reference import api_entries
 from millstream.client.admin.browse import topics_page
 from millstream.gateway.api.table import ROUTES
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
@@ -32,6 +31,7 @@ from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
 from millstream.protocol.private.subscriptions import SubscriptionClient, delivery_state
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
+from millstream_testing.protocol_reference import api_entries
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 

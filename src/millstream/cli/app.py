@@ -55,10 +55,7 @@ ORDER = (
     "cluster",
     "doctor",
     "demo",
-    "config-reference",
-    "protocol-reference",
 )
-_HIDDEN: Final = ("config-reference", "protocol-reference")
 
 _PLAIN: Final = {
     **dict.fromkeys(("int_parsing", "int_from_float", "int_parsing_size"), "{input!r} is not a whole number"),
@@ -148,12 +145,12 @@ def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = import_module(f"millstream.cli.{name.replace('-', '_')}")
+        module = import_module(f"millstream.cli.{name}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            command = getattr(module, name.replace("-", "_"))
-            app.command(name, help=getattr(module, "HELP", None), hidden=name in _HIDDEN)(command)
+            command = getattr(module, name)
+            app.command(name, help=getattr(module, "HELP", None))(command)
     return app
 
 

@@ -29,7 +29,7 @@ COMPLETION_S: Final = 2.0
 
 FLAGS: Final = ("--profile", "--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
 SWITCHES: Final = ("--tls",)
-_WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")
+_WITHOUT: Final = ("serve", "certs", "demo")
 """Commands that connect to nothing, or to what they have started themselves."""
 _OWN_PASSWORD: Final = (("user", "create"), ("user", "password"))
 _given: dict[str, str] = {}

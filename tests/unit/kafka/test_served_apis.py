@@ -25,10 +25,10 @@ from millstream.broker.node import Broker
 from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.engine import Expiry
-from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
+from millstream_testing.protocol_reference import NOT_SERVED, api_entries
 
 
 @pytest.fixture

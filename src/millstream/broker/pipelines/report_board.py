@@ -367,7 +367,7 @@ class PipelineBoard:
             [_sample(one.name, one.stalls) for one in reports],
         )
         yield _gauge(
-            "still_seconds",
+            "stalled_seconds",
             "Seconds that the current batch has made no progress.",
             [_sample(one.name, one.stalled_s) for one in reports],
         )

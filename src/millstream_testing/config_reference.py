@@ -1,10 +1,10 @@
-"""`millstream config-reference`: prints docs/configuration.md from the declared settings."""
+"""Builds docs/configuration.md from the declared settings; `make docs` prints it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
-from millstream.cli.output import print_bytes
 from millstream.core.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
 from millstream.core.mirror import MirrorSettings
 from millstream.core.pipeline import SETTINGS, PipelineSettings
@@ -67,11 +67,6 @@ Kafka settings that Millstream does not support are refused, with the reason:
 """
 
 
-def config_reference() -> None:
-    """Print the reference of all settings in Markdown."""
-    print_bytes(reference().encode())
-
-
 def reference() -> str:
     """Return the whole page."""
     node = _table(declared for _, declared in Config.declared().values())
@@ -125,3 +120,7 @@ def _allowed(declared: Setting) -> str:
 
 def _description(declared: Setting) -> str:
     return declared.description.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,15 +1,17 @@
-"""`millstream protocol-reference`: prints docs/protocol.md from the APIs that are served."""
+"""Builds docs/protocol.md from the APIs that are served; `make docs` prints it."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from millstream.cli.output import print_bytes
+from millstream.broker.kafka.apis.api_versions import features_of
+from millstream.core.quota import MISSING
 
 _PRIVATE_KEY_MIN = 32000
 _HEADLINE = re.compile(r"\w+ \(key \d+\), versions? [\w ]+[:;] ")
@@ -141,15 +143,7 @@ class ApiEntry(NamedTuple):
     does: str
 
 
-def protocol_reference() -> None:
-    """Print the reference of the protocol in Markdown."""
-    print_bytes(protocol_page().encode())
-
-
 def protocol_page() -> str:
-    from millstream.broker.kafka.apis.api_versions import features_of
-    from millstream.core.quota import MISSING
-
     entries = sorted(api_entries())
     public = [entry for entry in entries if entry.key < _PRIVATE_KEY_MIN]
     private = [entry for entry in entries if entry.key >= _PRIVATE_KEY_MIN]
@@ -201,3 +195,7 @@ def _span(oldest: int, newest: int) -> str:
 
 def _not_served() -> str:
     return _MISSING_HEAD + "".join(f"| {', '.join(names)} | {reason} |\n" for reason, names in NOT_SERVED.items())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(protocol_page())
