@@ -43,7 +43,7 @@ import pyarrow as pa
 from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
 from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START, Verb
 from millstream.core.topic import SUBSCRIPTIONS
-from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
+from millstream.pipelines.jobs.ledger.audit import AuditTasks, LedgerLocation, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, message_trace
@@ -238,7 +238,9 @@ def audit_synthetic(folder: str, deliveries: int, length: int) -> bool:
     spark = session("bench-ledger", master="local[2]")
     try:
         began = time.monotonic()
-        results = account_queues(SparkTasks(spark), AuditTasks(Place(brokers="", storage=storage), queues), len(queues))
+        results = account_queues(
+            SparkTasks(spark), AuditTasks(LedgerLocation(brokers="", storage=storage), queues), len(queues)
+        )
         taken_s = time.monotonic() - began
     finally:
         spark.stop()

@@ -17,8 +17,8 @@ from millstream.broker.groups.requests import (
     GroupLimits,
     Joined,
     JoinRequest,
-    Leaver,
-    Left,
+    LeaveResult,
+    LeavingMember,
     MemberRef,
     PartitionCommit,
     Synced,
@@ -181,7 +181,7 @@ class GroupHarness:
         who = self._ref(member_id, generation, instance_id, group_id)
         return self.run(lambda shard: shard.heartbeat(who))
 
-    def leave(self, *leavers: Leaver, group_id: str = GROUP) -> list[Left]:
+    def leave(self, *leavers: LeavingMember, group_id: str = GROUP) -> list[LeaveResult]:
         """Let members leave."""
         return self.run(lambda shard: shard.leave(group_id, leavers)).result()
 

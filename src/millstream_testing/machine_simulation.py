@@ -35,7 +35,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState, encode_value, sole
+from millstream.core.partition_state import PartitionState, encode_value, single_replica_state
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
@@ -279,7 +279,7 @@ class MachineSimulation:
         service = open_coordination(self.files, DATA, self._clock)
         states = self._states(service)
         if not states and not service.read(keys.CLUSTER_ID).entries:
-            states = {key: sole(self._rng.choice(layout.nodes)) for key in self._keys()}
+            states = {key: single_replica_state(self._rng.choice(layout.nodes)) for key in self._keys()}
             created: list[Change] = [Put(partition_key(key), encode_value(state)) for key, state in states.items()]
             service.change([Put(keys.CLUSTER_ID, self._catalog.cluster_id), *created], [], None)
         for key, state in states.items():

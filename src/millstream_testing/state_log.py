@@ -15,7 +15,7 @@ from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.acknowledgement import AcknowledgementListener
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, TopicExists
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.core.partition_state import PartitionState, sole
+from millstream.core.partition_state import PartitionState, single_replica_state
 from millstream.core.topic import Topic
 from millstream.protocol.records.batch import Buffer, place_batch, read_header
 
@@ -148,7 +148,7 @@ class MemoryTopics:
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         """Return the only node: it leads every partition."""
-        return sole(self.leader)
+        return single_replica_state(self.leader)
 
     def on_leadership_change(self, name: str, listener: LeadershipListener) -> None:
         """Notify of each partition of a topic, now or when it is created: all are led here."""

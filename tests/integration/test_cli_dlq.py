@@ -15,7 +15,7 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
 
 from millstream.client.admin import dead_letter
-from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk, Outcome, process_letters
+from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterClient, Outcome, process_letters
 from millstream.client.admin.topics import delete_topic
 from millstream.core.errors import InvalidRequest, PolicyViolation
 from millstream.core.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, LEASE, START, Verb
@@ -340,11 +340,11 @@ def test_an_interrupted_purge_mentions_the_letters_it_was_closing(
 
 async def test_a_purge_remembers_no_letters(server: Server, name: str) -> None:
     async with Client.connect(server.kafka) as client:
-        desk, outcome = DeadLetterDesk(client, f"{name}-dead", "purging", patience_s=10), Outcome()
-        await process_letters(desk, None, outcome, wanted=None, limit=None, keep=False)
+        dlq, outcome = DeadLetterClient(client, f"{name}-dead", "purging", patience_s=10), Outcome()
+        await process_letters(dlq, None, outcome, wanted=None, limit=None, keep=False)
     assert (outcome.done, outcome.in_progress) == (LETTERS, 0)
-    assert not desk._closed
-    assert not desk._held
+    assert not dlq._closed
+    assert not dlq._held
 
 
 def test_letters_held_back_by_a_count_are_reported(
@@ -363,13 +363,13 @@ def test_letters_held_back_by_a_count_are_reported(
 
 async def test_an_interrupted_command_returns_its_leases(server: Server, millstream: CommandLine, name: str) -> None:
     async with Client.connect(server.kafka) as client:
-        desk = DeadLetterDesk(client, f"{name}-dead", "interrupted", patience_s=10)
-        await desk.open()
+        dlq = DeadLetterClient(client, f"{name}-dead", "interrupted", patience_s=10)
+        await dlq.open()
         holds = asyncio.Event()
 
         async def work() -> None:
-            async with desk.holding():
-                async for _ in desk.letters(lambda: HELD_MAX):
+            async with dlq.holding():
+                async for _ in dlq.letters(lambda: HELD_MAX):
                     holds.set()
                     await asyncio.Event().wait()
 

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.core.pipeline import JobSettings
 from millstream.pipelines.jobs.group_offsets import stable_offsets
-from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
+from millstream.pipelines.jobs.own_job import JobApi, RunContext, load_code, queries_of
 from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.runtime.job_driver import QueryProgress
 from millstream.pipelines.source.link import Link
@@ -64,8 +64,8 @@ def publish(server: Server, topic: str, numbers: range) -> None:
 
 def make_surroundings(
     spark: SparkSession, server: Server, topic: str, link: Link, folder: Path, pins: list[dict[str, Any]]
-) -> Surroundings:
-    return Surroundings(
+) -> RunContext:
+    return RunContext(
         spark=spark,
         link=link,
         brokers=server.kafka,

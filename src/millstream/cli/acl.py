@@ -74,7 +74,7 @@ Role = Annotated[str, typer.Argument(help=f"The role: {', '.join(ROLES)}.", show
 
 
 @dataclass(frozen=True)
-class GivenRules:
+class RuleArguments:
     """The rules that a command names, one for each operation."""
 
     principal: Principal
@@ -88,7 +88,7 @@ class GivenRules:
 
 
 @dataclass(frozen=True)
-class GivenRole:
+class RoleArguments:
     """A role on some resources."""
 
     principal: Principal
@@ -101,30 +101,30 @@ class GivenRole:
         rules: list[Acl] = []
         for resource in self.resources:
             operations = ",".join(map(name_of, role_operations(self.role, parse_resource(resource)[0])))
-            rules += GivenRules(self.principal, operations, resource, self.prefixed, self.host).parse()
+            rules += RuleArguments(self.principal, operations, resource, self.prefixed, self.host).parse()
         return rules
 
 
 @app.command("allow")
-def allow(given: GivenRules, common: Common = COMMON) -> None:
+def allow(given: RuleArguments, common: Common = COMMON) -> None:
     """Allow a principal some operations on a resource."""
     _add(given.parse(), common)
 
 
 @app.command("deny")
-def deny(given: GivenRules, common: Common = COMMON) -> None:
+def deny(given: RuleArguments, common: Common = COMMON) -> None:
     """Deny a principal some operations on a resource, whatever other rules allow."""
     _add(given.parse(Permission.DENY), common)
 
 
 @app.command("grant")
-def grant(given: GivenRole, common: Common = COMMON) -> None:
+def grant(given: RoleArguments, common: Common = COMMON) -> None:
     """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
     _add(given.rules(), common)
 
 
 @app.command("revoke")
-def revoke(given: GivenRole, common: Common = COMMON) -> None:
+def revoke(given: RoleArguments, common: Common = COMMON) -> None:
     """Remove the rules of a role, however they were added."""
     _remove(given.rules(), common, permission=Permission.ALLOW)
 
@@ -155,7 +155,7 @@ def list_(
 
 @app.command("remove")
 def remove(
-    given: GivenRules,
+    given: RuleArguments,
     only: Annotated[
         str, typer.Option("--only", metavar="allow|deny", help="Remove only the rule that allows, or that denies.")
     ] = "any",

@@ -22,7 +22,7 @@ from millstream.core.scratch import temporary_folder
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipelines import PipelineStorage
-    from millstream.client.receipt_book import BookCheck, Finding
+    from millstream.client.receipt_book import Finding, ReceiptCheck
     from millstream.pipelines.jobs.ledger.audit import AuditReport
     from millstream.protocol.wire.client import Client
 
@@ -148,7 +148,7 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
         if not os.path.isfile(file):
             raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)
 
-        async def question(client: Client, file: str = file) -> BookCheck:
+        async def question(client: Client, file: str = file) -> ReceiptCheck:
             from millstream.client.receipt_book import check_book
 
             return await check_book(client, file)

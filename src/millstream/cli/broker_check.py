@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from millstream import __version__
 from millstream.cli.connection import CLIENT_ID, command_credentials
-from millstream.cli.doctor import Finding, ok, problem, warning
+from millstream.cli.doctor import Finding, passed, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
 from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
@@ -47,7 +47,7 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
     """Return the findings about described pipelines."""
     found = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
-    return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
+    return found or [passed("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
 
 
 async def check_mirrors(client: Client) -> list[Finding]:
@@ -66,7 +66,7 @@ async def check_mirrors(client: Client) -> list[Finding]:
         for one in mirrors
         if one["error"]
     ]
-    return failing or ([ok("mirrors", f"{counted(len(mirrors), 'mirror')}, none failing")] if mirrors else [])
+    return failing or ([passed("mirrors", f"{counted(len(mirrors), 'mirror')}, none failing")] if mirrors else [])
 
 
 CLOCK_SKEW_MS_MAX = 5_000
@@ -116,7 +116,7 @@ def _check_response(brokers: str, took_s: float) -> Finding:
     detail = f"{brokers} responds in {took_s * 1000:.0f} ms"
     if took_s > SLOW_RESPONSE_S:
         return warning("broker", detail, "the machine may be overloaded; check its CPU and its disk")
-    return ok("broker", detail)
+    return passed("broker", detail)
 
 
 def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
@@ -148,7 +148,7 @@ def _check_leaders(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> It
         detail = f"{_summarize(lacking)} with replicas that are not in sync"
         yield warning("partitions", detail, "millstream cluster status shows which nodes are down")
     else:
-        yield ok(
+        yield passed(
             "partitions", f"{counted(len(metadata.topics), 'topic')}, {counted(len(partitions), 'partition')}, all led"
         )
 
@@ -179,7 +179,7 @@ def _check_versions(statuses: Iterable[Mapping[str, Any]]) -> Finding:
         if status["version"] != __version__:
             detail = f"node {status['node_id']} runs {status['version']}, this command is {__version__}"
             return warning("version", detail, "install the same version on both sides")
-    return ok("version", f"the broker runs {__version__}, as this command does")
+    return passed("version", f"the broker runs {__version__}, as this command does")
 
 
 def _check_readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
@@ -196,7 +196,7 @@ def _check_readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Find
             yield problem("readiness", f"node {node} is not ready: {'; '.join(reasons)}", advice)
     if not known and all(statuses.values()):
         names = ", ".join(map(str, statuses))
-        yield ok("readiness", f"node {names} is ready" if len(statuses) == 1 else f"nodes {names} are ready")
+        yield passed("readiness", f"node {names} is ready" if len(statuses) == 1 else f"nodes {names} are ready")
 
 
 def _check_warnings(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -251,7 +251,7 @@ def _check_damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
         advice = "millstream topic describe NAME shows those of a topic"
         yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)
     if not lost:
-        yield ok("damage", "no offsets are known to be lost")
+        yield passed("damage", "no offsets are known to be lost")
 
 
 def _check_retained(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -274,13 +274,13 @@ def _check_clock(status: dict[str, Any]) -> Finding:
     if abs(skew_ms) > CLOCK_SKEW_MS_MAX:
         advice = "set both clocks by NTP: retention and reading by time depend on them"
         return warning("clock", f"the broker's clock is {skew_ms / 1000:+.1f} s off from this machine's", advice)
-    return ok("clock", "the broker's clock agrees with this machine's")
+    return passed("clock", "the broker's clock agrees with this machine's")
 
 
 async def _check_http(status: dict[str, Any]) -> Finding:
     url = status["http"]
     if not url:
-        return ok("http", "a broker inside a program, without a gateway")
+        return passed("http", "a broker inside a program, without a gateway")
     try:
         code = await within(_HTTP_S, _get_status(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
@@ -288,7 +288,7 @@ async def _check_http(status: dict[str, Any]) -> Finding:
         return problem("http", f"the gateway at {url} does not respond: {str(error) or 'no response in time'}", advice)
     if code not in (200, 503):
         return problem("http", f"the gateway at {url} responds with {code}", "see the broker's log")
-    return ok("http", f"the gateway at {url} responds")
+    return passed("http", f"the gateway at {url} responds")
 
 
 async def _get_status(url: str, path: str) -> int:

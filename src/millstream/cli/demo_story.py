@@ -27,7 +27,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from millstream.cli.demo import Account, DemoBroker
 from millstream.cli.exit_code import CommandFailed
-from millstream.client.admin.dead_letter import DeadLetterDesk, Outcome, headers_of, process_letters, redrive_letters
+from millstream.client.admin.dead_letter import DeadLetterClient, Outcome, headers_of, process_letters, redrive_letters
 from millstream.client.admin.groups import describe_group, progress_of
 from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.pipelines import PipelineClient
@@ -677,13 +677,13 @@ class Story:
         """Return the open dead letters, after redriving them if requested."""
         seen: list[LeasedMessage] = []
 
-        async def look(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        async def look(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
             seen.append(letter)
 
-        desk = DeadLetterDesk(self._ms.client, DEAD, "demo", patience_s=_STEP_S_MAX)
-        await process_letters(desk, look, Outcome(), wanted=None, limit=None, keep=True)
+        dlq = DeadLetterClient(self._ms.client, DEAD, "demo", patience_s=_STEP_S_MAX)
+        await process_letters(dlq, look, Outcome(), wanted=None, limit=None, keep=True)
         if redrive:
-            await redrive_letters(desk, Outcome(), wanted=None, limit=None)
+            await redrive_letters(dlq, Outcome(), wanted=None, limit=None)
         return seen
 
 

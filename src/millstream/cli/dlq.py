@@ -32,11 +32,11 @@ from millstream.client.admin.dead_letter import (
 )
 
 if TYPE_CHECKING:
-    from millstream.client.admin.dead_letter import DeadLetterDesk
+    from millstream.client.admin.dead_letter import DeadLetterClient
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
-Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
+Work = Callable[["DeadLetterClient", Outcome, Wanted | None], Awaitable[None]]
 
 PATIENCE_S = 5.0
 """How long to wait for a failover before counting letters without some partitions."""
@@ -102,11 +102,11 @@ def show(
 ) -> None:
     """Show open letters and the reasons for them; they stay open."""
 
-    async def print_one(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def print_one(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         _print(letter, as_json=common.as_json)
 
-    async def look(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await process_letters(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
+    async def look(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+        await process_letters(dlq, print_one, outcome, wanted=wanted, limit=limit, keep=True)
 
     _process_letters(name, filter_, look, common, keep=True)
 
@@ -137,8 +137,8 @@ def redrive(
         _publish(name, filter_, limit, to_topic, common)
         return
 
-    async def revive(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await redrive_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+    async def revive(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+        await redrive_letters(dlq, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, revive, common, keep=False)
     if common.as_json:
@@ -177,21 +177,21 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
 
 
 def _run_survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
-    async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+    async def count(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
         if to_topic is not None:
-            await desk.check_target(to_topic)
-        await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+            await dlq.check_target(to_topic)
+        await survey_letters(dlq, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
     return _process_letters(name, filter_, count, common, keep=True)
 
 
 def _publish(name: str, filter_: str | None, limit: int | None, topic: str, common: Common) -> None:
-    async def send(desk: DeadLetterDesk, letter: LeasedMessage) -> None:
-        await desk.publish(letter, topic)
+    async def send(dlq: DeadLetterClient, letter: LeasedMessage) -> None:
+        await dlq.publish(letter, topic)
 
-    async def publish(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await desk.check_target(topic)
-        await process_letters(desk, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
+    async def publish(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+        await dlq.check_target(topic)
+        await process_letters(dlq, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, publish, common, keep=False)
     sent = {topic: outcome.done} if outcome.done else {}
@@ -225,8 +225,8 @@ def purge(
         return
     confirm(f"Close the open letters of {name}?", unless=yes or common.as_json)
 
-    async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await process_letters(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
+    async def close(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+        await process_letters(dlq, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, close, common, keep=False)
     if common.as_json:
@@ -240,19 +240,19 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
     outcome = Outcome()
 
     async def question(client: Client) -> None:
-        from millstream.client.admin.dead_letter import DeadLetterDesk, find_topic
+        from millstream.client.admin.dead_letter import DeadLetterClient, find_topic
         from millstream.protocol.filter.filter import matcher
 
         wanted = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name, patience_s=common.timeout)
-        desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=common.timeout)
-        await work(desk, outcome, wanted)
+        dlq = DeadLetterClient(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=common.timeout)
+        await work(dlq, outcome, wanted)
 
     try:
         call_broker(common, question)
     except BaseException:
         if outcome.has_begun and not keep:
-            print_note(_so_far(outcome))
+            print_note(_progress_text(outcome))
         raise
     _print_rest(outcome, keep=keep)
     return outcome
@@ -271,7 +271,7 @@ def _unmatched(outcome: Outcome) -> str:
     return f"; {outcome.unmatched:,} did not match" if outcome.unmatched else ""
 
 
-def _so_far(outcome: Outcome) -> str:
+def _progress_text(outcome: Outcome) -> str:
     doubt = ""
     if outcome.in_progress:
         more = "one more" if outcome.in_progress == 1 else f"up to {outcome.in_progress:,} more"

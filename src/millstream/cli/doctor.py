@@ -33,7 +33,7 @@ class Finding:
     exit_code: ExitCode = ExitCode.FAILED
 
 
-def ok(check: str, detail: str) -> Finding:
+def passed(check: str, detail: str) -> Finding:
     """Return a finding of a check that passed."""
     return Finding(check, Severity.OK, detail)
 

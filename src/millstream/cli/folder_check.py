@@ -20,7 +20,7 @@ from millstream.broker.log.ledger import LEDGER_NAME, last_states
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
-from millstream.cli.doctor import Finding, Severity, ok, problem, warning
+from millstream.cli.doctor import Finding, Severity, passed, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import Progress, counted, sized
 
@@ -92,14 +92,16 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         ]
     findings = [*map(_check_access, dict.fromkeys((folder, *stores))), _check_space(folder)]
     if any(map(_is_locked, (folder, *stores))):
-        findings.append(ok("lock", "a broker is using the folder"))
-        findings.append(ok("segments", "in use by a running broker, which checks them; query it with doctor --brokers"))
+        findings.append(passed("lock", "a broker is using the folder"))
+        findings.append(
+            passed("segments", "in use by a running broker, which checks them; query it with doctor --brokers")
+        )
         return findings
-    findings.append(ok("lock", "no broker is using the folder"))
+    findings.append(passed("lock", "no broker is using the folder"))
     cluster = next(filter(None, (FolderOwner.read(DiskFiles(), str(store)).cluster for store in stores)), "")
     if cluster:
         names: dict[str, str] = {}
-        findings.append(ok("catalog", f"that of cluster {cluster!r}; topics are shown by their ids"))
+        findings.append(passed("catalog", f"that of cluster {cluster!r}; topics are shown by their ids"))
     else:
         names, catalog = _check_catalog(folder)
         findings.append(catalog)
@@ -119,7 +121,7 @@ def _check_access(folder: Path) -> Finding:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         advice = f"make the broker's account its owner, for example with: chown -R USER {folder}"
         return problem("folder", f"{folder} cannot be read and written by this user", advice)
-    return ok("folder", f"{folder} can be read and written")
+    return passed("folder", f"{folder} can be read and written")
 
 
 def _check_space(folder: Path) -> Finding:
@@ -130,7 +132,7 @@ def _check_space(folder: Path) -> Finding:
         return problem("space", detail, advice)
     if usage.free < usage.total * FREE_SHARE_LOW:
         return warning("space", detail, "free space, or lower the retention of topics, before the disk is full")
-    return ok("space", detail)
+    return passed("space", detail)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -155,13 +157,13 @@ def _check_format(folder: Path) -> Finding:
     if found != FORMAT:
         detail = f"the folder was written in a format that this version does not know: {found[:80]!r}"
         return problem("format", detail, "use the version of millstream that wrote it, or a newer one")
-    return ok("format", "known to this version")
+    return passed("format", "known to this version")
 
 
 def _check_stop(folder: Path) -> Finding:
     if (folder / CLEAN_STOP_NAME).exists():
-        return ok("last stop", "clean")
-    return ok("last stop", "not clean; the next start checks the ends of the logs")
+        return passed("last stop", "clean")
+    return passed("last stop", "not clean; the next start checks the ends of the logs")
 
 
 def _check_catalog(folder: Path) -> tuple[dict[str, str], Finding]:
@@ -181,7 +183,7 @@ def _check_catalog(folder: Path) -> tuple[dict[str, str], Finding]:
         return {}, problem("catalog", f"{path} cannot be read: {error}", "restore it from a backup")
     if verdict != "ok":
         return names, problem("catalog", f"{path} is damaged: {verdict}", "restore it from a backup")
-    return names, ok("catalog", f"{counted(len(names), 'topic')}")
+    return names, passed("catalog", f"{counted(len(names), 'topic')}")
 
 
 def _check_unknown_topics(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
@@ -209,7 +211,7 @@ def _check_segments(folder: Path, names: dict[str, str], *, deep: bool, show_pro
     total_bytes = sum(segment.path.stat().st_size for segment in found)
     subject = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
     if not deep:
-        return [ok("segments", f"{subject}, not read (--quick)")]
+        return [passed("segments", f"{subject}, not read (--quick)")]
     findings = list(_check_missing_files(folder, names, found))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
@@ -225,7 +227,7 @@ def _check_segments(folder: Path, names: dict[str, str], *, deep: bool, show_pro
                 continue
             findings += _verdict(label, scanned, limit, stopped_clean=stopped_clean)
             records += scanned.records
-    return [*findings, ok("segments", f"{subject}, {counted(records, 'message')} read")]
+    return [*findings, passed("segments", f"{subject}, {counted(records, 'message')} read")]
 
 
 def _segment_files(folder: Path) -> Iterator[_Segment]:

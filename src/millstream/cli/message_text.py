@@ -38,7 +38,7 @@ def readable_value(value: bytes | None) -> str:
     if value[:1] in (b"{", b"["):
         try:
             # Numbers stay as they were published: as floats, they would lose digits.
-            return harmless(_STRING.sub(_unescaped, msgspec.json.format(value, indent=2).decode()))
+            return escape_controls(_STRING.sub(_unescaped, msgspec.json.format(value, indent=2).decode()))
         except (msgspec.DecodeError, ValueError, RecursionError):
             pass
     return readable(value)
@@ -49,10 +49,10 @@ def _unescaped(text: re.Match[str]) -> str:
 
 
 def readable(value: bytes | None) -> str:
-    return "(null)" if value is None else harmless(value.decode(errors="backslashreplace"))
+    return "(null)" if value is None else escape_controls(value.decode(errors="backslashreplace"))
 
 
-def harmless(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters, which could move the cursor or change the reader's terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 

@@ -139,13 +139,13 @@ class Noun(typer.Typer):
         def add_spread(command: Callable[..., None]) -> Callable[..., None]:
             taken = signature(command, eval_str=True).parameters.values()
             epilog = _CONNECTION_HELP if any(one.annotation is Common for one in taken) else None
-            super(Noun, self).command(name, **{"epilog": epilog, **given})(spread(command))
+            super(Noun, self).command(name, **{"epilog": epilog, **given})(expand_options(command))
             return command
 
         return add_spread
 
 
-def spread(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
+def expand_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Let a command take the fields of its dataclass parameters as options, except those named in `without`.
 
     The default of such a parameter holds the defaults of the options, if it has one.

@@ -22,8 +22,8 @@ from millstream.cli.options import (
     Unset,
     Yes,
     confirm,
+    expand_options,
     flag,
-    spread,
 )
 from millstream.cli.output import (
     counted,
@@ -38,7 +38,7 @@ from millstream.cli.output import (
 )
 from millstream.cli.pipeline_options import Flags, Name, Program, Requirements, flags_not_for
 from millstream.cli.pipeline_rule import read_rules
-from millstream.cli.pipeline_run import ByHand, Folder, Master, Memory, look_up, refuse_without_spark
+from millstream.cli.pipeline_run import CommandRun, Folder, Master, Memory, look_up, refuse_without_spark
 from millstream.core.errors import InvalidPipeline, PipelineExists
 from millstream.core.job import code_hash
 from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS, Pipeline, PipelineKind, check_pipeline
@@ -84,7 +84,7 @@ def backfill(
         raise InvalidPipeline(f"pipeline {name!r} routes messages; a backfill is for land and transform")
     past = _backfill_pipeline(declared, f"{since} {until}" if until is not None else since)
     of = declared.pipeline_id
-    by_hand = ByHand(
+    by_hand = CommandRun(
         past, places, common.brokers, is_declared=False, lake=None, folder=folder, window=window, backfilled=of
     )
     by_hand.run(master, memory, once=True, as_json=common.as_json)
@@ -99,7 +99,7 @@ def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common:
     if declared.kind is not PipelineKind.LAND:
         raise InvalidPipeline(f"pipeline {name!r} does not land messages, so it has no quarantine")
     jobs = {PipelineKind.LAND: make_requarantine}
-    by_hand = ByHand(declared, places, common.brokers, is_declared=True, lake=None, folder=None, jobs=jobs)
+    by_hand = CommandRun(declared, places, common.brokers, is_declared=True, lake=None, folder=None, jobs=jobs)
     by_hand.run(master, memory, once=True, as_json=common.as_json)
 
 
@@ -125,7 +125,7 @@ app = Noun(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
     no_args_is_help=True,
 )
-app.command("run")(spread(pipeline_run.run, without=flags_not_for(None)))
+app.command("run")(expand_options(pipeline_run.run, without=flags_not_for(None)))
 app.command("backfill")(backfill)
 app.command("requarantine")(requarantine)
 
@@ -397,7 +397,7 @@ def _command(kind: PipelineKind) -> Callable[..., None]:
         document = {"pipeline": name, "kind": kind, "created": notes is not None}
         print_noted(document, text, notes or (), as_json=common.as_json)
 
-    return spread(create, without=flags_not_for(kind))
+    return expand_options(create, without=flags_not_for(kind))
 
 
 for _kind, _text in _KINDS.items():

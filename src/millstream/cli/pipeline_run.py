@@ -296,7 +296,7 @@ def run(
     refuse_without_spark()
     is_declared, brokers = described is None, common.brokers
     pipeline, places = call_broker(common, lambda client: look_up(client, kind_or_name, described, brokers))
-    by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
+    by_hand = CommandRun(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=common.as_json)
     elif dry and pipeline.kind is PipelineKind.LAND:
@@ -478,7 +478,7 @@ def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) 
         tokens.close()
 
 
-class ByHand:
+class CommandRun:
     """One run, from the claim to the summary."""
 
     def __init__(

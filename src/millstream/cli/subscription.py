@@ -26,11 +26,11 @@ from millstream.cli.options import (
     Unset,
     Yes,
     confirm,
+    expand_options,
     flag,
     given_secret,
     parse_assignments,
     parse_settings,
-    spread,
 )
 from millstream.cli.output import (
     as_json_text,
@@ -478,7 +478,7 @@ def update(
         print_note(note)
 
 
-app.command("update")(spread(update, without=("start",)))
+app.command("update")(expand_options(update, without=("start",)))
 
 
 async def _describe_left_letters(client: Client, before: str | None, after: str | None) -> str | None:

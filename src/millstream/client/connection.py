@@ -88,7 +88,7 @@ class Declared:
     delivery: str
 
 
-class Wanted(TypedDict, total=False):
+class SubscriptionOptions(TypedDict, total=False):
     """Settings of a subscription; those left out, or None, keep their declared value."""
 
     filter: str | None
@@ -113,7 +113,7 @@ class Wanted(TypedDict, total=False):
     """Whether every event of its deliveries is kept for the ledger."""
 
 
-def wanted_settings(wanted: Wanted) -> dict[str, str]:
+def wanted_settings(wanted: SubscriptionOptions) -> dict[str, str]:
     """Convert arguments to settings by name; raise `InvalidRequest` for invalid ones."""
     texts: dict[str, str] = {}
     for name, value in wanted.items():
@@ -486,7 +486,7 @@ class Connection:
         written = headers_of(headers, kind, id, delay)
         if correlation_id is not None:
             check_text("correlation_id", correlation_id)
-        if tracing.is_on():
+        if tracing.is_enabled():
             with tracing.publish_span(topic, client_id=self._client_id, correlation=correlation_id) as span:
                 written = tracing.outgoing(written, correlation_id)
                 receipt = await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
@@ -512,7 +512,7 @@ class Connection:
                 f"values must be a list, or another iterable, of values or messages, not one {type(values).__name__}; "
                 "publish takes a single value"
             )
-        if tracing.is_on():
+        if tracing.is_enabled():
             messages = list(values)
             with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
                 receipts = await self._send_many(topic, await self._records(messages, schema), partition)
@@ -605,7 +605,7 @@ class Connection:
         concurrency: int = 10,
         in_flight: int = 1000,
         update: bool = False,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[SubscriptionOptions],
     ) -> Subscriber:
         """Handle the messages of a subscription, which is declared if it does not exist.
 
@@ -647,7 +647,7 @@ class Connection:
         name: str,
         in_flight: int = 1000,
         update: bool = False,
-        **wanted: Unpack[Wanted],
+        **wanted: Unpack[SubscriptionOptions],
     ) -> MessageStream:
         """Iterate over the messages of a subscription; settle each with `ack`, `nack` or `reject`.
 

@@ -52,7 +52,7 @@ RECREATED: Final = "recreated"
 """The topic was deleted since, and perhaps created again."""
 
 
-class KeptReceipt(msgspec.Struct, frozen=True, array_like=False):
+class StoredReceipt(msgspec.Struct, frozen=True, array_like=False):
     """One line of the book."""
 
     id: str
@@ -67,7 +67,7 @@ class KeptReceipt(msgspec.Struct, frozen=True, array_like=False):
 class Finding(msgspec.Struct, frozen=True):
     """A message that the log does not hold as recorded in the book."""
 
-    kept: KeptReceipt
+    kept: StoredReceipt
     problem: str
     kind: Kind = MISSING
 
@@ -119,7 +119,7 @@ class ReceiptBook:
         # Without acknowledgements there is nothing to check later: where a message is stored is not known.
         lines = [
             self._encoder.encode(
-                KeptReceipt(
+                StoredReceipt(
                     receipt.id,
                     receipt.topic,
                     receipt.topic_id,
@@ -135,9 +135,9 @@ class ReceiptBook:
         self._file.write(b"".join(line + b"\n" for line in lines))
 
 
-def read_book(path: str | Path) -> Iterator[KeptReceipt]:
+def read_book(path: str | Path) -> Iterator[StoredReceipt]:
     """Yield the receipts of a book; lines torn by a crash are skipped with a warning."""
-    decoder = msgspec.json.Decoder(KeptReceipt)
+    decoder = msgspec.json.Decoder(StoredReceipt)
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -146,7 +146,7 @@ def read_book(path: str | Path) -> Iterator[KeptReceipt]:
                 _logger.warning("line %d of %s is not a receipt and is skipped: %s", number, path, error)
 
 
-class BookCheck(NamedTuple):
+class ReceiptCheck(NamedTuple):
     """How many receipts were checked, and what was found."""
 
     receipts: int
@@ -159,18 +159,18 @@ async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
         return (await check_book(client, path)).findings
 
 
-async def check_book(client: Client, path: str | Path) -> BookCheck:
+async def check_book(client: Client, path: str | Path) -> ReceiptCheck:
     """Check a book against the log through a client."""
     checked, findings = 0, list[Finding]()
     book = read_book(path)
     while part := list(islice(book, _PART)):
         checked += len(part)
         findings += await _check_part(client, part)
-    return BookCheck(checked, findings)
+    return ReceiptCheck(checked, findings)
 
 
-async def _check_part(client: Client, part: Iterable[KeptReceipt]) -> list[Finding]:
-    by_partition: dict[tuple[str, str, int], dict[int, KeptReceipt]] = {}
+async def _check_part(client: Client, part: Iterable[StoredReceipt]) -> list[Finding]:
+    by_partition: dict[tuple[str, str, int], dict[int, StoredReceipt]] = {}
     findings: list[Finding] = []
     for kept in part:
         known = by_partition.setdefault((kept.topic, kept.topic_id, kept.partition), {})
@@ -194,7 +194,7 @@ async def _check_part(client: Client, part: Iterable[KeptReceipt]) -> list[Findi
 
 
 async def _check_partition(
-    client: Client, topic: str, partition: int, expected: dict[int, KeptReceipt]
+    client: Client, topic: str, partition: int, expected: dict[int, StoredReceipt]
 ) -> list[Finding]:
     bounds = await _bounds(client, topic, partition)
     left, findings = _within(dict(sorted(expected.items())), bounds)
@@ -216,7 +216,7 @@ async def _check_partition(
     return findings
 
 
-def _within(expected: dict[int, KeptReceipt], bounds: OffsetRange) -> tuple[dict[int, KeptReceipt], list[Finding]]:
+def _within(expected: dict[int, StoredReceipt], bounds: OffsetRange) -> tuple[dict[int, StoredReceipt], list[Finding]]:
     """Divide receipts into those that the log may hold, and what is wrong with the others."""
     findings = []
     for offset, kept in expected.items():
@@ -234,7 +234,7 @@ async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
     return OffsetRange(earliest, latest)
 
 
-def _compare(kept: KeptReceipt, record: Record | None) -> Finding | None:
+def _compare(kept: StoredReceipt, record: Record | None) -> Finding | None:
     if record is None:
         return Finding(kept, "the log has no message there", MISSING)
     found = message_id(kept.topic_id, kept.partition, kept.offset, record.headers)

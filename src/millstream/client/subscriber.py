@@ -317,7 +317,7 @@ class Subscriber:
         source, handler, working_on, breaker = self._source, self._handler, tracing.working_on, self._breaker
         take, accept, cancelling = source.take, source.accept, _cancelling()
         handled = 0
-        is_plain = self._is_async and not tracing.is_on()
+        is_plain = self._is_async and not tracing.is_enabled()
         while True:
             if breaker.is_open:
                 await breaker.turn()
@@ -326,7 +326,7 @@ class Subscriber:
                     return
                 await source.wait_for_message()
                 handled = 0
-                is_plain = self._is_async and not tracing.is_on()
+                is_plain = self._is_async and not tracing.is_enabled()
             if breaker.is_open:
                 breaker.taken(message)
             try:
@@ -355,7 +355,7 @@ class Subscriber:
             handled += 1
             if handled == _TURN:
                 handled = 0
-                is_plain = self._is_async and not tracing.is_on()
+                is_plain = self._is_async and not tracing.is_enabled()
                 await asyncio.sleep(0)
 
     async def _should_continue(self) -> bool:

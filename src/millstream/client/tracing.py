@@ -1,6 +1,6 @@
 """Context propagation: a message inherits a correlation id and the trace of the work that publishes it.
 
-    with tracing.publish_span("orders") as span:        # only if tracing.is_on()
+    with tracing.publish_span("orders") as span:        # only if tracing.is_enabled()
         headers = tracing.outgoing(headers)             # correlation-id, traceparent, tracestate
         span.placed([await publish(…, headers)])
 
@@ -119,7 +119,7 @@ def correlated(identifier: str) -> Iterator[None]:
 
 def outgoing(headers: Headers, correlation: str | None = None) -> Headers:
     """Return the headers of a message published now: the given ones, which take precedence, and the inherited ones."""
-    if correlation is None and _origin.get() is None and not is_on():
+    if correlation is None and _origin.get() is None and not is_enabled():
         return headers
     taken = {name for name, _ in headers}
     added: dict[str, bytes] = {}
@@ -134,7 +134,7 @@ def outgoing(headers: Headers, correlation: str | None = None) -> Headers:
 def _trace() -> Mapping[str, str]:
     """Return the current trace: OpenTelemetry's span, otherwise that of the handled message."""
     carrier: dict[str, str] = {}
-    if is_on():
+    if is_enabled():
         from opentelemetry import propagate
 
         propagate.inject(carrier)
@@ -152,7 +152,7 @@ def _texts(message: Handled, names: Sequence[str]) -> dict[str, str]:
 # -- spans --------------------------------------------------------------------------------------------------
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Return whether spans are wanted: the program has imported OpenTelemetry and set a tracer provider."""
     module = sys.modules.get(_API)
     if module is None:
@@ -223,7 +223,7 @@ class handling:  # noqa: N801
 
     def __enter__(self) -> None:
         self._token = _origin.set(self._message)
-        if is_on():
+        if is_enabled():
             self._span = _process_span(self._message)
             self._span.__enter__()
 

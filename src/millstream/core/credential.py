@@ -60,7 +60,7 @@ class ScramCredential:
         if len(self.stored_key) != _KEY_BYTES[self.mechanism] or len(self.server_key) != len(self.stored_key):
             raise InvalidRequest(f"the keys of {self.mechanism} have {_KEY_BYTES[self.mechanism]} bytes")
 
-    def proves(self, password: str) -> bool:
+    def matches(self, password: str) -> bool:
         """Whether this is the password. Takes milliseconds, on purpose."""
         return is_same(self.stored_key, derive(self.user, self.mechanism, salted(self, password)).stored_key)
 
@@ -95,7 +95,7 @@ class ApiToken:
     created_ms: int
     expires_ms: int
 
-    def proves(self, secret: str) -> bool:
+    def matches(self, secret: str) -> bool:
         """Whether this is the secret. A random one cannot be guessed, so one round of hashing is enough."""
         return is_same(self.digest, hashlib.sha256(secret.encode()).digest())
 

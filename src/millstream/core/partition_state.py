@@ -57,7 +57,7 @@ class Versioned(NamedTuple):
     revision: int
 
 
-def sole(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
+def single_replica_state(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
     """Return the state of a partition with a single replica."""
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 

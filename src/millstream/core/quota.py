@@ -123,7 +123,7 @@ def candidates(user: str, client_id: str) -> Iterator[tuple[QuotaEntity, Scope]]
     yield QuotaEntity(((CLIENT_ID, DEFAULT),)), Scope(None, client_id)
 
 
-class Allotment(NamedTuple):
+class QuotaRate(NamedTuple):
     """The rate that a client may use."""
 
     rate: float

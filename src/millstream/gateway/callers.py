@@ -54,7 +54,7 @@ CHALLENGE: Final = 'Basic realm="millstream", charset="UTF-8", Bearer realm="mil
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Shown(NamedTuple):
+class CallerCredentials(NamedTuple):
     """The credentials of a caller, and its address."""
 
     scheme: str
@@ -84,14 +84,14 @@ class Caller:
         self.services = gateway.acting_for(on_behalf_of(lambda: self.assertion, lambda: renew(self)))
         self.requests = 0
         """Requests in progress."""
-        self.shown: Shown | None = None
+        self.shown: CallerCredentials | None = None
         """The credentials of the requests in progress; not kept beyond them."""
         self.is_closed = False
         self.closing: asyncio.TimerHandle
         """Closes the connections when there have been no requests for a while."""
 
 
-class _Remembered(NamedTuple):
+class _CachedCaller(NamedTuple):
     identity: tuple[str, str]
     caller: Caller
     until: float
@@ -103,9 +103,9 @@ class Callers:
         self._gateway = gateway
         self._requires = requires
         self._key = secrets.token_bytes(32)
-        self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
+        self._remembered: OrderedDict[bytes, _CachedCaller] = OrderedDict()
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
-        self._verifying: dict[bytes, asyncio.Task[_Remembered]] = {}
+        self._verifying: dict[bytes, asyncio.Task[_CachedCaller]] = {}
         self._pending: Counter[str] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -114,7 +114,7 @@ class Callers:
         return self.acting_as(self.read(headers, host))
 
     @asynccontextmanager
-    async def acting_as(self, shown: Shown) -> AsyncIterator[Caller]:
+    async def acting_as(self, shown: CallerCredentials) -> AsyncIterator[Caller]:
         """Authenticate given credentials, as `acting_for` does."""
         caller = (await self._find(shown)).caller
         while caller.is_closed:
@@ -131,7 +131,7 @@ class Callers:
                 caller.shown = None
                 caller.closing = self._close_later(caller)
 
-    async def until_lapsed(self, shown: Shown) -> Refused:
+    async def until_lapsed(self, shown: CallerCredentials) -> Refused:
         """Wait until the credentials of a caller are no longer valid; return why."""
         now = asyncio.get_running_loop().time
         verified_at = now()
@@ -171,7 +171,7 @@ class Callers:
         with suppress(Refused):
             caller.assertion = (await self._find(shown)).caller.assertion
 
-    async def open_session(self, shown: Shown, lasts_s: int) -> OpenedSession:
+    async def open_session(self, shown: CallerCredentials, lasts_s: int) -> OpenedSession:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
         self._admit(shown.host)
         try:
@@ -190,7 +190,7 @@ class Callers:
 
     # -- authentication -------------------------------------------------------------------------------------
 
-    def read(self, headers: Headers, host: str) -> Shown:
+    def read(self, headers: Headers, host: str) -> CallerCredentials:
         """Read the credentials of a request; raise `Refused` if it has none, and some are required."""
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) > 1:
@@ -198,13 +198,13 @@ class Callers:
         if not given:
             if self._requires:
                 raise unauthorized("authentication is required; send a user and a password (Basic) or a token (Bearer)")
-            return Shown(NO_CREDENTIAL, "", "", host)
+            return CallerCredentials(NO_CREDENTIAL, "", "", host)
         return _parse(given[0], host)
 
-    def _credential_digest(self, shown: Shown) -> bytes:
+    def _credential_digest(self, shown: CallerCredentials) -> bytes:
         return hmac.digest(self._key, "\0".join(shown).encode(), "sha256")
 
-    async def _find(self, shown: Shown) -> _Remembered:
+    async def _find(self, shown: CallerCredentials) -> _CachedCaller:
         mark = self._credential_digest(shown)
         found = self._remembered.get(mark)
         if found is not None and asyncio.get_running_loop().time() < found.until:
@@ -233,14 +233,14 @@ class Callers:
         if not self._pending[host]:
             del self._pending[host]
 
-    def _on_verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
+    def _on_verified(self, mark: bytes, host: str, done: asyncio.Task[_CachedCaller]) -> None:
         del self._verifying[mark]
         self._release(host)
         if not done.cancelled():
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()
 
-    async def _authenticate(self, shown: Shown, *, session_s: int = 0) -> AuthenticateResponse:
+    async def _authenticate(self, shown: CallerCredentials, *, session_s: int = 0) -> AuthenticateResponse:
         """Ask the node whose credentials these are."""
         request = AuthenticateRequest(
             scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
@@ -257,11 +257,11 @@ class Callers:
             raise error_from_code(response.error, response.message)
         return response
 
-    async def _verify(self, mark: bytes, shown: Shown) -> _Remembered:
+    async def _verify(self, mark: bytes, shown: CallerCredentials) -> _CachedCaller:
         response = await self._authenticate(shown)
         lasts_s = RENEW_S if not response.expires_ms else min(RENEW_S, response.expires_ms / 1000 - time.time())
         identity = (response.identity, shown.host)
-        found = _Remembered(
+        found = _CachedCaller(
             identity, self._caller(identity, response), asyncio.get_running_loop().time() + max(lasts_s, 0.0)
         )
         self._remembered[mark] = found
@@ -321,19 +321,19 @@ def unauthorized(detail: str) -> Refused:
     return Refused(HTTPStatus.UNAUTHORIZED, detail, headers={"www-authenticate": CHALLENGE})
 
 
-def _parse(authorization: bytes, host: str) -> Shown:
+def _parse(authorization: bytes, host: str) -> CallerCredentials:
     scheme, _, given = authorization.partition(b" ")
     name, given = scheme.decode("latin-1").lower(), given.strip()
     if len(given) > CREDENTIAL_BYTES_MAX:
         raise unauthorized(f"the credential has more than {CREDENTIAL_BYTES_MAX} bytes")
     with suppress(ValueError, binascii.Error):
         if name == BEARER and given:
-            return Shown(BEARER, "", given.decode("ascii"), host)
+            return CallerCredentials(BEARER, "", given.decode("ascii"), host)
         if name == BASIC:
             user, colon, secret = base64.b64decode(given, validate=True).decode().partition(":")
             # Hashing a password treats zeros at its end as if they were not there.
             if colon and user and secret and "\0" not in user + secret:
-                return Shown(BASIC, user, secret, host)
+                return CallerCredentials(BASIC, user, secret, host)
     raise unauthorized(
         "the Authorization header is neither `Basic` with a user and a password nor `Bearer` with a token"
     )

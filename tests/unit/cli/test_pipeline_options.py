@@ -13,7 +13,7 @@ import typer
 from millstream.cli import pipeline
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.pipeline_options import Flags
-from millstream.cli.pipeline_run import ByHand, Terminated, _refuse_changes
+from millstream.cli.pipeline_run import CommandRun, Terminated, _refuse_changes
 from millstream.client.admin.pipelines import PipelineStorage
 from millstream.core.errors import GroupNotEmpty, InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind, check_pipeline
@@ -119,7 +119,7 @@ def test_the_summary_of_an_interrupted_run_says_so_unless_it_has_no_end(capsys: 
             raise Terminated
 
     declared = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=LAND, overrides={"topics": "a"})
-    by_hand = ByHand(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
+    by_hand = CommandRun(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
     running: Any = Interrupted()
     with pytest.raises(Terminated):
         by_hand._drive(running, once=True, as_json=False)
@@ -183,7 +183,7 @@ def test_a_pipeline_that_runs_on_a_node_must_be_stopped_first() -> None:
             raise GroupNotEmpty("it is being run by 'pipelines-node-1'")
 
     declared = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=LAND, overrides={"topics": "a"})
-    by_hand = ByHand(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
+    by_hand = CommandRun(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
     claim: Any = Taken()
     with pytest.raises(GroupNotEmpty, match="by 'pipelines-node-1'; stop it first: millstream pipeline stop mine"):
         by_hand._acquire_claim(claim)

@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.client.connection import Wanted, wanted_settings
+from millstream.client.connection import SubscriptionOptions, wanted_settings
 from millstream.client.message import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
@@ -107,7 +107,7 @@ def test_headers_carry_the_type_and_the_due_time() -> None:
 
 def test_requested_settings_have_their_configuration_names() -> None:
     assert wanted_settings({}) == {}
-    asked: Wanted = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
+    asked: SubscriptionOptions = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
     assert wanted_settings(asked) == {
         "millstream.ordered": "true",
         "share.record.lock.duration.ms": "1500",

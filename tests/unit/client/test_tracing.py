@@ -148,13 +148,13 @@ def test_a_failure_is_recorded_on_the_span(spans: InMemorySpanExporter) -> None:
 def test_opentelemetry_is_not_imported_for_tracing() -> None:
     program = (
         "import sys; from millstream.client import tracing\n"
-        "assert tracing.outgoing(()) == () and not tracing.is_on()\n"
+        "assert tracing.outgoing(()) == () and not tracing.is_enabled()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "import opentelemetry.trace\n"
-        "assert not tracing.is_on()\n"
+        "assert not tracing.is_enabled()\n"
         "from opentelemetry.sdk.trace import TracerProvider\n"
         "opentelemetry.trace.set_tracer_provider(TracerProvider())\n"
-        "assert tracing.is_on()\n"
+        "assert tracing.is_enabled()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
-from millstream.broker.cluster.machine_folder import Layout, mark, open_coordination, settle, spread
+from millstream.broker.cluster.machine_folder import Layout, assign_partitions, mark, open_coordination, settle
 from millstream.broker.cluster.store import Delete, Put
 from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
@@ -100,7 +100,7 @@ def test_partitions_are_spread_evenly(found: dict[tuple[int, int], int], cores: 
         (UUID(int=topic), PartitionIndex(index)): NodeId(node) for (topic, index), node in found.items()
     }
     nodes = Layout.of(FOLDER, 1, cores).nodes
-    placed = spread(current, nodes)
+    placed = assign_partitions(current, nodes)
     assert placed.keys() == current.keys()
     assert set(placed.values()) <= set(nodes)
     total = Counter(placed.values())

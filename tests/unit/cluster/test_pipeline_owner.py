@@ -11,7 +11,7 @@ from millstream_testing.node_group import NodeGroup
 
 
 def owners(candidates: dict[int, ElectedOwner]) -> list[int]:
-    return [number for number, one in candidates.items() if one.is_mine]
+    return [number for number, one in candidates.items() if one.is_this_node]
 
 
 async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_a_node_that_resigns_leaves_the_role_to_another_for_good(tmp_path:
         (first,) = owners(candidates)
         second = 3 - first
         await candidates[first].resign()
-        await group.until(lambda: candidates[second].is_mine and candidates[first].is_elsewhere)
+        await group.until(lambda: candidates[second].is_this_node and candidates[first].is_elsewhere)
         await candidates[second].resign()
         await group.until(lambda: not group.service.read(keys.PIPELINES_OWNER).entries)
         assert owners(candidates) == []
@@ -52,7 +52,7 @@ async def test_a_claim_left_by_an_earlier_run_is_taken_over(tmp_path: Path) -> N
     async with NodeGroup(tmp_path, nodes=1) as group:
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "1")])  # type: ignore[union-attr]
         candidate = group[1].cluster.pipeline_owner(is_candidate=True)
-        await group.until(lambda: candidate.is_mine)
+        await group.until(lambda: candidate.is_this_node)
         # The claim was deleted: it is made again, as a new owner.
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "7")])  # type: ignore[union-attr]
         await group.until(lambda: candidate.is_elsewhere)
@@ -62,4 +62,4 @@ async def test_a_node_that_can_run_pipelines_later_becomes_a_candidate_then(tmp_
     async with NodeGroup(tmp_path, nodes=2) as group:
         first, second = (node.cluster.pipeline_owner(is_candidate=False) for node in group.nodes.values())
         second.become_candidate()
-        await group.until(lambda: second.is_mine and first.is_elsewhere)
+        await group.until(lambda: second.is_this_node and first.is_elsewhere)

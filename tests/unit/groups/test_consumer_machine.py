@@ -39,7 +39,7 @@ from millstream.broker.groups.requests import (
     HeartbeatResult,
     Joined,
     JoinRequest,
-    Leaver,
+    LeavingMember,
     MemberRef,
     PartitionCommit,
     Synced,
@@ -227,7 +227,7 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
     @rule(who=classic_clients)
     def classic_leave(self, who: int) -> None:
         client = self.classic_clients[who]
-        leaver = Leaver(client.member_id)
+        leaver = LeavingMember(client.member_id)
         client.requests += 1
         client.owned, client.joined, client.member_id = NOTHING, None, ""
         self._ask(lambda shard: shard.leave(GROUP, [leaver]))

@@ -7,7 +7,7 @@ import pytest
 from millstream.broker.groups.consumer.classic_member import parse_assignment
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, NOTHING, Assignment, overlaps, size_of
 from millstream.broker.groups.group import GroupState
-from millstream.broker.groups.requests import Leaver
+from millstream.broker.groups.requests import LeavingMember
 from millstream.core.errors import (
     FencedInstance,
     IllegalGeneration,
@@ -70,7 +70,7 @@ def settle(harness: ConsumerHarness, *members: ClassicConsumer | SimulatedConsum
 def test_an_empty_classic_group_becomes_a_consumer_group_with_its_offsets(harness: ConsumerHarness) -> None:
     one, two = classic_pair(harness)
     harness.commit(7, member_id=one.member_id, generation=one.generation)
-    harness.leave(Leaver(one.member_id), Leaver(two.member_id))
+    harness.leave(LeavingMember(one.member_id), LeavingMember(two.member_id))
     harness.finish_joining()
     assert harness.group().is_in(GroupState.EMPTY)
     consumer = SimulatedConsumer("m0", "orders")
@@ -138,10 +138,10 @@ def test_a_classic_group_is_migrated_member_by_member(harness: ConsumerHarness) 
     assert sorted(size_of(held_by(harness, member)) for member in (one, two, new)) == [1, 1, 2]
     harness.reload()
     settle(harness, one, two, new)
-    harness.leave(Leaver(one.member_id))
+    harness.leave(LeavingMember(one.member_id))
     settle(harness, two, new)
     assert [size_of(held_by(harness, member)) for member in (two, new)] == [2, 2]
-    harness.leave(Leaver(two.member_id))
+    harness.leave(LeavingMember(two.member_id))
     settle(harness, new)
     assert size_of(new.owned) == 4
     assert harness.consumers().classic_members == 0

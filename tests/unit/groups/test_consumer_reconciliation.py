@@ -18,15 +18,17 @@ from millstream.broker.groups.consumer.member import (
     overlaps,
     union,
 )
-from millstream.broker.groups.consumer.reconciliation import Goal, next_position
+from millstream.broker.groups.consumer.reconciliation import MemberTarget, next_position
 from millstream.core.errors import FencedMemberEpoch
 
 ONE, TWO = UUID(int=1), UUID(int=2)
 BOTH = frozenset({ONE, TWO})
 
 
-def goal(target: Assignment, *, epoch: int = 5, taken: Assignment = NOTHING, topics: frozenset[UUID] = BOTH) -> Goal:
-    return Goal(
+def goal(
+    target: Assignment, *, epoch: int = 5, taken: Assignment = NOTHING, topics: frozenset[UUID] = BOTH
+) -> MemberTarget:
+    return MemberTarget(
         epoch=epoch,
         target=target,
         topics=topics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, size_of
-from millstream.broker.groups.requests import HeartbeatResult, Leaver
+from millstream.broker.groups.requests import HeartbeatResult, LeavingMember
 from millstream.core.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance
 from millstream_testing.consumer_harness import SESSION_MS, ConsumerHarness, SimulatedConsumer
 
@@ -143,7 +143,9 @@ def test_a_full_group_readmits_a_static_member() -> None:
 def test_an_operator_removes_a_static_member_by_instance_id(harness: ConsumerHarness) -> None:
     first, other = static("m0"), SimulatedConsumer("m1", "orders")
     harness.settle(first, other)
-    results = harness.leave(Leaver("", "one"), Leaver("", "nobody"), Leaver("m9"), Leaver("m9", "one"))
+    results = harness.leave(
+        LeavingMember("", "one"), LeavingMember("", "nobody"), LeavingMember("m9"), LeavingMember("m9", "one")
+    )
     errors = [type(left.error) for left in results]
     assert errors == [type(None), UnknownMember, UnknownMember, FencedInstance]
     harness.settle(other)

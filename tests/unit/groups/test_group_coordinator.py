@@ -15,7 +15,7 @@ from millstream.broker.groups.requests import (
     ConsumerHeartbeat,
     Joined,
     JoinRequest,
-    Leaver,
+    LeavingMember,
     MemberRef,
     PartitionCommit,
     SyncRequest,
@@ -104,7 +104,7 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
     status = groups.status()
     assert (status.groups, status.members, status.by_state["Stable"], status.shards) == (1, 2, 1, 4)
     await groups.heartbeat(MemberRef(group_id="g", member_id=first.member_id, generation=first.generation))
-    left = await groups.leave("g", [Leaver(first.member_id), Leaver(second.member_id)])
+    left = await groups.leave("g", [LeavingMember(first.member_id), LeavingMember(second.member_id)])
     assert [one.error for one in left] == [None, None]
     assert (await groups.describe("g")).state == "Empty"
 

@@ -22,7 +22,7 @@ from millstream.broker.groups.requests import (
     GroupLimits,
     Joined,
     JoinRequest,
-    Leaver,
+    LeavingMember,
     MemberRef,
     PartitionCommit,
     Synced,
@@ -134,7 +134,7 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
     @rule(who=clients)
     def leave(self, who: int) -> None:
         client = self.clients[who]
-        self._ask(lambda shard: shard.leave(GROUP, [Leaver(client.member_id, client.instance_id)]))
+        self._ask(lambda shard: shard.leave(GROUP, [LeavingMember(client.member_id, client.instance_id)]))
 
     @rule(who=clients, outsider=st.booleans())
     def commit(self, who: int, outsider: bool) -> None:

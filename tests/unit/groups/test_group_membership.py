@@ -9,7 +9,7 @@ import pytest
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_group
-from millstream.broker.groups.requests import Leaver
+from millstream.broker.groups.requests import LeavingMember
 from millstream.core.errors import (
     BatchTooLarge,
     IllegalGeneration,
@@ -367,7 +367,7 @@ def test_a_leave_starts_a_rebalance_at_once() -> None:
     harness = GroupHarness()
     leader, follower = harness.stable_group()
 
-    (left,) = harness.leave(Leaver(leader, reason="stopping"))
+    (left,) = harness.leave(LeavingMember(leader, reason="stopping"))
 
     assert left.error is None
     refused(harness.heartbeat(follower), RebalanceInProgress)
@@ -378,7 +378,7 @@ def test_several_members_leave_in_one_request_with_a_result_each() -> None:
     harness = GroupHarness()
     leader, follower = harness.stable_group()
 
-    results = harness.leave(Leaver(leader), Leaver("nobody"), Leaver(follower))
+    results = harness.leave(LeavingMember(leader), LeavingMember("nobody"), LeavingMember(follower))
 
     assert [type(left.error) for left in results] == [type(None), UnknownMember, type(None)]
     assert harness.group().state is GroupState.EMPTY
@@ -386,7 +386,7 @@ def test_several_members_leave_in_one_request_with_a_result_each() -> None:
 
 
 def test_leaving_a_missing_group_is_refused() -> None:
-    (left,) = GroupHarness().leave(Leaver("nobody"))
+    (left,) = GroupHarness().leave(LeavingMember("nobody"))
 
     assert isinstance(left.error, UnknownMember)
 
@@ -396,7 +396,7 @@ def test_a_parked_join_of_a_leaving_member_is_refused() -> None:
     harness.new_member()
     follower, joining = harness.new_member()
 
-    harness.leave(Leaver(follower))
+    harness.leave(LeavingMember(follower))
 
     refused(joining, UnknownMember)
 
@@ -409,7 +409,7 @@ def test_a_parked_sync_of_a_leaving_member_is_refused() -> None:
     syncing = harness.sync(follower)
     assert waits(syncing)
 
-    harness.leave(Leaver(follower))
+    harness.leave(LeavingMember(follower))
 
     refused(syncing, UnknownMember)
 
@@ -419,7 +419,7 @@ def test_a_pending_member_can_leave() -> None:
     error = harness.join().error
     assert isinstance(error, MemberIdRequired)
 
-    (left,) = harness.leave(Leaver(error.member_id))
+    (left,) = harness.leave(LeavingMember(error.member_id))
 
     assert left.error is None
     assert len(harness.shard.groups) == 0
@@ -430,6 +430,6 @@ def test_a_rebalance_completes_when_the_last_missing_member_leaves() -> None:
     leader, follower = harness.stable_group()
     rejoining = harness.join(leader)
 
-    harness.leave(Leaver(follower))
+    harness.leave(LeavingMember(follower))
 
     assert rejoining.result().generation == 2

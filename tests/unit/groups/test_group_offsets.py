@@ -11,7 +11,7 @@ import pytest
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_key
-from millstream.broker.groups.requests import Leaver
+from millstream.broker.groups.requests import LeavingMember
 from millstream.core.errors import (
     GroupNotEmpty,
     IllegalGeneration,
@@ -104,7 +104,7 @@ def test_a_commit_counts_as_a_heartbeat() -> None:
 def test_commits_without_a_member_are_accepted_once_the_group_is_empty() -> None:
     harness = GroupHarness()
     (member,) = harness.stable_group(1)
-    harness.leave(Leaver(member))
+    harness.leave(LeavingMember(member))
 
     harness.commit(8).result()
 
@@ -191,7 +191,7 @@ def test_offsets_of_a_group_are_kept_while_it_has_members_and_expire_later() -> 
         harness.advance_ms(1800 * 1000)
         harness.heartbeat(member).result()
     assert harness.committed() == 1
-    harness.leave(Leaver(member))
+    harness.leave(LeavingMember(member))
     harness.advance_ms(6 * DAY_MS)
     assert harness.committed() == 1
 
@@ -256,7 +256,7 @@ def test_deleting_a_group_removes_all_of_its_records() -> None:
     (member,) = harness.stable_group(1)
     harness.commit(1, member_id=member, generation=1)
     refused(harness.run(lambda shard: shard.delete(GROUP)), GroupNotEmpty)
-    harness.leave(Leaver(member))
+    harness.leave(LeavingMember(member))
 
     assert harness.run(lambda shard: shard.delete(GROUP)).result() is True
 

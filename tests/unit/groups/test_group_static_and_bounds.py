@@ -10,7 +10,7 @@ import pytest
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_group
-from millstream.broker.groups.requests import Leaver
+from millstream.broker.groups.requests import LeavingMember
 from millstream.core.errors import (
     FencedInstance,
     GroupFull,
@@ -94,7 +94,7 @@ def test_the_replaced_process_of_a_static_member_is_fenced() -> None:
     refused(harness.sync(ids["a"], instance_id="a"), FencedInstance)
     refused(harness.join(ids["a"], instance_id="a"), FencedInstance)
     refused(harness.commit(member_id=ids["a"], instance_id="a", generation=1), FencedInstance)
-    (left,) = harness.leave(Leaver(ids["a"], "a"))
+    (left,) = harness.leave(LeavingMember(ids["a"], "a"))
     assert isinstance(left.error, FencedInstance)
     refused(harness.heartbeat("x", instance_id="unknown"), UnknownMember)
 
@@ -181,7 +181,7 @@ def test_without_returning_static_members_a_rebalance_waits_for_their_sessions()
     for name in ids:
         harness.heartbeat(ids[name], instance_id=name)
     harness.new_member()
-    harness.leave(Leaver(next(iter(set(harness.group().members) - set(ids.values())))))
+    harness.leave(LeavingMember(next(iter(set(harness.group().members) - set(ids.values())))))
     assert harness.group().state is GroupState.PREPARING
 
     harness.advance_ms(REBALANCE_MS + SESSION_MS)
@@ -193,7 +193,7 @@ def test_an_operator_removes_a_static_member_by_instance_id() -> None:
     harness = GroupHarness()
     ids = static_group(harness, "a", "b")
 
-    results = harness.leave(Leaver("", "b"), Leaver("", "c"))
+    results = harness.leave(LeavingMember("", "b"), LeavingMember("", "c"))
 
     assert [type(left.error) for left in results] == [type(None), UnknownMember]
     assert list(harness.group().members) == [ids["a"]]

@@ -24,7 +24,7 @@ from millstream.gateway.push import pusher as pushing
 from millstream.gateway.push.address import Addresses
 from millstream.gateway.push.endpoint import EndpointResponse
 from millstream.gateway.push.event import Content
-from millstream.gateway.push.process import Line
+from millstream.gateway.push.process import BrokerConnections
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
 from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, trusted
@@ -393,7 +393,7 @@ async def test_the_lease_of_a_slow_message_is_extended(hook: Webhook) -> None:
     run = Run(hook, 1, share_record_lock_duration_ms=str(LEASE_MS))
     await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
     run.pusher.stop()
-    run.pusher.hurry()
+    run.pusher.return_unfinished()
     await asyncio.wait_for(run.running, WAIT_S)
     assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
@@ -428,7 +428,7 @@ async def test_leases_of_requests_in_flight_are_extended_until_push_has_ended(ho
     run.pusher.stop()
     before = len(run.ledger.output)
     await run.ledger.until(lambda: len(run.ledger.output) >= before + 2)
-    run.pusher.hurry()
+    run.pusher.return_unfinished()
     await asyncio.wait_for(run.running, WAIT_S)
     assert set(run.ledger.output[:-1]) == {(0, Verb.EXTEND, LEASE_MS)}
     assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
@@ -466,7 +466,7 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
         return leased
 
     monkeypatch.setattr(LeaseRequests, "receive", respond)
-    line = Line("127.0.0.1:1")
+    line = BrokerConnections("127.0.0.1:1")
     try:
         unpacked = await line.receive(Receive("billing", "push/1", 3, RECEIVE_BYTES, 0))
     finally:
@@ -555,7 +555,7 @@ async def test_a_shortened_lease_is_extended_in_time(hook: Webhook) -> None:
     await run.pusher.change(_declared(hook, share_record_lock_duration_ms=str(LEASE_MS)), sender(hook))
     await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
     run.pusher.stop()
-    run.pusher.hurry()
+    run.pusher.return_unfinished()
     await asyncio.wait_for(run.running, WAIT_S)
 
 

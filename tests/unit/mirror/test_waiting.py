@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from millstream.broker.cluster.new_topics import Terms
+from millstream.broker.cluster.new_topics import CreationContext
 from millstream.broker.mirror import follower
 from millstream.broker.mirror.copier import GONE_S, SILENT_MS, Copier, Copy
 from millstream.broker.mirror.follower import Follower
@@ -535,7 +535,7 @@ async def test_a_copy_has_no_fewer_replicas_than_its_original_and_other_topics_h
     monkeypatch.setattr(groups.follower, "_overrides", AsyncMock(return_value={}))
     there = SimpleNamespace(name="orders", topic_id=UUID(int=9), partitions=[0], replication=original)
     await groups.follower._create(there, "orders", ())
-    terms = Terms(
+    terms = CreationContext(
         names=(),
         metric_names={},
         config=Config(default_replication=3),

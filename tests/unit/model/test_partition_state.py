@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Epoch, NodeId
-from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value, sole
+from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value, single_replica_state
 
 NODES = st.lists(st.integers(0, 2**31 - 1).map(NodeId), min_size=1, max_size=5, unique=True)
 
@@ -24,7 +24,7 @@ def test_a_state_round_trips(replicas: list[NodeId], data: st.DataObject) -> Non
 
 
 def test_an_election_raises_the_epoch_even_if_the_leader_stays() -> None:
-    state = sole(NodeId(7))
+    state = single_replica_state(NodeId(7))
     assert state.elected(NodeId(7)).leader_epoch == state.leader_epoch + 1
     assert not state.elected(NO_LEADER).has_leader
 

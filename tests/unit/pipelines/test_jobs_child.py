@@ -33,7 +33,7 @@ WAIT_S = 180.0
 class SoleOwner:
     """A node that runs the pipelines, without any other node."""
 
-    is_mine = True
+    is_this_node = True
     is_elsewhere = False
 
     def on_change(self, listener: Callable[[], None]) -> None:

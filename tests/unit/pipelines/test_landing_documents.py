@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
-from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
+from millstream.pipelines.jobs.land.decoding import UndecodablePayload, parsed, value_for
 from millstream.pipelines.jobs.land.inference import (
     STAYS_LONG,
     WHOLE_DOUBLE,
@@ -288,7 +288,7 @@ def test_no_document_blocks_the_table(batches: list[list[bytes | None]]) -> None
             land(table, published)
             try:
                 check(Path(folder), published)
-            except Misfit as misfit:
+            except UndecodablePayload as misfit:
                 pytest.fail(f"the table has a message that does not fit: {misfit}")
         table.compact(before=NOW.replace(hour=23))
         check(Path(folder), published)

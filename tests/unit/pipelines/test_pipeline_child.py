@@ -38,7 +38,7 @@ class Owner:
     """The owner of the pipelines, set by a test."""
 
     def __init__(self) -> None:
-        self.is_mine = True
+        self.is_this_node = True
         self.is_elsewhere = False
         self.has_resigned = False
         self.became_candidate = asyncio.Event()
@@ -48,7 +48,7 @@ class Owner:
         self._listener = listener
 
     def set_owner(self, *, mine: bool) -> None:
-        self.is_mine, self.is_elsewhere = mine, not mine
+        self.is_this_node, self.is_elsewhere = mine, not mine
         self._listener()
 
     def become_candidate(self) -> None:
@@ -236,7 +236,7 @@ async def test_a_missing_prerequisite_is_reported_until_it_is_there(
         assert (report.state, report.last_error) == ("waiting", scene.missing)
         assert scene.child.pid is None
         # In a cluster, a node that could run none when it started is no candidate yet.
-        scene.owner.is_mine = False
+        scene.owner.is_this_node = False
         assert not scene.owner.became_candidate.is_set()
         scene.missing = ""  # without a notification
         async with asyncio.timeout(HANG_S):

@@ -18,7 +18,7 @@ from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, Turns, run
-from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.driver_messages import AssignedPipeline, DriverCommand, DriverEvent, Options
 from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 OPTIONS = Options(
@@ -82,7 +82,7 @@ def scene() -> Iterator[Scene]:
 
 def test_it_runs_its_pipelines_and_reports(scene: Scene) -> None:
     first, second = scene.script("a", Step(rows=3)), scene.script("b", Step(rows=4))
-    scene.driver.declare([Wanted(landing("a")), Wanted(landing("b"))])
+    scene.driver.declare([AssignedPipeline(landing("a")), AssignedPipeline(landing("b"))])
     assert first.at_end.wait(HANG_S)
     assert second.at_end.wait(HANG_S)
     scene.until(lambda _said: _rows(scene, "a") == 3 and _rows(scene, "b") == 4)
@@ -91,40 +91,40 @@ def test_it_runs_its_pipelines_and_reports(scene: Scene) -> None:
     steps = [event for event in scene.sent if "a" in (event.begun, event.ended)]
     assert [(event.begun, event.is_well) for event in steps] == [("a", False), ("", True), ("a", False)]
 
-    scene.driver.declare([Wanted(landing("b"))])
+    scene.driver.declare([AssignedPipeline(landing("b"))])
     scene.until(lambda _said: scene.reported("a") is None)
     assert _rows(scene, "b") == 4
 
 
 def test_a_change_makes_a_new_job_and_an_equal_command_does_not(scene: Scene) -> None:
     script = scene.script("a")
-    scene.driver.declare([Wanted(landing("a"))])
+    scene.driver.declare([AssignedPipeline(landing("a"))])
     assert script.at_end.wait(HANG_S)
-    scene.driver.declare([Wanted(landing("a"))])
+    scene.driver.declare([AssignedPipeline(landing("a"))])
     script.at_end.clear()
-    scene.driver.declare([Wanted(landing("a", decode="json"))])
+    scene.driver.declare([AssignedPipeline(landing("a", decode="json"))])
     assert script.at_end.wait(HANG_S)
     assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
 
 
 def test_a_parked_pipeline_is_retried_with_a_new_attempt_number(scene: Scene) -> None:
     script = scene.script("a", *[InvalidRequest("no")] * 2, Step(rows=1))
-    scene.driver.declare([Wanted(landing("a"))])
+    scene.driver.declare([AssignedPipeline(landing("a"))])
     scene.until(lambda _said: _state(scene, "a") == "parked")
-    scene.driver.declare([Wanted(landing("a"))])
+    scene.driver.declare([AssignedPipeline(landing("a"))])
     assert not script.at_end.is_set()
-    scene.driver.declare([Wanted(landing("a"), attempt=1)])
+    scene.driver.declare([AssignedPipeline(landing("a"), attempt=1)])
     assert script.at_end.wait(HANG_S)
 
 
 def test_a_recreated_pipeline_starts_after_the_end_of_the_old_one(scene: Scene) -> None:
     script = scene.script("a")
     before = landing("a")
-    scene.driver.declare([Wanted(before)])
+    scene.driver.declare([AssignedPipeline(before)])
     assert script.at_end.wait(HANG_S)
     script.at_end.clear()
     after = dataclasses.replace(before, pipeline_id=uuid.uuid4())
-    scene.driver.declare([Wanted(after)])
+    scene.driver.declare([AssignedPipeline(after)])
     assert script.at_end.wait(HANG_S)
     assert script.pipelines == [before, after]
     assert script.closed == 1
@@ -132,11 +132,13 @@ def test_a_recreated_pipeline_starts_after_the_end_of_the_old_one(scene: Scene) 
 
 def test_a_suspect_stopped_while_waiting_for_its_turn_does_nothing(scene: Scene) -> None:
     first, second = scene.script("a"), scene.script("b", Step(rows=1))
-    scene.driver.declare([Wanted(landing("a"), is_suspect=True)])
+    scene.driver.declare([AssignedPipeline(landing("a"), is_suspect=True)])
     assert first.at_end.wait(HANG_S)
-    scene.driver.declare([Wanted(landing("a"), is_suspect=True), Wanted(landing("b"), is_suspect=True)])
+    scene.driver.declare(
+        [AssignedPipeline(landing("a"), is_suspect=True), AssignedPipeline(landing("b"), is_suspect=True)]
+    )
     scene.until(lambda _said: _state(scene, "b") is not None)
-    scene.driver.declare([Wanted(landing("a"), is_suspect=True)])
+    scene.driver.declare([AssignedPipeline(landing("a"), is_suspect=True)])
     scene.driver.declare([])
     scene.driver.end()
     assert second.next_line() == Step(rows=1)
@@ -165,7 +167,7 @@ def test_suspects_take_turns_until_a_step_succeeds() -> None:
 
 def test_commands_and_reports_round_trip() -> None:
     rules = (Rule(name="all", topic="orders", targets=("queue",)),)
-    wanted = Wanted(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
+    wanted = AssignedPipeline(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
     assert msgspec.json.decode(msgspec.json.encode(DriverCommand([wanted])), type=DriverCommand) == DriverCommand(
         [wanted]
     )

@@ -14,7 +14,7 @@ from millstream.core.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequ
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, JobKind, Step
-from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, Runner, Surroundings, Tally
+from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, DriverContext, Runner, Tally
 from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 NO_SPARK = cast("Any", None)
@@ -28,7 +28,7 @@ class Watched:
         self.reported: list[str] = []
         self.steps: list[object] = []
         self._news = threading.Condition()
-        around = Surroundings(
+        around = DriverContext(
             make=script,
             context=lambda _pipeline: JobContext(spark=NO_SPARK, brokers="", lake="", folder=""),
             claim=self._claimed,

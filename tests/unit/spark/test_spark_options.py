@@ -8,8 +8,8 @@ from millstream.core.errors import InvalidSetting
 from millstream.pipelines.source.options import (
     EARLIEST,
     LATEST,
-    ByTime,
     Named,
+    StartingTimestamp,
     Timestamps,
     read_options,
     refuse_ending,
@@ -46,9 +46,9 @@ def test_one_timestamp_precedes_timestamps_and_these_offsets() -> None:
     given["startingOffsetsByTimestamp"] = '{"t":{"0":5}}'
     assert read_options(given).starting == Timestamps({"t": {0: 5}}, or_latest=False)
     given["startingTimestamp"] = "7"
-    assert read_options(given).starting == ByTime(7, or_latest=False)
+    assert read_options(given).starting == StartingTimestamp(7, or_latest=False)
     given["startingOffsetsByTimestampStrategy"] = "latest"
-    assert read_options(given).starting == ByTime(7, or_latest=True)
+    assert read_options(given).starting == StartingTimestamp(7, or_latest=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from millstream.broker.subscriptions.filter_cache import Matches, QueueFilter
 from millstream.broker.subscriptions.lease import LETTER_BYTES, Origin, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
 from millstream.broker.subscriptions.receiving import Grant, receive
-from millstream.client.admin.dead_letter import DeadLetterDesk, origin_of
+from millstream.client.admin.dead_letter import DeadLetterClient, origin_of
 from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
@@ -641,8 +641,8 @@ async def test_a_message_under_repair_is_revived_later_and_not_missing(
     headers["leader-epoch"] = delivery.leader_epoch
     named = tuple((f"dlq-{name}", str(text).encode()) for name, text in headers.items())
     record = Record(Offset(5), 0, None, None, named)
-    desk = DeadLetterDesk(Client.connect("127.0.0.1:1"), "dead", "cli", patience_s=WAIT_S)
-    assert await desk.revive([LeasedMessage(None, "dead", UUID(int=3), 0, 1, 0, record)]) == [None]
+    dlq = DeadLetterClient(Client.connect("127.0.0.1:1"), "dead", "cli", patience_s=WAIT_S)
+    assert await dlq.revive([LeasedMessage(None, "dead", UUID(int=3), 0, 1, 0, record)]) == [None]
     assert not repairing
     monkeypatch.setattr(Partition, "read", read)
     assert offsets(delivery.try_receive(wanted(1))) == [0]

@@ -10,7 +10,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
 from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.partition_state import PartitionState, sole
+from millstream.core.partition_state import PartitionState, single_replica_state
 from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
 from millstream.protocol.records.control import Marker
 from millstream_testing.state_log import MemoryTopics
@@ -28,7 +28,7 @@ class KnownTopics(MemoryTopics):
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         epoch = self.epochs[index]
-        return None if epoch is None else sole(NodeId(1), Epoch(epoch))
+        return None if epoch is None else single_replica_state(NodeId(1), Epoch(epoch))
 
 
 class Offsets:

@@ -341,7 +341,7 @@ class Catalog:
         topic is to be written by a mirror that does not exist.
         """
         changed: list[Topic] = []
-        self._even_on_a_full_disk(lambda: changed.append(self._alter_topic(topic_id, change)))
+        self._change_with_reserve(lambda: changed.append(self._alter_topic(topic_id, change)))
         return changed[-1]
 
     def _alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
@@ -360,7 +360,7 @@ class Catalog:
     def delete_topics(self, doomed: Sequence[Topic], *, now_ms: int) -> set[UUID]:
         """Delete topics and write the records that allow their files to be removed; return those that existed."""
         deleted: set[UUID] = set()
-        self._even_on_a_full_disk(lambda: deleted.update(self._delete_topics(doomed, now_ms)))
+        self._change_with_reserve(lambda: deleted.update(self._delete_topics(doomed, now_ms)))
         return deleted
 
     def _delete_topics(self, doomed: Sequence[Topic], now_ms: int) -> list[UUID]:
@@ -384,7 +384,7 @@ class Catalog:
     def forget_deleted(self, topic_ids: Iterable[UUID]) -> None:
         """Drop the records of deleted topics whose files are gone."""
         gone = list(map(str, topic_ids))
-        self._even_on_a_full_disk(lambda: self._forget_deleted(gone))
+        self._change_with_reserve(lambda: self._forget_deleted(gone))
         self._reserve.fill()
 
     def _forget_deleted(self, gone: Sequence[str]) -> None:
@@ -453,7 +453,7 @@ class Catalog:
     ) -> dict[str, str]:
         """Change the settings of a scope, computed from the stored ones; None unsets one, `replace` all others."""
         changed: list[dict[str, str]] = []
-        self._even_on_a_full_disk(lambda: changed.append(self._change_broker_settings(scope, changes, replace)))
+        self._change_with_reserve(lambda: changed.append(self._change_broker_settings(scope, changes, replace)))
         return changed[-1]
 
     def _change_broker_settings(self, scope: str, changes: Mapping[str, str | None], replace: bool) -> dict[str, str]:
@@ -741,7 +741,7 @@ class Catalog:
                 f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
 
-    def _even_on_a_full_disk(self, change: Callable[[], None]) -> None:
+    def _change_with_reserve(self, change: Callable[[], None]) -> None:
         """Carry out a change that may free space; on a full disk, give up the reserve for it."""
         try:
             change()

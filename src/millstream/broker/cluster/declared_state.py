@@ -22,7 +22,7 @@ from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidRequest
 from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_settings
-from millstream.core.quota import Allotment, QuotaEntity, candidates, check_limit
+from millstream.core.quota import QuotaEntity, QuotaRate, candidates, check_limit
 from millstream.core.tasks import finishing
 
 ENTITIES_MAX = 10_000
@@ -47,12 +47,12 @@ class ClientQuotas(Holder):
         """Whether any client's bytes are limited in this way."""
         return any(key in limits for limits in self._limits.values())
 
-    def find(self, key: str, user: str, client_id: str) -> Allotment | None:
+    def find(self, key: str, user: str, client_id: str) -> QuotaRate | None:
         """Return how many bytes a second a client may take; None if nothing limits it."""
         for entity, scope in candidates(user, client_id):
             rate = self._limits.get(entity, {}).get(key)
             if rate is not None:
-                return Allotment(rate, scope)
+                return QuotaRate(rate, scope)
         return None
 
     @finishing

@@ -178,7 +178,7 @@ async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None
     )
 
 
-def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> dict[PartitionKey, NodeId]:
+def assign_partitions(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> dict[PartitionKey, NodeId]:
     """Return the node of each partition: balanced by topic and in total, with the fewest moves."""
     per_node_max = -(-len(current) // len(nodes))
     topic_sizes = Counter(topic_id for topic_id, _ in current)
@@ -323,7 +323,7 @@ class FolderSettlement:
 
     async def _change_states(self, present: Mapping[str, NodeId]) -> None:
         hosts = await self._find_hosts(present)
-        placed = spread({key: node for key, (node, _) in hosts.items()}, self._layout.nodes)
+        placed = assign_partitions({key: node for key, (node, _) in hosts.items()}, self._layout.nodes)
         batch: list[tuple[Change, Expect]] = []
         for key, node in placed.items():
             current, (state, revision) = hosts[key]

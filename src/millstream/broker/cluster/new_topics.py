@@ -45,7 +45,7 @@ class NewTopic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class CreationContext:
     """The current resources and limits of the cluster."""
 
     names: Collection[str]

@@ -22,8 +22,8 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
 from millstream.broker.cluster.keys import PartitionKey, Placement
 from millstream.broker.cluster.new_topics import (
+    CreationContext,
     NewTopic,
-    Terms,
     check_partitions,
     exists_error,
     metric_name,
@@ -760,8 +760,8 @@ class Topics:
     # -- waiting for the cluster to agree on a declaration --------------------------------------------------
 
     @property
-    def _creation_terms(self) -> Terms:
-        return Terms(
+    def _creation_terms(self) -> CreationContext:
+        return CreationContext(
             names=self._by_name,
             metric_names=self._by_metric_name,
             config=self._config,

@@ -28,8 +28,8 @@ from millstream.broker.groups.requests import (
     HeartbeatResult,
     Joined,
     JoinRequest,
-    Leaver,
-    Left,
+    LeaveResult,
+    LeavingMember,
     MemberRef,
     SettingsOf,
     Synced,
@@ -174,7 +174,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
 
-    async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
+    async def leave(self, group_id: str, leavers: Sequence[LeavingMember]) -> list[LeaveResult]:
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
 

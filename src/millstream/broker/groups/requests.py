@@ -155,7 +155,7 @@ class Synced:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaver:
+class LeavingMember:
     """A member that leaves, or that an operator removes (by instance id alone)."""
 
     member_id: str
@@ -164,10 +164,10 @@ class Leaver:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeaveResult:
     """The outcome for one leaver."""
 
-    leaver: Leaver
+    leaver: LeavingMember
     error: MillstreamError | None = None
 
 

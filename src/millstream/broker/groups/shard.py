@@ -47,8 +47,8 @@ from millstream.broker.groups.requests import (
     HeartbeatResult,
     Joined,
     JoinRequest,
-    Leaver,
-    Left,
+    LeaveResult,
+    LeavingMember,
     MemberRef,
     PartitionCommit,
     Synced,
@@ -356,7 +356,7 @@ class GroupShard:
             return [], deferred
         return [], None
 
-    def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
+    def leave(self, group_id: str, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
         """Remove members and rebalance."""
         consumers = self.consumers.get(group_id)
         if consumers is not None:
@@ -364,7 +364,7 @@ class GroupShard:
         group = self._groups.get(group_id)
         if group is None:
             unknown = UnknownMember(f"there is no group {group_id!r}")
-            return [], [Left(leaver, unknown) for leaver in leavers]
+            return [], [LeaveResult(leaver, unknown) for leaver in leavers]
         results = [self._remove_member(group, leaver) for leaver in leavers]
         gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
         records = self._rebalance.rebalance_after_leaving(group, f"{', '.join(gone)} left") if gone else []
@@ -566,7 +566,7 @@ class GroupShard:
             return self._rebalance.prepare(group, "the assignment is too large to be kept")
         return [record]
 
-    def _remove_member(self, group: Group, leaver: Leaver) -> Left:
+    def _remove_member(self, group: Group, leaver: LeavingMember) -> LeaveResult:
         left = UnknownMember(f"the member left group {group.group_id!r}")
         member_id = leaver.member_id
         if not member_id and leaver.instance_id in group.static_members:
@@ -576,9 +576,9 @@ class GroupShard:
             try:
                 group.check_member(member_id, leaver.instance_id)
             except MillstreamError as error:
-                return Left(leaver, error)
+                return LeaveResult(leaver, error)
         self._rebalance.remove(group, member_id, left)
-        return Left(leaver)
+        return LeaveResult(leaver)
 
     def _check_not_shared(self, group_id: str) -> None:
         if self.shares.get(group_id) is not None:

@@ -27,7 +27,7 @@ class PipelineOwner(Protocol):
     """Whether this node runs the pipelines."""
 
     @property
-    def is_mine(self) -> bool:
+    def is_this_node(self) -> bool:
         """Whether this node believes that it runs the pipelines."""
 
     @property
@@ -70,14 +70,14 @@ class ElectedOwner:
         view.listen(self._on_view_change)
 
     @property
-    def is_mine(self) -> bool:
+    def is_this_node(self) -> bool:
         """Whether this node believes that it runs the pipelines."""
         return self._revision is not None and not self._has_resigned
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether another node does."""
-        return not self.is_mine and self._view.pipelines_owner not in (None, self._me)
+        return not self.is_this_node and self._view.pipelines_owner not in (None, self._me)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
@@ -148,7 +148,7 @@ class ElectedOwner:
         self._notify()
 
     def _notify(self) -> None:
-        now = (self.is_mine, self.is_elsewhere)
+        now = (self.is_this_node, self.is_elsewhere)
         if now != self._last_notified:
             self._last_notified = now
             for listener in self._listeners:

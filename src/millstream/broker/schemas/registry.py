@@ -128,7 +128,7 @@ RENDERED_MAX: Final = 256
 _RESERVED: Final = ("__GLOBAL", "__EMPTY")
 
 
-class _Stale(MillstreamError):
+class _SubjectChanged(MillstreamError):
     """The subject has changed while its change was prepared."""
 
 
@@ -402,7 +402,7 @@ class SchemaRegistry:
             )
             try:
                 await self._change(work)
-            except _Stale:
+            except _SubjectChanged:
                 await self.load()
                 continue
             _logger.info("schema registered", extra={"subject": str(subject), "version": version})
@@ -669,7 +669,7 @@ class SchemaRegistry:
 
         def work(transaction: SchemaTransaction) -> None:
             if not transaction.is_unchanged(subject, since):
-                raise _Stale
+                raise _SubjectChanged
             for version in after:
                 transaction.put_version(version)
             if with_settings and subject in self._settings:
@@ -677,7 +677,7 @@ class SchemaRegistry:
 
         try:
             await self._change(work)
-        except _Stale as error:
+        except _SubjectChanged as error:
             await self.load()
             raise SchemaRegistryError(
                 f"subject {str(subject)!r} was changed at the same time; retry", code=RegistryCode.STORE_FAILED
@@ -919,7 +919,7 @@ def _registration(
     def work(transaction: SchemaTransaction) -> None:
         subject = version.subject
         if not transaction.is_unchanged(subject, since):
-            raise _Stale
+            raise _SubjectChanged
         if not version.schema_id:
             stored = transaction.find_schema(subject.context, content)
         else:

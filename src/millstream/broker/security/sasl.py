@@ -178,7 +178,7 @@ class Passwords:
             raise AuthenticationFailed("too many passwords are being checked; try again")
         self._waiting += 1
         try:
-            is_right = await asyncio.get_running_loop().run_in_executor(self._executor, checked.proves, password)
+            is_right = await asyncio.get_running_loop().run_in_executor(self._executor, checked.matches, password)
         finally:
             self._waiting -= 1
         if credential is None or not is_right:
@@ -312,7 +312,7 @@ class Authenticator:
 
     async def _verify_token(self, token_id: str, secret: str) -> Verified:
         chain = await self._passwords.state.find_token(token_id)
-        if not chain or not chain[0].proves(secret):
+        if not chain or not chain[0].matches(secret):
             raise AuthenticationFailed("authentication failed: the token is wrong, expired or revoked")
         ends_ms = min(token.expires_ms for token in chain)
         return Verified(principal=chain[0].owner, expires_at=ends_ms / 1000, tokens=chain)

@@ -37,7 +37,7 @@ class Reader(NamedTuple):
             return topic.name in self.topics
         return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None
 
-    def among(self, there: ClusterMetadata) -> list[TopicMetadata]:
+    def existing_topics(self, there: ClusterMetadata) -> list[TopicMetadata]:
         """Return those of its topics that exist."""
         if self.pattern is None:
             return [there.topics[name] for name in self.topics if name in there.topics]
@@ -91,7 +91,7 @@ class Backlogs:
         has_pattern = any(one.pattern is not None for one in readers)
         named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
         there = await self._client.metadata(named)
-        read = {one: found for one in readers if (found := one.among(there))}
+        read = {one: found for one in readers if (found := one.existing_topics(there))}
         return {name: one.left for name, one in (await self._backlogs_of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:

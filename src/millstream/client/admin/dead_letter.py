@@ -206,7 +206,7 @@ def origin_of(letter: LeasedMessage) -> Origin | None:
         return None
 
 
-class DeadLetterDesk:
+class DeadLetterClient:
     """Works on the letters of one dead letter topic."""
 
     def __init__(self, client: Client, topic: str, worker: str, *, patience_s: float) -> None:
@@ -600,7 +600,7 @@ async def check_no_open_letters(client: Client, topic: str) -> None:
 async def close_letters_of(client: Client, topic: str) -> None:
     """Close every open letter of a topic unread, if it is a dead letter topic."""
     if await _dead_letter_topic(client, topic) is not None:
-        await DeadLetterDesk(client, topic, "close-all", patience_s=RELEASE_S_MAX).open()
+        await DeadLetterClient(client, topic, "close-all", patience_s=RELEASE_S_MAX).open()
         await SubscriptionClient(client).seek(LETTERS_PREFIX + topic, "latest")
 
 
@@ -612,7 +612,7 @@ async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | No
 
 
 Wanted = Callable[["LeasedMessage"], bool]
-Act = Callable[["DeadLetterDesk", "LeasedMessage"], Awaitable[None]]
+Act = Callable[["DeadLetterClient", "LeasedMessage"], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -642,9 +642,9 @@ class Outcome:
     in_progress: int = 0
     """Letters that are processed at the moment; after an interruption they may or may not be closed."""
 
-    def end(self, desk: DeadLetterDesk) -> None:
-        """Record which letters a desk did not reach, and which it held back."""
-        self.held, self.held_back, self.unreachable = desk.held_by_others, desk.held_back, desk.unreachable
+    def end(self, dlq: DeadLetterClient) -> None:
+        """Record which letters a dlq did not reach, and which it held back."""
+        self.held, self.held_back, self.unreachable = dlq.held_by_others, dlq.held_back, dlq.unreachable
 
 
 def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
@@ -667,7 +667,7 @@ def _matcher(condition: str) -> Wanted:
 
 
 async def process_letters(
-    desk: DeadLetterDesk,
+    dlq: DeadLetterClient,
     act: Act | None,
     outcome: Outcome,
     *,
@@ -677,14 +677,14 @@ async def process_letters(
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
     """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
-    await desk.open()
-    async with desk.holding():
-        await _process_letters(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
-    outcome.end(desk)
+    await dlq.open()
+    async with dlq.holding():
+        await _process_letters(dlq, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
+    outcome.end(dlq)
 
 
 async def redrive_letters(
-    desk: DeadLetterDesk,
+    dlq: DeadLetterClient,
     outcome: Outcome,
     *,
     wanted: Wanted | None,
@@ -698,16 +698,16 @@ async def redrive_letters(
     """
     chosen: list[LeasedMessage] = []
 
-    async def choose(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def choose(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         chosen.append(without_content(letter))
 
-    await desk.open()
+    await dlq.open()
     done = 0
-    async with desk.holding():
+    async with dlq.holding():
         while True:
             outcome.done = done
             await _process_letters(
-                desk, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, at_once=ROUND_MAX
+                dlq, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, at_once=ROUND_MAX
             )
             chosen_now = sorted(chosen, key=_origin_key)
             chosen.clear()
@@ -715,22 +715,22 @@ async def redrive_letters(
             for start in range(0, len(chosen_now), BATCH):
                 if outcome.is_stopped:
                     break
-                await _redrive_some(desk, chosen_now[start : start + BATCH], outcome)
+                await _redrive_some(dlq, chosen_now[start : start + BATCH], outcome)
                 on_progress(outcome.done)
             done = outcome.done
             if len(chosen_now) < ROUND_MAX or outcome.is_stopped:
                 break
-        await desk.forget_closed()
-    outcome.end(desk)
-    if desk.not_authorized is not None and not outcome.done:
-        raise desk.not_authorized
+        await dlq.forget_closed()
+    outcome.end(dlq)
+    if dlq.not_authorized is not None and not outcome.done:
+        raise dlq.not_authorized
 
 
-async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
+async def _redrive_some(dlq: DeadLetterClient, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
     outcome.in_progress = len(letters)
-    reasons = await desk.revive(letters)
+    reasons = await dlq.revive(letters)
     done = [letter for letter, reason in zip(letters, reasons, strict=True) if reason is None]
-    outcome.uncertain += await desk.close(done, are_revived=True)
+    outcome.uncertain += await dlq.close(done, are_revived=True)
     outcome.in_progress = 0
     outcome.done += len(done)
     _add(outcome.refused, [reason for reason in reasons if reason is not None])
@@ -738,7 +738,7 @@ async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], 
 
 
 async def survey_letters(
-    desk: DeadLetterDesk,
+    dlq: DeadLetterClient,
     outcome: Outcome,
     *,
     wanted: Wanted | None,
@@ -748,27 +748,27 @@ async def survey_letters(
     """Count what redriving would do, by subscription and by reason; every letter stays open."""
     redrivable: dict[Queue, tuple[range, str]] = {}
 
-    async def count(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def count(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         origin = origin_of(letter)
         if origin is None:
             _add(outcome.refused, [NO_ORIGIN])
             return
         queue = origin.queue
         if queue not in redrivable:
-            redrivable[queue] = await desk.redrivable_in(queue)
+            redrivable[queue] = await dlq.redrivable_in(queue)
         offsets, reason = redrivable[queue]
         if origin.letter.offset in offsets:
             _add(outcome.revived, [queue.subscription])
         else:
             _add(outcome.refused, [reason])
 
-    await desk.open()
-    async with desk.holding():
+    await dlq.open()
+    async with dlq.holding():
         await _process_letters(
-            desk, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
+            dlq, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
         )
     outcome.done = sum(outcome.revived.values())
-    outcome.end(desk)
+    outcome.end(dlq)
 
 
 def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
@@ -785,7 +785,7 @@ def _add(counts: dict[str, int], found: Iterable[str]) -> None:
 
 
 async def _process_letters(
-    desk: DeadLetterDesk,
+    dlq: DeadLetterClient,
     act: Act | None,
     outcome: Outcome,
     *,
@@ -810,7 +810,7 @@ async def _process_letters(
             return 0
         return BATCH if wanted is not None and left > 0 else left
 
-    async for letters in desk.letters(missing):
+    async for letters in dlq.letters(missing):
         outcome.has_begun = True
         closing: list[LeasedMessage] = []
         for letter in letters:
@@ -824,9 +824,9 @@ async def _process_letters(
                 closing.append(letter)
                 continue
             outcome.in_progress = 0 if keep else 1
-            await act(desk, letter)
+            await act(dlq, letter)
             if not keep:
-                outcome.uncertain += await desk.close([letter])
+                outcome.uncertain += await dlq.close([letter])
             outcome.in_progress = 0
             outcome.done += 1
             outcome.selected += 1
@@ -835,14 +835,14 @@ async def _process_letters(
                 skipped.append(without_content(letter))
         if closing:
             outcome.in_progress = len(closing)
-            outcome.uncertain += await desk.close(closing)
+            outcome.uncertain += await dlq.close(closing)
             outcome.in_progress = 0
             outcome.done += len(closing)
             outcome.selected += len(closing)
         if outcome.is_stopped:
             return
         if len(skipped) > SKIPPED_MAX:
-            await desk.skip(skipped)
+            await dlq.skip(skipped)
             skipped.clear()
         if not keep or is_survey:
             on_progress(outcome.done)

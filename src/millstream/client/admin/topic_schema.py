@@ -74,7 +74,7 @@ class _Value(msgspec.Struct, frozen=True, rename="camel"):
     deleted: bool = False
 
 
-class _Kept(NamedTuple):
+class _TopicContents(NamedTuple):
     """The contents of a topic, read to its end."""
 
     schemas: list[_Value]
@@ -194,7 +194,7 @@ async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
     return found
 
 
-def _fold(records: Mapping[str, bytes | None]) -> _Kept:
+def _fold(records: Mapping[str, bytes | None]) -> _TopicContents:
     schemas: dict[tuple[str, int], _Value] = {}
     configs: dict[str, dict[str, Any]] = {}
     modes: dict[str, str] = {}
@@ -218,7 +218,7 @@ def _fold(records: Mapping[str, bytes | None]) -> _Kept:
                 modes[key.get("subject") or ""] = json.loads(value)["mode"]
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"the topic is not that of a schema registry: {error}") from error
-    return _Kept(list(schemas.values()), configs, modes)
+    return _TopicContents(list(schemas.values()), configs, modes)
 
 
 def _place(subject: str, context: str) -> QualifiedSubject:

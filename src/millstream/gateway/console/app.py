@@ -24,7 +24,7 @@ from millstream.gateway.api.event_stream import send_events
 from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.services import Services
-from millstream.gateway.callers import Callers, Shown
+from millstream.gateway.callers import CallerCredentials, Callers
 from millstream.gateway.console.forms import OUTCOME, show_again
 from millstream.gateway.console.history import History, Recent
 from millstream.gateway.console.render import environment, render, static_file
@@ -236,7 +236,7 @@ class ConsoleApp:
         host = exchange.headers.get(b"host", b"").decode("ascii", "replace")
         return f"{'https' if self._is_tls else 'http'}://{host}"
 
-    def _credential_of(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
+    def _credential_of(self, exchange: _Exchange, signed_in: SignedIn) -> CallerCredentials:
         host = host_of(exchange.scope)
         return signed_in.shown(host) or self._callers_required().read(exchange.scope["headers"], host)
 

@@ -141,12 +141,12 @@ class Recent:
     ) -> None:
         self._clock = clock
         self._used = used
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _CachedResponse] = OrderedDict()
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
         """Return the cached response for a session and a page, or ask; concurrent requests wait for one response."""
         now = self._clock()
-        kept = self._kept.setdefault(key, _Kept())
+        kept = self._kept.setdefault(key, _CachedResponse())
         kept.asked_at = now
         self._kept.move_to_end(key)
         for old in [one for one, known in self._kept.items() if known.asked_at < now - RECENT_S]:
@@ -168,7 +168,7 @@ class Recent:
             kept.until = 0.0
 
 
-class _Kept:
+class _CachedResponse:
     """One response; `until` says for how long it is shown."""
 
     __slots__ = ("asked_at", "lock", "until", "value")

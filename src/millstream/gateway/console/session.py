@@ -27,7 +27,7 @@ import httpx
 from millstream.gateway.api.dispatch import host_of
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.services import Services
-from millstream.gateway.callers import Callers, Shown
+from millstream.gateway.callers import CallerCredentials, Callers
 from millstream.gateway.console.visit import PREFIX, ConsoleSettings
 from millstream.gateway.origin_check import is_foreign
 from millstream.protocol.private.security_messages import BASIC, BEARER, SESSION
@@ -71,9 +71,9 @@ class SignedIn:
         """Return whether a form carries the token of this browser."""
         return bool(self.cookie or self.form_key) and hmac.compare_digest(token.encode(), self.csrf.encode())
 
-    def shown(self, host: str) -> Shown | None:
+    def shown(self, host: str) -> CallerCredentials | None:
         """Return the session as a credential."""
-        return Shown(SESSION, "", self.cookie, host) if self.cookie else None
+        return CallerCredentials(SESSION, "", self.cookie, host) if self.cookie else None
 
 
 class Sessions:
@@ -219,9 +219,9 @@ class Sessions:
             # The user may have an older session, which the login form does not know.
             self._check_form(form, SignedIn(form_key=signed_in.form_key))
             if token:
-                shown = Shown(BEARER, "", token, host)
+                shown = CallerCredentials(BEARER, "", token, host)
             elif user and secret and "\0" not in user + secret:
-                shown = Shown(BASIC, user, secret, host)
+                shown = CallerCredentials(BASIC, user, secret, host)
             else:
                 raise Refused(HTTPStatus.UNAUTHORIZED, "give a user and a password, or a token")
             cookie = await self._open(shown)
@@ -239,7 +239,7 @@ class Sessions:
             return
         await app.redirect(exchange, to or PREFIX, [cookie])
 
-    async def _open(self, shown: Shown) -> tuple[bytes, bytes]:
+    async def _open(self, shown: CallerCredentials) -> tuple[bytes, bytes]:
         if self._callers is None:
             raise Refused(HTTPStatus.NOT_FOUND, "this node does not authenticate clients")
         opened = await self._callers.open_session(shown, self._settings.session_s)
@@ -308,7 +308,7 @@ class Sessions:
         for token in (tokens.get("access_token", ""), tokens.get("id_token", "")):
             if cookie is None and isinstance(token, str) and token.count(".") == 2:
                 try:
-                    cookie = await self._open(Shown(BEARER, "", token, host))
+                    cookie = await self._open(CallerCredentials(BEARER, "", token, host))
                 except Refused as error:
                     refused = error
         if cookie is None:

@@ -124,7 +124,7 @@ class Endpoint:
         return "failing" if self._failures else "up"
 
     @property
-    def is_to_blame(self) -> bool:
+    def is_at_fault(self) -> bool:
         """Whether so many different messages have failed that none of them can be the cause."""
         return self.is_down and len(self._failed) >= BLAMED_AFTER
 

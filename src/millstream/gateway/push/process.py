@@ -70,7 +70,7 @@ class Reports(msgspec.Struct, frozen=True):
     reports: list[PushReport]
 
 
-class Line:
+class BrokerConnections:
     """The connections to this node."""
 
     def __init__(self, address: str) -> None:
@@ -108,7 +108,7 @@ class PushProcess:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._line = Line(options.kafka)
+        self._line = BrokerConnections(options.kafka)
         self._client = Client.connect(options.kafka, client_id="push", timeout_s=RESPONSE_S)
         self._trust = trusted()
         self._pushers: dict[str, Pusher] = {}
@@ -137,7 +137,7 @@ class PushProcess:
         if self._running:
             await asyncio.wait(self._running, timeout=DRAIN_S)
         for pusher in self._running.values():
-            pusher.hurry()
+            pusher.return_unfinished()
         if self._running:
             await asyncio.wait(self._running, timeout=GIVE_BACK_S)
         await self._line.close()

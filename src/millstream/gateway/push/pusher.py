@@ -223,7 +223,7 @@ class Pusher:
         self._stopping.set()
         self._changed.set()
 
-    def hurry(self) -> None:
+    def return_unfinished(self) -> None:
         """Return messages that have not finished."""
         for task in self._in_flight:
             task.cancel()
@@ -405,7 +405,7 @@ class Pusher:
         if declared.delivery == AT_MOST_ONCE:
             # The message was finished when it was delivered.
             return
-        if response.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
+        if response.verdict in _OF_ENDPOINT and endpoint.is_at_fault:
             # Delayed, so that another message is tried first.
             rest_ms = int(2000 * endpoint.rest_left(self._now))
             await self._settler.settle(

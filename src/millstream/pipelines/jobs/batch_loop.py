@@ -50,9 +50,9 @@ from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import (
     BROKERS,
-    ByTime,
     ReadOptions,
     SourceOffsets,
+    StartingTimestamp,
     WriteOptions,
     read_options,
 )
@@ -226,7 +226,7 @@ class BatchLoop:
         if window is None:
             return offsets
         time_ms = window.until_ms if is_end else window.since_ms
-        found = survey.resolve(ByTime(time_ms, or_latest=True), partitions, "starting")
+        found = survey.resolve(StartingTimestamp(time_ms, or_latest=True), partitions, "starting")
         choose = min if is_end else max
         return {
             topic: {number: choose(offset, found[topic][number]) for number, offset in numbers.items()}
@@ -385,11 +385,11 @@ def small_batch_slot() -> Iterator[None]:
     A message of a topic is often work for many pipelines at once. If all run at once, all finish as late as the last
     one; one after the other, they finish in half that time on average.
     """
-    is_mine = _here.acquire(timeout=TURN_S_MAX)
+    is_acquired = _here.acquire(timeout=TURN_S_MAX)
     try:
         yield
     finally:
-        if is_mine:
+        if is_acquired:
             _here.release()
 
 

@@ -45,7 +45,7 @@ Pin = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class RunContext:
     """What the driver provides to a run."""
 
     spark: SparkSession
@@ -79,7 +79,7 @@ class _Written:
 class JobApi:
     """The second argument of `run`."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: RunContext) -> None:
         self._around = around
         self._pin: Pin = around.pin or {"batch": around.run, "topics": {}}
         self._written = _Written()

@@ -28,7 +28,7 @@ from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_
 from millstream.pipelines.source.landed_history import landings, read_landed
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
-from millstream.pipelines.source.options import BROKERS, ByTime, SourceOffsets, WriteOptions, read_options
+from millstream.pipelines.source.options import BROKERS, SourceOffsets, StartingTimestamp, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_between
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import RowFilter, read_range
@@ -195,7 +195,7 @@ class Replay:
             earliest, end = survey.earliest(partitions), survey.latest(partitions)
             since = earliest
             if order.since_ms is not None:
-                since = survey.resolve(ByTime(order.since_ms, or_latest=True), partitions, "starting")
+                since = survey.resolve(StartingTimestamp(order.since_ms, or_latest=True), partitions, "starting")
             first = {
                 order.topic: {n: max(offset, earliest[order.topic][n]) for n, offset in since[order.topic].items()}
             }

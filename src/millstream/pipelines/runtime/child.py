@@ -33,7 +33,13 @@ from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownGroup, UnknownPipeline
 from millstream.core.pipeline import GROUP_PREFIX, Pipeline, PipelineKind
 from millstream.core.scratch import REMOVE_S_MAX, remove_left_behind
-from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.driver_messages import (
+    DRIVER_CLIENT,
+    AssignedPipeline,
+    DriverCommand,
+    DriverEvent,
+    Options,
+)
 from millstream.pipelines.runtime.spark_session import DIED, missing_packages
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import child_environment
@@ -174,7 +180,7 @@ class PipelineChild(SupervisedChild):
 
     @property
     def _is_called_for(self) -> bool:
-        return bool(self._due) and self._owner.is_mine and not self._idle_reason and not self._stopping.is_set()
+        return bool(self._due) and self._owner.is_this_node and not self._idle_reason and not self._stopping.is_set()
 
     async def _wait_until_needed(self) -> None:
         while not self._is_called_for and not self._stopping.is_set():
@@ -286,8 +292,8 @@ class PipelineChild(SupervisedChild):
             self._is_dismissed = True
             process.stdin.close()
 
-    def _wanted_of(self, pipeline: Pipeline) -> Wanted:
-        return Wanted(
+    def _wanted_of(self, pipeline: Pipeline) -> AssignedPipeline:
+        return AssignedPipeline(
             pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._driver_reports.is_suspect(pipeline.name)
         )
 
@@ -340,7 +346,7 @@ class PipelineChild(SupervisedChild):
         # Pipelines that run users' code have their own drivers: see `jobs_child.py`.
         declared = [one for one in declared if not one.has_own_driver]
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
-        if self._owner.is_mine:
+        if self._owner.is_this_node:
             due = [one for one in due if not self._is_refused(one)]
         # Missing packages may have been installed since; this is only checked when there is something to run.
         self._idle_reason = self._missing() if due else ""
@@ -354,7 +360,7 @@ class PipelineChild(SupervisedChild):
 
     @property
     def _reports_here(self) -> bool:
-        return self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
+        return self._owner.is_this_node or (bool(self._idle_reason) and not self._owner.is_elsewhere)
 
     def _measured(self) -> list[Pipeline]:
         """Return the pipelines whose lag this node reports, stopped and parked ones included."""

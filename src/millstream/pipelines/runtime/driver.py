@@ -27,8 +27,14 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JOBS, JobContext, JobKind, LazyJobKind
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
-from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
-from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
+from millstream.pipelines.runtime.driver_messages import (
+    DRIVER_CLIENT,
+    AssignedPipeline,
+    DriverCommand,
+    DriverEvent,
+    Options,
+)
+from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, DriverContext, HeldClaim, Runner
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
 from millstream.pipelines.source.access import NO_ACCESS, Access, TokenFiles, connection_access
 from millstream.pipelines.source.link import Link
@@ -192,7 +198,7 @@ class Driver:
         watch = Watch(self._runners, self._activity, self._request_replacement, look_s=look_s, cancel_s=cancel_s)
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
-    def declare(self, wanted: list[Wanted]) -> None:
+    def declare(self, wanted: list[AssignedPipeline]) -> None:
         """Run exactly these pipelines from now on."""
         by_name = {one.pipeline.name: one for one in wanted}
         for name in [name for name in self._running if name not in by_name]:
@@ -218,7 +224,7 @@ class Driver:
         for thread in (*(running.thread for running in self._ending.values()), self._reporter):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start_pipeline(self, one: Wanted) -> None:
+    def _start_pipeline(self, one: AssignedPipeline) -> None:
         name = one.pipeline.name
         if one.is_suspect:
             self._turns.suspect(name)
@@ -233,9 +239,9 @@ class Driver:
         self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
         self._ending[name] = running
 
-    def _surroundings(self, pipeline: Pipeline) -> Surroundings:
+    def _surroundings(self, pipeline: Pipeline) -> DriverContext:
         name = pipeline.name
-        return Surroundings(
+        return DriverContext(
             make=self._jobs[pipeline.kind],
             context=self._context,
             claim=self._claim,
@@ -305,7 +311,7 @@ class Driver:
             self._over.wait(self._report_s)
 
 
-def _is_another(running: _Running, one: Wanted) -> bool:
+def _is_another(running: _Running, one: AssignedPipeline) -> bool:
     """Whether a pipeline was deleted and declared again under its name, or has to be retried."""
     return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
 

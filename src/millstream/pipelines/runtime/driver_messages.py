@@ -59,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(options, spark=spark)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class AssignedPipeline(msgspec.Struct, frozen=True):
     pipeline: Pipeline
     attempt: int = 0
     """A changed number restarts a parked pipeline."""
@@ -70,7 +70,7 @@ class Wanted(msgspec.Struct, frozen=True):
 class DriverCommand(msgspec.Struct, frozen=True):
     """A line from the broker: every pipeline to run."""
 
-    wanted: list[Wanted]
+    wanted: list[AssignedPipeline]
 
 
 class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,12 +32,12 @@ from millstream.pipelines.runtime.driver_messages import (
     LAG,
     LOST,
     ROWS_READ,
+    AssignedPipeline,
     DriverEvent,
     JobEvent,
     JobOrder,
     Options,
     Pipes,
-    Wanted,
 )
 from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -84,7 +84,7 @@ def _raise_oom_score() -> None:
 
 def run(order: JobOrder, pipes: Pipes) -> None:
     """Make one attempt; return when it has succeeded, raise when it has failed."""
-    from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
+    from millstream.pipelines.jobs.own_job import JobApi, RunContext, load_code, queries_of
     from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
     from millstream.pipelines.runtime.spark_session import open_session
     from millstream.pipelines.source.link import Link
@@ -113,7 +113,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     if order.kind is not PipelineKind.JOB:
         _run_pipeline(pipeline, order, pipes, _Resources(spark, link, access))
     api = JobApi(
-        Surroundings(
+        RunContext(
             spark=spark,
             link=link,
             brokers=order.kafka,
@@ -181,7 +181,7 @@ def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Re
     )
     driver = Driver(options, around.spark, take, claim, access=around.access)
     pipes.send(JobEvent(started=True))
-    driver.declare([Wanted(pipeline)])
+    driver.declare([AssignedPipeline(pipeline)])
     raise PipelineParked(parked.get())
 
 

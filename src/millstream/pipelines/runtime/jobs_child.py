@@ -200,7 +200,7 @@ class JobsChild:
 
     def changed(self) -> None:
         """Publish the state of the jobs."""
-        is_here = self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
+        is_here = self._owner.is_this_node or (bool(self._idle_reason) and not self._owner.is_elsewhere)
         reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
         known = {report.name for report in reports}
         waiting = [one for one in self._due() if one.name not in known] if is_here and self._idle_reason else []
@@ -222,7 +222,7 @@ class JobsChild:
         self._idle_reason = self._missing() if due else ""
         if due and not self._idle_reason:
             self._owner.become_candidate()
-        if not self._owner.is_mine or self._idle_reason:
+        if not self._owner.is_this_node or self._idle_reason:
             wanted: dict[UUID, Pipeline] = {}
         else:
             wanted = due
@@ -230,7 +230,7 @@ class JobsChild:
         for key, job in self._jobs.items():
             if key in wanted:
                 job.change(wanted[key])
-            elif self._owner.is_mine and not self._idle_reason:
+            elif self._owner.is_this_node and not self._idle_reason:
                 # It is no longer wanted.
                 job.stop()
             else:

@@ -166,7 +166,7 @@ class HeldClaim(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class DriverContext:
     """What the driver provides to a runner."""
 
     make: JobKind
@@ -194,7 +194,7 @@ class Surroundings:
 class Runner:
     """Runs one pipeline until `stop`, or until it is parked."""
 
-    def __init__(self, pipeline: Pipeline, around: Surroundings, *, node: int = -1) -> None:
+    def __init__(self, pipeline: Pipeline, around: DriverContext, *, node: int = -1) -> None:
         self._around = around
         self._node = node
         self._tally = Tally()

@@ -117,7 +117,7 @@ JAVA_S: Final = 120.0
 """How long Java may take to report its activity; it does so at once unless it hangs as a whole."""
 
 
-class Working(Protocol):
+class WatchedPipeline(Protocol):
     """A pipeline, as the watch sees it."""
 
     @property
@@ -140,7 +140,7 @@ class Working(Protocol):
         """Cancel its work."""
 
 
-class _Seen:
+class _Observation:
     """The last observations of one pipeline."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Watch:
 
     def __init__(
         self,
-        working: Callable[[], Iterable[Working]],
+        working: Callable[[], Iterable[WatchedPipeline]],
         activity: Callable[[], Activity],
         replace: Callable[[str, str], None],
         *,
@@ -174,7 +174,7 @@ class Watch:
         self._java_s = java_s
         self._clock = clock
         self._looked = clock()
-        self._seen: dict[Working, _Seen] = {}
+        self._seen: dict[WatchedPipeline, _Observation] = {}
         self._known = Activity()
         self._response: Future[Activity] | None = None
         # A hung Java process must not block the thread that has to detect it.
@@ -194,7 +194,7 @@ class Watch:
         # A process or machine that was suspended has not hung for that long.
         passed_s = min(now - self._looked, 2 * self._look_s)
         self._looked = now
-        self._seen = {one: self._seen.get(one, _Seen()) for one in self._working()}
+        self._seen = {one: self._seen.get(one, _Observation()) for one in self._working()}
         if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
             self._refresh_activity(passed_s)
             self._check_orphans(passed_s)
@@ -219,7 +219,7 @@ class Watch:
         self._response = None
         self._silent_s = 0.0
 
-    def _check_progress(self, one: Working, seen: _Seen, passed_s: float) -> None:
+    def _check_progress(self, one: WatchedPipeline, seen: _Observation, passed_s: float) -> None:
         progress = one.progress
         now = (progress.signs, self._known.seen.get(one.name))
         if not progress.is_working or now != (seen.signs, seen.spark):

@@ -21,8 +21,8 @@ from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.link import Link
-from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, nothing_since
-from millstream.pipelines.source.options import ByTime, FromLake, Offsets, Position, ReadOptions, Timestamps
+from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, no_messages_since_error
+from millstream.pipelines.source.options import FromLake, Offsets, Position, ReadOptions, StartingTimestamp, Timestamps
 from millstream.pipelines.source.ranges import Range, Table
 from millstream.pipelines.source.rows import shaped
 from millstream.pipelines.source.shape import Shape
@@ -31,7 +31,7 @@ from millstream.protocol.private.pipeline_messages import LIST_KEY
 _LAKE_NAMES = {"timestampType": "timestamp_type"}
 
 
-class Taken(NamedTuple):
+class LandedParts(NamedTuple):
     """The parts of ranges that tables have, and where the log continues."""
 
     ranges: list[Range]
@@ -50,14 +50,14 @@ class LandedHistory:
         """Return the start offsets including landed messages: never later than in the log alone."""
         position = self._options.starting
         lowered = self._lower(start, there, position)
-        if isinstance(position, ByTime | Timestamps) and not position.or_latest:
+        if isinstance(position, StartingTimestamp | Timestamps) and not position.or_latest:
             self._check_some(start, lowered)
         return lowered
 
     def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
         """Return the end offsets: for a time before the log start, the table knows the offset."""
         position = self._options.ending
-        return self._lower(end, there, position) if isinstance(position, ByTime | Timestamps) else end
+        return self._lower(end, there, position) if isinstance(position, StartingTimestamp | Timestamps) else end
 
     def _lower(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
         first = self._survey.earliest(there)
@@ -83,9 +83,9 @@ class LandedHistory:
             for number, offset in offsets.items():
                 time_ms = _time_ms(self._options.starting, topic, number)
                 if offset == start[topic][number] == ends[topic][number] and time_ms is not None:
-                    raise nothing_since(topic, number, time_ms)
+                    raise no_messages_since_error(topic, number, time_ms)
 
-    def taken(self, starts: Offsets, ends: Offsets) -> Taken:
+    def taken(self, starts: Offsets, ends: Offsets) -> LandedParts:
         """Take the messages before the log start from the tables that have them."""
         first = self._survey.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
@@ -103,7 +103,7 @@ class LandedHistory:
                 if reached > offsets[number]:
                     ranges.append(Range(topic, number, offsets[number], reached, table))
                     left[topic][number] = reached
-        return Taken(ranges, left)
+        return LandedParts(ranges, left)
 
     # -- internals ------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
 
 
 def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
-    if isinstance(position, ByTime):
+    if isinstance(position, StartingTimestamp):
         return position.timestamp_ms
     return position.times_ms[topic][number] if isinstance(position, Timestamps) else None
 

@@ -14,13 +14,13 @@ from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import (
     OFFSET_EARLIEST,
     OFFSET_LATEST,
-    ByTime,
     End,
     FromLake,
     Named,
     Offsets,
     Position,
     ReadOptions,
+    StartingTimestamp,
     Timestamps,
 )
 from millstream.protocol.wire.error_codes import error_from_code
@@ -76,7 +76,7 @@ class OffsetResolver:
             return self.earliest(partitions)
         if isinstance(position, End):
             return self._look_up({topic: dict.fromkeys(ns, position.offset) for topic, ns in partitions.items()})
-        if isinstance(position, ByTime):
+        if isinstance(position, StartingTimestamp):
             times = {topic: dict.fromkeys(ns, position.timestamp_ms) for topic, ns in partitions.items()}
             return self._look_up(times, or_latest=position.or_latest)
         if isinstance(position, Timestamps):
@@ -172,7 +172,7 @@ class OffsetResolver:
         firsts = await self._list(topic, dict.fromkeys(ends, OFFSET_EARLIEST)) if self._options.reaches_lake else {}
         for number, end in ends.items():
             if number not in firsts or firsts[number].offset < end.offset:
-                raise nothing_since(topic, number, times_ms[number])
+                raise no_messages_since_error(topic, number, times_ms[number])
 
     async def _list(
         self, topic: str, times_ms: Mapping[int, int], isolation: int | None = None
@@ -211,7 +211,7 @@ def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchedPartition]]
     return len(found) < partitions or any(one.records for one in found.values())
 
 
-def nothing_since(topic: str, number: int, time_ms: int) -> InvalidSetting:
+def no_messages_since_error(topic: str, number: int, time_ms: int) -> InvalidSetting:
     """Describe a partition without messages since a time."""
     return InvalidSetting(
         f"{topic}-{number} has no record of {time_ms} ms or later; give an earlier time, or set "

@@ -38,7 +38,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class ByTime:
+class StartingTimestamp:
     """The first record of every partition since a time."""
 
     timestamp_ms: int
@@ -65,7 +65,7 @@ class FromLake:
     """The first message in the log or the landed table."""
 
 
-Position = End | ByTime | Timestamps | Named | FromLake
+Position = End | StartingTimestamp | Timestamps | Named | FromLake
 
 EARLIEST: Final = End(OFFSET_EARLIEST)
 LATEST: Final = End(OFFSET_LATEST)
@@ -274,7 +274,7 @@ class ReadOptions:
         if isinstance(self.starting, FromLake):
             return True
         is_plain = not self.filter and not self.ranges and self.value_format != BY_SCHEMA
-        return isinstance(self.starting, ByTime | Timestamps) and is_plain
+        return isinstance(self.starting, StartingTimestamp | Timestamps) and is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
 
     Without an access, the credentials come from the options and the environment.
     """
-    found = _Given(_with_defaults(given), _READ, "read")
+    found = _GivenOptions(_with_defaults(given), _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
     options = ReadOptions(
@@ -370,7 +370,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
     return options
 
 
-def _value_format(found: _Given) -> str:
+def _value_format(found: _GivenOptions) -> str:
     given = found.choice("valueFormat", ("bytes", "string", "json"))
     if found.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
         return given or "bytes"
@@ -391,7 +391,7 @@ def refuse_ending(given: Mapping[str, str]) -> None:
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Validate the options of a writer."""
-    found = _Given(_with_defaults(given), _WRITE, "write")
+    found = _GivenOptions(_with_defaults(given), _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
         raise InvalidSetting("the options txnAppId and txnVersion go together: give both or neither")
@@ -428,7 +428,7 @@ def _with_defaults(given: Mapping[str, str]) -> Mapping[str, str]:
     return {**{name: value for name, value in json.loads(text).items() if name.lower() not in named}, **given}
 
 
-def _source(found: _Given) -> SourceOffsets | None:
+def _source(found: _GivenOptions) -> SourceOffsets | None:
     group, text = found.text("sourceGroup"), found.text("sourceOffsets")
     member, generation = found.text("sourceMember"), found.maybe_number("sourceGeneration", minimum=0)
     if (group is None) != (text is None) or (member is None) != (generation is None):
@@ -445,7 +445,7 @@ def _source(found: _Given) -> SourceOffsets | None:
     return SourceOffsets(group, offsets, GroupMember(member or "", -1 if generation is None else generation))
 
 
-class _Given:
+class _GivenOptions:
     """The given options; names are case-insensitive."""
 
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
@@ -525,7 +525,7 @@ class _Topics:
     assign: Mapping[str, tuple[int, ...]] | None = None
 
 
-def _topics(found: _Given) -> _Topics:
+def _topics(found: _GivenOptions) -> _Topics:
     names = ("subscribe", "subscribePattern", "assign")
     given = [name for name in names if found.text(name) is not None]
     path = found.text("path")
@@ -572,7 +572,7 @@ def _partition(number: object) -> int:
     return number
 
 
-def _position(found: _Given, side: str) -> Position | None:
+def _position(found: _GivenOptions, side: str) -> Position | None:
     """Return the start or end: the most general option wins, in Spark's order."""
     stamp = found.maybe_number(f"{side}Timestamp", minimum=0)
     by_time = found.text(f"{side}OffsetsByTimestamp")
@@ -581,7 +581,7 @@ def _position(found: _Given, side: str) -> Position | None:
     if side == "ending":
         strategy = "latest"
     if stamp is not None:
-        return ByTime(stamp, or_latest=strategy == "latest")
+        return StartingTimestamp(stamp, or_latest=strategy == "latest")
     if by_time is not None:
         return Timestamps(parse_times(f"{side}OffsetsByTimestamp", by_time), or_latest=strategy == "latest")
     if offsets is None:

@@ -33,7 +33,7 @@ from millstream.core.errors import LostData, MillstreamError
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import EARLIEST, LATEST, ByTime, Named, Offsets, ReadOptions
+from millstream.pipelines.source.options import EARLIEST, LATEST, Named, Offsets, ReadOptions, StartingTimestamp
 from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape
@@ -171,7 +171,7 @@ class TopicReader(DataSourceReader):
         is_named = bool(landed) or isinstance(options.starting, Named)
         start = check_start(survey, start, there, options, named=is_named, end=end)
         if bounds.from_ms is not None:
-            young = survey.resolve(ByTime(bounds.from_ms, or_latest=True), there, "starting")
+            young = survey.resolve(StartingTimestamp(bounds.from_ms, or_latest=True), there, "starting")
             start = {
                 topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
                 for topic, offsets in start.items()

@@ -229,7 +229,7 @@ def encode_values(link: Link, subject: str, batch: pa.RecordBatch) -> pa.RecordB
 # -- columns ------------------------------------------------------------------------------------------------
 
 
-class Misfit(MillstreamError):
+class ValueMismatch(MillstreamError):
     """A value does not fit its column."""
 
 
@@ -240,15 +240,15 @@ def columns_of(read: ReadPayloads, fields: pa.Schema) -> pa.StructArray:
     for at, row in enumerate(read.rows):
         try:
             rows.append(fit(row) if row else {})
-        except Misfit as misfit:
+        except ValueMismatch as misfit:
             rows.append({})
             read.reasons[at] = read.reasons[at] or str(misfit)
     return pa.array(rows, pa.struct(list(fields)))
 
 
-def _refuse(value: Any, kind: pa.DataType, path: str) -> Misfit:
+def _refuse(value: Any, kind: pa.DataType, path: str) -> ValueMismatch:
     shown = to_json(value).decode(errors="replace")
-    return Misfit(f"{path}: {shown[:_SHOWN_MAX]} does not fit the column's type {kind}")
+    return ValueMismatch(f"{path}: {shown[:_SHOWN_MAX]} does not fit the column's type {kind}")
 
 
 def _fitter(kind: pa.DataType, path: str) -> Convert:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from millstream.protocol.filter.value import INT64_MAX, NUMBERS, boolean, double, finite, text_of, whole
+from millstream.protocol.filter.value import INT64_MAX, NUMBERS, boolean, double, finite, parse_integer, text_of
 
 SCALARS = frozenset({str, int, float, bool})
 Truth = bool | None
@@ -24,7 +24,7 @@ COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-FROM_TEXT: dict[type, Callable[[str], Any]] = {int: whole, float: double, bool: boolean}
+FROM_TEXT: dict[type, Callable[[str], Any]] = {int: parse_integer, float: double, bool: boolean}
 
 
 def aligned(left: Any, right: Any) -> tuple[Any, Any] | None:

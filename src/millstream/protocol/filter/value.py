@@ -86,8 +86,8 @@ def _simple(parts: list[_Part]) -> Matches | None:
     if any(part.plain is None for part in parts):
         return None
     match [part.plain for part in parts]:
-        case [whole]:
-            return methodcaller("__eq__", whole)
+        case [text]:
+            return methodcaller("__eq__", text)
         case [prefix, ""]:
             return methodcaller("startswith", prefix)
         case ["", suffix]:
@@ -135,7 +135,7 @@ _MICROSECOND = timedelta(microseconds=1)
 _SECOND_US = 1_000_000
 
 
-def whole(text: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """Convert text to a 64-bit integer."""
     text = text.strip(_BLANKS)
     if not _WHOLE.fullmatch(text):
@@ -220,7 +220,7 @@ def _within(value: int, largest: int) -> int | None:
 
 def as_bigint(value: object) -> int | None:
     if isinstance(value, str):
-        return whole(value)
+        return parse_integer(value)
     return _within(int(value), INT64_MAX) if isinstance(value, int | float) else None
 
 

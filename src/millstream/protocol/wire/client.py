@@ -330,7 +330,7 @@ class Client:
 
         async def attempt() -> FetchedPartition:
             leader = await self._find_leader(topic, partition)
-            return fetch.only(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+            return fetch.single_partition(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
         return await self._retrying(attempt)
 

@@ -38,15 +38,15 @@ Exchange = Generator[bytes, bytes, None]
 CheckPeer = Callable[[ssl.SSLObject | None], None]
 
 
-class Spelled(NamedTuple):
+class OptionNames(NamedTuple):
     """What the options for TLS and for an identity are called, for errors that ask for them."""
 
     tls: str
     identity: str
 
 
-CLI_SPELLED: Final = Spelled("--tls-ca", "--user, --token-file")
-SDK_SPELLED: Final = Spelled("tls=", "user= and password=, or token=")
+CLI_SPELLED: Final = OptionNames("--tls-ca", "--user, --token-file")
+SDK_SPELLED: Final = OptionNames("tls=", "user= and password=, or token=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Credentials:
     check_peer: CheckPeer | None = field(default=None, repr=False)
     """Verifies the peer's certificate, where it is not checked against the host name."""
 
-    spelled: Spelled = CLI_SPELLED
+    spelled: OptionNames = CLI_SPELLED
     exported: Mapping[str, str] | None = field(default=None, repr=False)
     """What a child process needs to build the same credentials; None if it gets none."""
 

@@ -149,7 +149,7 @@ def _read_partition(
     return index, FetchedPartition(records, high_watermark, log_start, last_stable, tuple(aborted))
 
 
-def only(
+def single_partition(
     responses: Mapping[TopicPartition, FetchedPartition | MillstreamError], partition: TopicPartition
 ) -> FetchedPartition:
     """Return the result for the one requested partition, or raise its error."""

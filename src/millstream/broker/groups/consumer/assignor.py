@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from uuid import UUID
 
 from millstream.broker.groups.consumer.group import Choice
-from millstream.broker.groups.consumer.member import NOTHING, Assignment, ConsumerMember, nothing, size_of
+from millstream.broker.groups.consumer.member import NOTHING, Assignment, ConsumerMember, empty_assignment, size_of
 from millstream.broker.groups.consumer.records import Resolved
 from millstream.core.topic import Topic
 
@@ -83,7 +83,7 @@ class MemberSubscription:
     member_id: str
     instance_id: str | None = None
     topics: frozenset[UUID]
-    previous: Assignment = field(default_factory=nothing)
+    previous: Assignment = field(default_factory=empty_assignment)
 
 
 Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assignment]]

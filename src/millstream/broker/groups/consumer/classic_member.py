@@ -47,7 +47,15 @@ from millstream.broker.groups.consumer.records import (
 )
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group, Member
 from millstream.broker.groups.records import group_record, group_tombstone
-from millstream.broker.groups.requests import Joined, JoinRequest, Leaver, Left, MemberRef, Synced, SyncRequest
+from millstream.broker.groups.requests import (
+    Joined,
+    JoinRequest,
+    LeaveResult,
+    LeavingMember,
+    MemberRef,
+    Synced,
+    SyncRequest,
+)
 from millstream.core.errors import (
     IllegalGeneration,
     InconsistentProtocol,
@@ -333,17 +341,17 @@ class ClassicMembers:
             return [], self._refuse_until_rejoined(group, member)
         return [], None
 
-    def leave(self, group: ConsumerGroup, leavers: list[Leaver]) -> Outcome[list[Left]]:
+    def leave(self, group: ConsumerGroup, leavers: list[LeavingMember]) -> Outcome[list[LeaveResult]]:
         going: dict[str, ConsumerMember] = {}
         results = []
         for leaver in leavers:
             try:
                 member = _find_leaving(group, leaver)
             except MillstreamError as error:
-                results.append(Left(leaver, error))
+                results.append(LeaveResult(leaver, error))
             else:
                 going[member.member_id] = member
-                results.append(Left(leaver))
+                results.append(LeaveResult(leaver))
         return self._departure.remove(group, list(going.values()), "left"), results
 
     def _find_member(self, group: ConsumerGroup, who: MemberRef) -> tuple[ConsumerMember, ClassicSide]:
@@ -406,7 +414,7 @@ def _check_protocol(group: ConsumerGroup, classic: ClassicSide, request: SyncReq
         raise InconsistentProtocol(f"a member of group {group.group_id!r} syncs with another protocol than it joined")
 
 
-def _find_leaving(group: ConsumerGroup, leaver: Leaver) -> ConsumerMember:
+def _find_leaving(group: ConsumerGroup, leaver: LeavingMember) -> ConsumerMember:
     if leaver.instance_id is None:
         return group.find(leaver.member_id)
     static = group.find_static(leaver.instance_id)

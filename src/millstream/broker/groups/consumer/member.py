@@ -23,7 +23,7 @@ NO_PARTITIONS: Final[frozenset[int]] = frozenset()
 NOTHING: Final[Assignment] = MappingProxyType({})
 
 
-def nothing() -> Assignment:
+def empty_assignment() -> Assignment:
     """Return an assignment without partitions."""
     return NOTHING
 
@@ -127,8 +127,8 @@ class Position:
     previous_epoch: int = -1
     """The previous epoch; a member whose response was lost sends it again."""
     state: MemberState = MemberState.STABLE
-    assigned: Assignment = field(default_factory=nothing)
-    pending: Assignment = field(default_factory=nothing)
+    assigned: Assignment = field(default_factory=empty_assignment)
+    pending: Assignment = field(default_factory=empty_assignment)
     """Partitions to revoke, owned until the member confirms that."""
     since: Mapping[UUID, Mapping[int, int]] = field(default_factory=dict, compare=False)
     """The epoch in which each partition was assigned; the newest for those that are not listed.

@@ -220,7 +220,7 @@ class GroupContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class MemberTarget:
     """The target of a member."""
 
     epoch: int
@@ -232,7 +232,7 @@ class Goal:
 
 
 def next_position(
-    position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool = False
+    position: Position, goal: MemberTarget, owned: Assignment | None, *, topics_changed: bool = False
 ) -> Position:
     """Return the position after a heartbeat in which the member reports what it owns; None if it is unchanged.
 
@@ -257,7 +257,9 @@ def _assignment_epochs(before: Position, after: Position) -> dict[UUID, dict[int
     return found
 
 
-def _next_position(position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool) -> Position:
+def _next_position(
+    position: Position, goal: MemberTarget, owned: Assignment | None, *, topics_changed: bool
+) -> Position:
     if position.state is MemberState.UNREVOKED:
         if _may_hold(owned, position.pending):
             return _revoke_unwanted(position, goal, owned) if topics_changed else position
@@ -278,7 +280,7 @@ def _may_hold(owned: Assignment | None, pending: Assignment) -> bool:
     return bool(pending) and (owned is None or overlaps(pending, owned))
 
 
-def _revoke_unwanted(position: Position, goal: Goal, owned: Assignment | None) -> Position:
+def _revoke_unwanted(position: Position, goal: MemberTarget, owned: Assignment | None) -> Position:
     kept = {topic_id: numbers for topic_id, numbers in position.assigned.items() if topic_id in goal.topics}
     if len(kept) == len(position.assigned):
         return position
@@ -289,7 +291,7 @@ def _revoke_unwanted(position: Position, goal: Goal, owned: Assignment | None) -
     return dataclasses.replace(position, assigned=kept)
 
 
-def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Position:
+def _advance(position: Position, goal: MemberTarget, owned: Assignment | None) -> Position:
     kept: dict[UUID, frozenset[int]] = {}
     revoked: dict[UUID, frozenset[int]] = {}
     wanted: dict[UUID, frozenset[int]] = {}
@@ -311,7 +313,7 @@ def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Positi
     )
 
 
-def _free_partitions(topic_id: UUID, numbers: frozenset[int], goal: Goal) -> frozenset[int]:
+def _free_partitions(topic_id: UUID, numbers: frozenset[int], goal: MemberTarget) -> frozenset[int]:
     return frozenset(number for number in numbers if not goal.is_taken(topic_id, number))
 
 
@@ -500,11 +502,11 @@ class Reconciliation:
         if position.state is MemberState.UNREVOKED and not member.speaks_classic:
             self._context.sessions.await_revocation(group.group_id, self.member)
 
-    def _build_goal(self) -> Goal:
+    def _build_goal(self) -> MemberTarget:
         subscription = self.member.subscription
         # A member that replaces a static member owns its partitions.
         owner = self.member.member_id if self._replaced is None else self._replaced.member_id
-        return Goal(
+        return MemberTarget(
             epoch=self._target_epoch,
             target=self._target,
             topics=topic_ids_of((subscription.topics, subscription.expression), self._resolved, self._context.topics),

@@ -67,8 +67,8 @@ from millstream.broker.groups.requests import (
     HeartbeatResult,
     Joined,
     JoinRequest,
-    Leaver,
-    Left,
+    LeaveResult,
+    LeavingMember,
     MemberRef,
     NamedPartitions,
     Synced,
@@ -276,7 +276,7 @@ class ConsumerShard:
         """Renew a classic member's session."""
         return self._classic.heartbeat(group, who)
 
-    def leave(self, group: ConsumerGroup, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
+    def leave(self, group: ConsumerGroup, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
         return self._classic.leave(group, list(leavers))
 
     def delete_if_empty(self, group_id: str) -> Records:

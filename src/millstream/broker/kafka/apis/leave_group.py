@@ -14,7 +14,7 @@ from kio.schema.leave_group.v5.request import LeaveGroupRequest, MemberIdentity
 from kio.schema.leave_group.v5.response import LeaveGroupResponse, MemberResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import Leaver, Left
+from millstream.broker.groups.requests import LeaveResult, LeavingMember
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
@@ -33,7 +33,9 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         self._groups = groups
 
     async def handle(self, request: LeaveGroupRequest, client: ClientInfo) -> LeaveGroupResponse:
-        leavers = [Leaver(member.member_id, member.group_instance_id, member.reason) for member in request.members]
+        leavers = [
+            LeavingMember(member.member_id, member.group_instance_id, member.reason) for member in request.members
+        ]
         results = await self._groups.leave(request.group_id, leavers)
         return LeaveGroupResponse(
             throttle_time=NO_THROTTLE,
@@ -61,7 +63,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         return LeaveGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), members=())
 
 
-def _member_response(left: Left) -> MemberResponse:
+def _member_response(left: LeaveResult) -> MemberResponse:
     return MemberResponse(
         member_id=left.leaver.member_id,
         group_instance_id=left.leaver.instance_id,

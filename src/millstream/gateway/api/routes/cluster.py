@@ -39,7 +39,7 @@ class ClusterDescription(msgspec.Struct, frozen=True):
     warnings: list[str]
 
 
-class Measuring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClientQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which connections to list, and how long to measure their rates."""
 
     interval_ms: Annotated[int, Meta(ge=0, le=10_000)] = 500
@@ -152,7 +152,7 @@ async def status(services: Services, request: Request[NoFields, NoFields]) -> Cl
     return msgspec.convert((await cluster_status(services.client)).described(), ClusterDescription)
 
 
-async def clients(services: Services, request: Request[Measuring, NoFields]) -> ClientList:
+async def clients(services: Services, request: Request[ClientQuery, NoFields]) -> ClientList:
     """List the connected clients."""
     found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
     return ClientList([one for one in found.clients if request.query.all or one.roles], found.omitted)
@@ -198,7 +198,7 @@ async def undrain_node(services: Services, request: Request[NoFields, NodeToUndr
 
 ROUTES: Final = (
     Route("GET", "/cluster", "Describe the cluster", status, ClusterDescription),
-    Route("GET", "/clients", "List connected clients", clients, ClientList, query=Measuring, tag="cluster"),
+    Route("GET", "/clients", "List connected clients", clients, ClientList, query=ClientQuery, tag="cluster"),
     Route("GET", "/cluster/plan", "Show the last plan and its progress", show_plan, PlanProgress),
     Route(
         "POST",

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from millstream.client.admin.dead_letter import (
-    DeadLetterDesk,
+    DeadLetterClient,
     Outcome,
     Wanted,
     dead_letter_topics,
@@ -92,7 +92,7 @@ class Purge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: Number = WORKED_ON_MAX
 
 
-class WorkedOn(msgspec.Struct, frozen=True):
+class LettersProcessed(msgspec.Struct, frozen=True):
     """The outcome of a redrive or purge."""
 
     topic: str
@@ -125,53 +125,53 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
     request.memory.reserve(SHOWN_BYTES_MAX)
     size = 0
 
-    async def note(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def note(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         nonlocal size
         size += len(letter.record.value or b"")
         if size > SHOWN_BYTES_MAX:
             raise invalid(f"the letters have more than {SHOWN_BYTES_MAX} bytes; request fewer")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
-    desk, wanted = await _desk(services, request.path["name"], request.query.filter)
+    dlq, wanted = await _dlq(services, request.path["name"], request.query.filter)
     outcome = Outcome()
-    await process_letters(desk, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
-    return LetterList(desk.topic, shown, outcome.held, outcome.held_back)
+    await process_letters(dlq, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
+    return LetterList(dlq.topic, shown, outcome.held, outcome.held_back)
 
 
-async def redrive(services: Services, request: Request[NoFields, Redrive]) -> WorkedOn:
+async def redrive(services: Services, request: Request[NoFields, Redrive]) -> LettersProcessed:
     """Deliver the messages of open letters again, each to its own subscription, and close the letters."""
     body = request.body
-    desk, wanted = await _desk(services, request.path["name"], body.filter)
+    dlq, wanted = await _dlq(services, request.path["name"], body.filter)
     outcome = Outcome()
     if (to_topic := body.to_topic) is not None:
-        await desk.check_target(to_topic)
+        await dlq.check_target(to_topic)
         await process_letters(
-            desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=body.limit, keep=False
+            dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, wanted=wanted, limit=body.limit, keep=False
         )
-        return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await redrive_letters(desk, outcome, wanted=wanted, limit=body.limit)
+        return _letters_processed(dlq.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
+    await redrive_letters(dlq, outcome, wanted=wanted, limit=body.limit)
     if outcome.refused and not outcome.done:
         raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'give "to_topic"'))
-    return _worked_on(desk.topic, outcome, {})
+    return _letters_processed(dlq.topic, outcome, {})
 
 
-async def purge(services: Services, request: Request[NoFields, Purge]) -> WorkedOn:
+async def purge(services: Services, request: Request[NoFields, Purge]) -> LettersProcessed:
     """Close open letters without delivering their messages."""
     body = request.body
-    desk, wanted = await _desk(services, request.path["name"], body.filter)
+    dlq, wanted = await _dlq(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await process_letters(desk, None, outcome, wanted=wanted, limit=body.limit, keep=False)
-    return _worked_on(desk.topic, outcome, {})
+    await process_letters(dlq, None, outcome, wanted=wanted, limit=body.limit, keep=False)
+    return _letters_processed(dlq.topic, outcome, {})
 
 
-async def _desk(services: Services, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
+async def _dlq(services: Services, name: str, condition: str | None) -> tuple[DeadLetterClient, Wanted | None]:
     wanted = await letters_wanted(condition)
     topic = await find_topic(services.client, name, patience_s=PATIENCE_S)
-    return DeadLetterDesk(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
+    return DeadLetterClient(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
 
 
-def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
-    return WorkedOn(
+def _letters_processed(topic: str, outcome: Outcome, sent: dict[str, int]) -> LettersProcessed:
+    return LettersProcessed(
         topic,
         outcome.done,
         outcome.unmatched,
@@ -200,8 +200,8 @@ ROUTES: Final = (
         "/dead-letters/{name}/redrive",
         "Deliver open letters again, and close them",
         redrive,
-        WorkedOn,
+        LettersProcessed,
         body=Redrive,
     ),
-    Route("POST", "/dead-letters/{name}/purge", "Close open letters", purge, WorkedOn, body=Purge),
+    Route("POST", "/dead-letters/{name}/purge", "Close open letters", purge, LettersProcessed, body=Purge),
 )

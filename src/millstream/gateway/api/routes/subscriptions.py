@@ -225,7 +225,7 @@ class Moved(msgspec.Struct, frozen=True):
     queues: list[MovedQueue]
 
 
-class Pausing(msgspec.Struct, frozen=True):
+class SubscriptionPaused(msgspec.Struct, frozen=True):
     """Whether a subscription is paused."""
 
     subscription: str
@@ -294,19 +294,19 @@ async def seek(services: Services, request: Request[NoFields, Seek]) -> Moved:
     return Moved(name, msgspec.convert(moved, list[MovedQueue]))
 
 
-async def pause(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
+async def pause(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionPaused:
     """Stop delivering messages; open leases can still be settled."""
     return await _set_paused(services, request.path["subscription"], "true")
 
 
-async def resume(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
+async def resume(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionPaused:
     """Deliver messages again."""
     return await _set_paused(services, request.path["subscription"], None)
 
 
-async def _set_paused(services: Services, name: str, value: str | None) -> Pausing:
+async def _set_paused(services: Services, name: str, value: str | None) -> SubscriptionPaused:
     await services.subscriptions.alter(name, {PAUSED: value})
-    return Pausing(name, value is not None)
+    return SubscriptionPaused(name, value is not None)
 
 
 def _parse_given(body: Options) -> dict[str, str | None]:
@@ -347,6 +347,6 @@ ROUTES: Final = (
         status=HTTPStatus.NO_CONTENT,
     ),
     Route("POST", f"{_ONE}/seek", "Move a subscription to another position", seek, Moved, body=Seek),
-    Route("POST", f"{_ONE}/pause", "Pause delivery", pause, Pausing),
-    Route("POST", f"{_ONE}/resume", "Resume delivery", resume, Pausing),
+    Route("POST", f"{_ONE}/pause", "Pause delivery", pause, SubscriptionPaused),
+    Route("POST", f"{_ONE}/resume", "Resume delivery", resume, SubscriptionPaused),
 )

@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import urlencode
 
 from millstream.client.admin.dead_letter import (
-    DeadLetterDesk,
+    DeadLetterClient,
     Outcome,
     Wanted,
     dead_letter_topics,
@@ -51,7 +51,7 @@ class _Selected:
         self.shown: list[tuple[LeasedMessage, dict[str, str]]] = []
         self._bytes = 0
 
-    async def note(self, _desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def note(self, _dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         """Count a letter, and keep it if few are shown."""
         headers = headers_of(letter)
         self.groups[headers.get("dlq-subscription", ""), headers.get("dlq-reason", "")] += 1
@@ -78,9 +78,7 @@ async def show(visit: Visit) -> Response:
     selected, outcome, problem = _Selected(visit), Outcome(), ""
     try:
         wanted = await letters_wanted(condition or None)
-        await process_letters(
-            _desk(visit, topic), selected.note, outcome, wanted=wanted, limit=LOOKED_AT_MAX, keep=True
-        )
+        await process_letters(_dlq(visit, topic), selected.note, outcome, wanted=wanted, limit=LOOKED_AT_MAX, keep=True)
     except InvalidRequest as error:
         problem = str(error)
     known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
@@ -109,9 +107,9 @@ def _words(verb: str, topic: str, condition: str, *flags: str) -> str:
     return command("dlq", verb, topic, *(("--filter", condition) if condition else ()), *flags)
 
 
-def _desk(visit: Visit, topic: str, services: Services | None = None) -> DeadLetterDesk:
+def _dlq(visit: Visit, topic: str, services: Services | None = None) -> DeadLetterClient:
     used = services or visit.services
-    return DeadLetterDesk(used.client, topic, used.new_worker(None), patience_s=PATIENCE_S)
+    return DeadLetterClient(used.client, topic, used.new_worker(None), patience_s=PATIENCE_S)
 
 
 async def redrive(visit: Visit) -> Response:
@@ -119,8 +117,8 @@ async def redrive(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=True)
 
-    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
-        await redrive_letters(desk, outcome, wanted=wanted, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
+        await redrive_letters(dlq, outcome, wanted=wanted, limit=None)
         text = f"{counted(outcome.done, 'message')} delivered again{_where(outcome.revived, 'to')}"
         if outcome.refused:
             text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
@@ -134,8 +132,8 @@ async def purge(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=False)
 
-    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
-        await process_letters(desk, None, outcome, wanted=wanted, limit=None, keep=False)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
+        await process_letters(dlq, None, outcome, wanted=wanted, limit=None, keep=False)
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
@@ -145,8 +143,8 @@ async def purge(visit: Visit) -> Response:
 async def _count(visit: Visit, *, is_redrive: bool) -> Response:
     """Count what a change would do; every letter stays open."""
 
-    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
-        await survey_letters(desk, outcome, wanted=wanted, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
+        await survey_letters(dlq, outcome, wanted=wanted, limit=None)
         if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
         text = (
@@ -161,7 +159,7 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Response:
 
 
 async def _task(
-    visit: Visit, title: str, act: Callable[[DeadLetterDesk, Outcome, Wanted | None], Awaitable[str]], *words: str
+    visit: Visit, title: str, act: Callable[[DeadLetterClient, Outcome, Wanted | None], Awaitable[str]], *words: str
 ) -> Response:
     """Process the selected letters in a task; if it ends within a moment, respond with its result."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
@@ -181,7 +179,7 @@ async def _task(
         return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
 
     async def process(_task: Task, services: Services) -> str:
-        text = await act(_desk(visit, topic, services), outcome, wanted)
+        text = await act(_dlq(visit, topic, services), outcome, wanted)
         if outcome.held:
             text += f"; left out: {counted(outcome.held, 'letter')} held by other commands for up to a minute"
         if outcome.held_back:

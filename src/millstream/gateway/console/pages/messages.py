@@ -47,7 +47,7 @@ _FORMS: Final = {"decoded": "Decoded", "json": "JSON", "text": "Text", "hex": "H
 NDJSON: Final = "application/x-ndjson"
 
 
-class _Wanted(msgspec.Struct):
+class _SearchForm(msgspec.Struct):
     """What the page's form asks for."""
 
     topic: TopicMetadata
@@ -75,7 +75,7 @@ class _Wanted(msgspec.Struct):
         return " AND ".join(terms)
 
 
-async def _parse_wanted(visit: Visit) -> _Wanted:
+async def _parse_wanted(visit: Visit) -> _SearchForm:
     topic = await find_topic(visit.services.client, visit.names["topic"])
     chosen = visit.text("partition")
     partitions: list[int] = [*sorted(topic.partitions)]
@@ -85,7 +85,7 @@ async def _parse_wanted(visit: Visit) -> _Wanted:
             raise invalid(f"topic {topic.name!r} has no partition {index}; the last is {max(partitions)}")
         partitions = [index]
     text, key, starts_at = visit.text("filter"), visit.text("key"), visit.text("from", length_max=100)
-    wanted = _Wanted(topic, partitions, starts_at, key, text)
+    wanted = _SearchForm(topic, partitions, starts_at, key, text)
     try:
         # The filter alone first, so that positions in its errors refer to it.
         wanted.condition = await compiled(text)
@@ -100,11 +100,11 @@ async def _parse_wanted(visit: Visit) -> _Wanted:
     return wanted
 
 
-async def _bounds(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
+async def _bounds(visit: Visit, wanted: _SearchForm) -> dict[int, OffsetRange]:
     return await offset_bounds(visit.services.client, wanted.topic.name, wanted.partitions, isolation=READ_COMMITTED)
 
 
-async def _forward(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
+async def _forward(visit: Visit, wanted: _SearchForm) -> dict[int, OffsetRange]:
     """Return the offsets to search, from the position on, or from where an earlier page stopped."""
     bounds = await _bounds(visit, wanted)
     if at := visit.text("at", length_max=200_000):
@@ -176,7 +176,7 @@ class _Reading(msgspec.Struct):
     is_done: bool = True
 
 
-async def _newest(visit: Visit, wanted: _Wanted) -> _Reading:
+async def _newest(visit: Visit, wanted: _SearchForm) -> _Reading:
     """Read the last messages before the end, or before where another page began; the newest first."""
     bounds = await _bounds(visit, wanted)
     if before := visit.text("before", length_max=200_000):
@@ -215,7 +215,7 @@ def _keep_newest(rows: list[Row]) -> None:
     del rows[ROWS:]
 
 
-async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
+async def _search(visit: Visit, wanted: _SearchForm, limit: int) -> _Reading:
     """Read forward until there are enough messages, or the page has waited long enough."""
     ranges = await _forward(visit, wanted)
     reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
@@ -260,7 +260,7 @@ async def browse(visit: Visit) -> Response:
     return Page("messages.html", context, status)
 
 
-def _words(wanted: _Wanted) -> str:
+def _words(wanted: _SearchForm) -> str:
     words = [
         "tail",
         wanted.topic.name,
@@ -287,7 +287,9 @@ async def search(visit: Visit) -> Response:
     return Download(_search_events(visit, wanted, ranges), EVENT_STREAM)
 
 
-async def _search_events(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+async def _search_events(
+    visit: Visit, wanted: _SearchForm, ranges: dict[int, OffsetRange]
+) -> AsyncGenerator[bytes, None]:
     # What the page has found counts.
     progress = Progress(read=visit.number("read", 0, high=2**63 - 1), matched=visit.number("matched", 0))
     places = {index: start for index, (start, _) in ranges.items()}
@@ -326,7 +328,7 @@ async def tail(visit: Visit) -> Response:
     return Download(_tail_events(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
 
 
-async def _tail_events(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
+async def _tail_events(visit: Visit, wanted: _SearchForm, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
     progress = Progress()
     rows = environment().get_template("message_rows.html")
     tailer = Tailer(
@@ -361,7 +363,7 @@ async def download(visit: Visit) -> Response:
     return Download(_lines(visit, wanted, ranges), NDJSON, f"{wanted.topic.name}.jsonl")
 
 
-async def _lines(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+async def _lines(visit: Visit, wanted: _SearchForm, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
     topic = wanted.topic
     async with visit.searches.admitted(visit.person):
         steps = visit.searches.read(visit.services, topic, ranges, wanted.condition, Progress(), limit=DOWNLOAD_MAX)

@@ -24,7 +24,7 @@ OLD_S: Final = 300.0
 """A message that waits for longer than this is worth a warning."""
 
 
-class Warned(NamedTuple):
+class ConsoleWarning(NamedTuple):
     """A problem, as a sentence, and the page that helps to solve it."""
 
     text: str
@@ -66,7 +66,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
         "pipelines": [summary_of(one) for one in pipelines],
         "top": visit.history.top(5) if may_describe else [],
         "warnings": [
-            *(Warned(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
+            *(ConsoleWarning(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
             *_warnings(nodes, rows, letters, pipelines, mirrors),
         ],
     }
@@ -90,33 +90,34 @@ def _warnings(
     letters: list[DeadLetterTopic],
     pipelines: list[dict[str, Any]],
     mirrors: list[dict[str, Any]],
-) -> list[Warned]:
-    found: list[Warned] = []
+) -> list[ConsoleWarning]:
+    found: list[ConsoleWarning] = []
     cluster = address("cluster")
     for node in nodes:
         if node.state == UNREACHABLE:
-            found.append(Warned(f"Node {node.node_id} does not respond.", cluster, "See the cluster", True))
+            found.append(ConsoleWarning(f"Node {node.node_id} does not respond.", cluster, "See the cluster", True))
         found += [
-            Warned(f"Node {node.node_id}: {reason}.", cluster, "See the cluster", True) for reason in node.reasons
+            ConsoleWarning(f"Node {node.node_id}: {reason}.", cluster, "See the cluster", True)
+            for reason in node.reasons
         ]
     orphans = max((node.without_leader for node in nodes), default=0)
     if orphans:
         text = f"{counted(orphans, 'partition')} without a leader cannot be read or written."
-        found.append(Warned(text, cluster, "See the cluster", True))
+        found.append(ConsoleWarning(text, cluster, "See the cluster", True))
     lacking = max((node.under_replicated for node in nodes), default=0)
     if lacking:
         text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
-        found.append(Warned(text, cluster, "See the cluster"))
+        found.append(ConsoleWarning(text, cluster, "See the cluster"))
     said = sorted({text for node in nodes for text in node.warnings})
-    found += [Warned(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in said]
+    found += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in said]
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic
             text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed permanently."
-            found.append(Warned(text, address("dead-letters", one.topic), "See why and redrive"))
+            found.append(ConsoleWarning(text, address("dead-letters", one.topic), "See why and redrive"))
         for refusal in one.refusals:
             found.append(
-                Warned(
+                ConsoleWarning(
                     f"{one.topic} refuses letters: {refusal}",
                     address("topics", one.topic, "settings"),
                     "Settings",
@@ -127,7 +128,7 @@ def _warnings(
         page = address("subscriptions", row["subscription"])
         if row["paused"] and row["backlog"]:
             text = f"{row['subscription']} is paused, and {counted(row['backlog'], 'message')} wait."
-            found.append(Warned(text, page, "Resume it"))
+            found.append(ConsoleWarning(text, page, "Resume it"))
         elif row["backlog"] and (row["oldest_s"] or 0) > OLD_S:
             who = (
                 "no worker is waiting for messages"
@@ -135,15 +136,15 @@ def _warnings(
                 else "see who holds it"
             )
             text = f"{row['subscription']}: the oldest message has waited {age(row['oldest_s'])}; {who}."
-            found.append(Warned(text, page, "See the subscription"))
+            found.append(ConsoleWarning(text, page, "See the subscription"))
     for warned in pipeline_warnings(pipelines, now_ms=time.time() * 1000):
         page = address("pipelines", *warned.names) if len(warned.names) == 1 else address("pipelines")
         label = "See the pipeline" if len(warned.names) == 1 else "See the pipelines"
-        found.append(Warned(f"{warned.text[:1].upper()}{warned.text[1:300].rstrip('.')}.", page, label, True))
+        found.append(ConsoleWarning(f"{warned.text[:1].upper()}{warned.text[1:300].rstrip('.')}.", page, label, True))
     for mirror in mirrors:
         if mirror["error"]:
             text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}."
-            found.append(Warned(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
+            found.append(ConsoleWarning(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
     return sorted(found, key=lambda one: not one.is_bad)[:20]
 
 

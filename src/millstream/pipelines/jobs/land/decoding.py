@@ -220,7 +220,7 @@ _NAMES: Final = {
 }
 
 
-class Misfit(Exception):
+class UndecodablePayload(Exception):
     """Why a payload cannot be decoded."""
 
 
@@ -237,28 +237,30 @@ class _Number(float):
 
 
 def parsed(value: bytes | None) -> dict[str, Any]:
-    """Parse the object of a payload, empty for a message without one; raise `Misfit` if it is not an object."""
+    """Parse the object of a payload, empty without one; raise `UndecodablePayload` if it is not an object."""
     if value is None:
         return {}
     try:
         text = value.decode("utf-8")
         if is_text_too_deep(text):
-            raise Misfit(f"the payload nests more than {NESTING_MAX} objects and arrays")
+            raise UndecodablePayload(f"the payload nests more than {NESTING_MAX} objects and arrays")
         document = json.loads(text, parse_float=_Number)
         json.dumps(document, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise Misfit(f"the payload is not UTF-8: byte {error.start} cannot be read") from None
+        raise UndecodablePayload(f"the payload is not UTF-8: byte {error.start} cannot be read") from None
     except UnicodeEncodeError:
-        raise Misfit("the payload contains an unpaired surrogate") from None
+        raise UndecodablePayload("the payload contains an unpaired surrogate") from None
     except ValueError as error:
-        raise Misfit(f"the payload is not JSON: {error}" if value.strip() else "the payload is empty") from None
+        raise UndecodablePayload(
+            f"the payload is not JSON: {error}" if value.strip() else "the payload is empty"
+        ) from None
     if not isinstance(document, dict):
-        raise Misfit(f"the payload is not a JSON object but {_quote_value(document)}")
+        raise UndecodablePayload(f"the payload is not a JSON object but {_quote_value(document)}")
     return document
 
 
 def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
-    """Convert a value to its column's type; raise `Misfit` if it does not fit."""
+    """Convert a value to its column's type; raise `UndecodablePayload` if it does not fit."""
     if value is None:
         return None
     if pa.types.is_string(kind):
@@ -384,7 +386,7 @@ def _quote_value(value: Any) -> str:
 
 
 def _refuse(value: Any, name: str, path: str) -> NoReturn:
-    raise Misfit(f"{path}: {_quote_value(value)} is not of type {name}")
+    raise UndecodablePayload(f"{path}: {_quote_value(value)} is not of type {name}")
 
 
 _APART_MAX: Final = 32
@@ -482,7 +484,7 @@ class Decoder:
                 )
                 for field in self._maps
             }
-        except (Misfit, pa.ArrowInvalid):
+        except (UndecodablePayload, pa.ArrowInvalid):
             return None
         columns = [
             maps[field.name] if field.name in maps else decoded.columns.field(field.name) for field in self._fields
@@ -580,14 +582,14 @@ class Decoder:
         row: dict[str, object] = {}
         try:
             document = parsed(value)
-        except Misfit as misfit:
+        except UndecodablePayload as misfit:
             return row, str(misfit)
         reason = None
         values = picked(document, self._fields.names)
         for field in self._fields:
             try:
                 row[field.name] = value_for(values[field.name], field.type, field.name)
-            except Misfit as misfit:
+            except UndecodablePayload as misfit:
                 reason = reason or str(misfit)
         if reason is not None:
             reason, places = self._widen_for(document, reason)

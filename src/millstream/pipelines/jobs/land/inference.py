@@ -293,7 +293,7 @@ SAMPLE_ALL_MAX: Final = 10_000
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[+-]\d\d(:?\d\d)?)?")
 
 
-class Decided(NamedTuple):
+class SampleResult(NamedTuple):
     """The result of a sample."""
 
     fields: pa.Schema
@@ -310,7 +310,7 @@ def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
     return [Range(one.topic, one.partition, one.start, min(one.end, one.start + each)) for one in listed]
 
 
-def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> Decided:
+def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> SampleResult:
     """Return the columns of a new table for a sample: the payloads of the first messages of every partition.
 
     Which messages these are depends on the log alone, not on how it is divided into batches. If values are
@@ -326,7 +326,7 @@ def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects:
         messages += 1
     found = votes.type()
     fields = grown(known, pa.schema(list(found) if pa.types.is_struct(found) else []))
-    return Decided(fields, messages, {place: inexact_reason(number) for place, number in votes.inexact()})
+    return SampleResult(fields, messages, {place: inexact_reason(number) for place, number in votes.inexact()})
 
 
 class _Votes:

@@ -36,7 +36,7 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offse
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
-from millstream.pipelines.jobs.land.decoding import Misfit, parsed
+from millstream.pipelines.jobs.land.decoding import UndecodablePayload, parsed
 from millstream.pipelines.jobs.land.dry_run import (
     SAMPLED,
     SAMPLED_BYTES_MAX,
@@ -493,7 +493,7 @@ class LandJob:
                 for records in read_records(one, options, lambda _unreadable: None):
                     values = records.column("value") if batch.changes is None else batch.changes.open(records).values
                     for value in values.to_pylist():
-                        with suppress(Misfit):
+                        with suppress(UndecodablePayload):
                             yield parsed(value)
             except LostData:
                 # Retention has deleted the range meanwhile; the tasks count the loss.

@@ -56,7 +56,7 @@ _RESULT: Final = pa.schema([pa.field("result", pa.string())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LedgerLocation:
     """Where log, lake and ledger are, for tasks."""
 
     brokers: str
@@ -138,7 +138,7 @@ class AuditReport:
         }
 
 
-def mark(place: Place, names: Sequence[str] | None) -> tuple[str, list[MarkedQueue]]:
+def mark(place: LedgerLocation, names: Sequence[str] | None) -> tuple[str, list[MarkedQueue]]:
     """Make every queue record its window; return the reason of these events, and the queues."""
     name = uuid4().hex
     link = place.link()
@@ -185,7 +185,7 @@ class LocalTasks:
 
 def audit(
     runner: TaskRunner,
-    place: Place,
+    place: LedgerLocation,
     *,
     marked: tuple[str, Sequence[MarkedQueue]] = ("", ()),
     names: Sequence[str] | None = None,
@@ -219,7 +219,7 @@ def account_queues(runner: TaskRunner, tasks: AuditTasks, count: int) -> list[Re
 
 def _queues(
     table: LedgerTable,
-    place: Place,
+    place: LedgerLocation,
     marked: tuple[str, Sequence[MarkedQueue]],
     names: Sequence[str] | None,
     since_ms: int | None,
@@ -314,7 +314,7 @@ def _extents(table: LedgerTable) -> tuple[dict[tuple[str, str, int], Extent], li
 class AuditTasks:
     """The function of `mapInArrow` that maps numbers of queues to their accounts, as JSON."""
 
-    def __init__(self, place: Place, queues: Sequence[QueueAudit]) -> None:
+    def __init__(self, place: LedgerLocation, queues: Sequence[QueueAudit]) -> None:
         self._place = place
         self._queues = queues
 
@@ -326,7 +326,7 @@ class AuditTasks:
                 yield pa.RecordBatch.from_pydict({"result": [text]}, schema=_RESULT)
 
 
-def _account_for(queue: QueueAudit, place: Place) -> Result:
+def _account_for(queue: QueueAudit, place: LedgerLocation) -> Result:
     account = Account(base=queue.base, size=max(0, queue.end - queue.base))
     for events in ordered_events(place.table(), queue):
         account.take(events)

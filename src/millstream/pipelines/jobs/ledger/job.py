@@ -23,7 +23,15 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.job import report_landed
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, Sources, plans, tasks, topic_ranges
 from millstream.pipelines.jobs.land.task import Reading, log_start
-from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, SparkTasks, TaskRunner, audit, mark
+from millstream.pipelines.jobs.ledger.audit import (
+    HARMLESS,
+    AuditReport,
+    LedgerLocation,
+    SparkTasks,
+    TaskRunner,
+    audit,
+    mark,
+)
 from millstream.pipelines.jobs.ledger.events import decode_events
 from millstream.pipelines.jobs.ledger.table import AUDITED, FAULTS, DamagedLedger, LedgerTable, ledger_storage
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
@@ -232,7 +240,7 @@ class LedgerJob:
 
     def _audit(self, names: Sequence[str] | None, since_ms: int | None) -> AuditReport:
         context = self._context
-        place = Place(brokers=context.brokers, access=context.access, storage=self._table.storage)
+        place = LedgerLocation(brokers=context.brokers, access=context.access, storage=self._table.storage)
         marked = mark(place, names)
         self.catch_up()
         return audit(self._runner, place, marked=marked, names=names, since_ms=since_ms)

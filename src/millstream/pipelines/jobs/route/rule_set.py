@@ -231,7 +231,7 @@ class _Index:
     members: list[int] = field(default_factory=list)
 
 
-class Picked(DecodedBatch):
+class SelectedRows(DecodedBatch):
     """Some rows of a batch."""
 
     def __init__(self, batch: DecodedBatch, rows: Sequence[int]) -> None:
@@ -327,7 +327,7 @@ class RuleSet:
     def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:
         groups, odd = _grouped(batch.column(source), _KINDS[kind], index.by_value)
         for value, rows in groups.items():
-            picked = Picked(batch, rows)
+            picked = SelectedRows(batch, rows)
             for number in index.by_value[value]:
                 yield from self._evaluate(number, picked, rows, is_sure=number in self._whole)
         yield from self._evaluate_odd(index.members, batch, odd)
@@ -344,7 +344,7 @@ class RuleSet:
                 yield from self._evaluate_all(number, batch)
             else:
                 chosen = rows.tolist()
-                yield from self._evaluate(number, Picked(batch, chosen), chosen, is_sure=False)
+                yield from self._evaluate(number, SelectedRows(batch, chosen), chosen, is_sure=False)
         yield from self._evaluate_odd(number_ranges.members, batch, odd)
 
     def _evaluate_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
@@ -356,12 +356,12 @@ class RuleSet:
         self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]
     ) -> Iterator[tuple[int, Rows]]:
         if odd:
-            picked = Picked(batch, odd)
+            picked = SelectedRows(batch, odd)
             for number in members:
                 yield from self._evaluate(number, picked, odd, is_sure=False)
 
     def _evaluate(
-        self, number: int, picked: Picked, rows: Sequence[int], *, is_sure: bool
+        self, number: int, picked: SelectedRows, rows: Sequence[int], *, is_sure: bool
     ) -> Iterator[tuple[int, Rows]]:
         numbers: Rows = np.array(rows, np.int64)
         if not is_sure:

@@ -556,17 +556,17 @@ class PreparedQuery:
     def begin(self, known: PayloadSchemas) -> None:
         """Analyse the statement, if necessary without fields that were found since its last run."""
         try:
-            self.understand()
+            self.analyse()
         except InvalidSetting as error:
             if known.found == self.schemas.found or not known.found:
                 raise
             self.schemas = known
             try:
-                self.understand()
+                self.analyse()
             except InvalidSetting:
                 raise error from None
 
-    def understand(self) -> None:
+    def analyse(self) -> None:
         """Analyse the statement with the known fields; raise `InvalidSetting` if that fails."""
         self.whole = {
             topic: view_of(topic, self.schemas.fields(topic), by_schema=self.schemas.by_schema)
@@ -608,7 +608,7 @@ class PreparedQuery:
         kept = self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode
         self.schemas = larger
         try:
-            self.understand()
+            self.analyse()
         except InvalidSetting:
             self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode = kept
             self.views = {topic: replace(view, evolves=False) for topic, view in self.views.items()}
