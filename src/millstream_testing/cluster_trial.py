@@ -219,10 +219,10 @@ class ClusterTrial:
             fault.begin()
         # Acknowledgements while nodes were still being killed do not count.
         recovery = self._state.measure_recovery(longest_s=before.longest_s)
-        began = time.monotonic()
+        started = time.monotonic()
         # Faults that start nodes are repaired last, since nodes need everything else.
         for _, fault in sorted(faults, key=lambda each: (each[1].is_repaired_last, each[1].duration_s)):
-            time.sleep(max(0.0, began + fault.duration_s - time.monotonic()))
+            time.sleep(max(0.0, started + fault.duration_s - time.monotonic()))
             fault.end()
         repaired = time.monotonic()
         self._state.wait(

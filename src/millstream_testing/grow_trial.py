@@ -247,7 +247,7 @@ class GrowTrial:
         duration_s_max = 3.0
         killed_at_random = 0
         while True:
-            began = time.monotonic()
+            started = time.monotonic()
             adopting = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
             )
@@ -260,7 +260,7 @@ class GrowTrial:
                 adopting.communicate()
                 killed_at_random += 1
                 # Kills near the end are as likely as those near the start.
-                duration_s_max = max(duration_s_max, 1.2 * (time.monotonic() - began))
+                duration_s_max = max(duration_s_max, 1.2 * (time.monotonic() - started))
                 continue
             if adopting.returncode:
                 raise TrialFailed(f"the adoption failed: {output}")
@@ -309,7 +309,7 @@ class GrowTrial:
         """Kill nodes while a plan is applied, and wait until it is done."""
         if applied.code:
             raise TrialFailed(f"{what}: {applied.err or applied.out}")
-        began = time.monotonic()
+        started = time.monotonic()
         for _ in range(self._plan.kills_per_step):
             time.sleep(self._random.uniform(0.0, 1.5))
             node = self._random.choice([*self._nodes, self._controller()])
@@ -320,7 +320,7 @@ class GrowTrial:
             victim.start()
         self._wait(lambda: _unfinished(self._plan_status()), what)
         self._wait_for_acknowledgements(what)
-        self._print_line(f"{what}: done after {time.monotonic() - began:.1f} s; {self.kills} kills so far")
+        self._print_line(f"{what}: done after {time.monotonic() - started:.1f} s; {self.kills} kills so far")
 
     def _command(self, *arguments: object) -> Outcome:
         return CommandLine(self._brokers)(*arguments)

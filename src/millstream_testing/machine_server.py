@@ -141,13 +141,13 @@ class MachineServer(TrialNode):
             super().start()
 
     def _await_broker(self) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         while not all(self._responds(self._base + number) for number in range(self.cores)):
-            if time.monotonic() - began > READY_S_MAX:
+            if time.monotonic() - started > READY_S_MAX:
                 raise ServerFailed(f"a killed broker is not back; the log ends with:\n{self.log_tail()}")
             time.sleep(_POLL_S)
         if not self._broker_is_back:
-            self.start_s = time.monotonic() - began
+            self.start_s = time.monotonic() - started
             self._broker_is_back = True
 
     @staticmethod

@@ -84,7 +84,7 @@ class Server:
         """Start, wait for the line with the addresses, and reuse them at the next start."""
         if self._process is not None:
             raise RuntimeError("the server is started already")
-        began = time.monotonic()
+        started = time.monotonic()
         self.data.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = self._launch(log)
@@ -94,7 +94,7 @@ class Server:
         except BaseException:
             self.end()
             raise
-        self.start_s = time.monotonic() - began
+        self.start_s = time.monotonic() - started
         self.kafka = ready["kafka"]
         self.http = ready.get("http", self.http)
         return self

@@ -237,9 +237,9 @@ class TransactionTrial:
         drawn = self._draw_node_fault()
         drawn += self._draw_worker_faults(at_least=0 if drawn else 1)
         steps = sorted((step for _, fault in drawn for step in fault.steps), key=lambda step: step.at_s)
-        began = time.monotonic()
+        started = time.monotonic()
         for step in steps:
-            self._sleep(began + step.at_s - time.monotonic())
+            self._sleep(started + step.at_s - time.monotonic())
             step.do()
         what = " + ".join(fault.what for _, fault in drawn)
         repaired = time.monotonic()

@@ -139,13 +139,13 @@ def list_(
     common: Common = COMMON,
 ) -> None:
     """List access rules."""
-    from millstream.client.admin.security import list_acls
+    from millstream.protocol.wire.admin_requests import describe_acls
 
     selected = AclFilter(principal=principal)
     if resource is not None:
         kind, name = parse_resource(resource)
         selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
-    rules = sorted(call_broker(common, lambda client: list_acls(client, selected)))
+    rules = sorted(call_broker(common, lambda client: describe_acls(client, selected)))
     keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
     listed = [_document(acl) for acl in rules]
     rows = [[one[key] for key in keys] for one in listed]
@@ -183,7 +183,8 @@ def explain(
     from millstream.broker.security.authorizer import AclSnapshot
     from millstream.broker.security.state import parse_super_users
     from millstream.client.admin.browse import own_rights
-    from millstream.client.admin.security import list_acls, super_users_setting
+    from millstream.client.admin.security import super_users_setting
+    from millstream.protocol.wire.admin_requests import describe_acls
 
     kind, name = parse_resource(resource)
     wanted = parse_name(Operation, operation)
@@ -197,7 +198,7 @@ def explain(
     async def question(client: Client) -> tuple[AclSnapshot, bool] | bool:
         named = await super_users_setting(client)
         try:
-            rules = await list_acls(client, AclFilter())
+            rules = await describe_acls(client, AclFilter())
         except ClusterNotAuthorized as error:
             allowed, caller = await own_rights(client, sufficient)
             if caller != principal:

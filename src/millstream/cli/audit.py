@@ -110,7 +110,7 @@ def _run(
     from millstream.pipelines.jobs.ledger.job import LedgerJob
     from millstream.pipelines.runtime.spark_session import open_session
 
-    began = time.monotonic()
+    started = time.monotonic()
     lake, declared = place
     pipeline = declared or Pipeline(
         pipeline_id=uuid5(NAMESPACE_OID, "millstream audit"), name="audit", kind=PipelineKind.LEDGER
@@ -132,7 +132,7 @@ def _run(
                 job = LedgerJob(pipeline, replace(context, spark=spark))
             stages.show("accounting for every message …")
             report = job.audit(names, since_ms)
-            report.seconds = time.monotonic() - began
+            report.seconds = time.monotonic() - started
             return report
         except MillstreamError:
             raise

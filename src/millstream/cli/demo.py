@@ -87,7 +87,7 @@ class DemoBroker:
 
     async def start(self) -> None:
         """Start and wait until it is ready; every start uses the same ports."""
-        began = time.monotonic()
+        started = time.monotonic()
         command = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -109,7 +109,7 @@ class DemoBroker:
             )
         ready = json.loads(await self._first_line(self._process))
         self.kafka, self.http = ready["kafka"], ready["http"]
-        self.start_s = time.monotonic() - began
+        self.start_s = time.monotonic() - started
 
     def _environment(self) -> dict[str, str]:
         """Return the environment without settings; the key of the webhook's secret goes with the folder."""
@@ -181,7 +181,7 @@ async def _run(*, keep: bool) -> None:
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     account = Account(Console(highlight=False))
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         async with DemoBroker() as broker:
             await Story(broker, account).run()
@@ -190,7 +190,7 @@ async def _run(*, keep: bool) -> None:
             await _stop(broker, account)
     except asyncio.CancelledError:
         raise CommandFailed("interrupted; nothing was left behind", ExitCode.INTERRUPTED) from None
-    account.end(f"All checks passed. It took {time.monotonic() - began:.1f} s, and nothing was left behind.")
+    account.end(f"All checks passed. It took {time.monotonic() - started:.1f} s, and nothing was left behind.")
 
 
 async def _keep(broker: DemoBroker, account: Account) -> None:

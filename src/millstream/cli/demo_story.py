@@ -43,6 +43,7 @@ from millstream.core.pipeline import PipelineKind
 from millstream.core.push import SECRET as PUSH_SECRET
 from millstream.core.push import URL as PUSH_URL
 from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
@@ -218,20 +219,18 @@ class DemoMember:
 
     async def _send_heartbeat(self, coordinator: NodeId) -> None:
         """Report the partitions that the member reads; commit, and read others, if the group assigns others."""
-        from kio.schema.consumer_group_heartbeat.v1 import request
-
-        messages: Any = request
-        held = tuple(sorted(where.partition for where in self._positions))
-        owned = messages.TopicPartitions(topic_id=self._topic.topic_id, partitions=held)
-        asked = messages.ConsumerGroupHeartbeatRequest(
+        held = sorted(where.partition for where in self._positions)
+        request = build_request(
+            "consumer_group_heartbeat",
+            1,
             group_id=self._group,
             member_id=self._member_id,
             member_epoch=self._epoch,
             rebalance_timeout=_REBALANCE,
-            subscribed_topic_names=(self._topic.name,),
-            topic_partitions=(owned,) if held else (),
+            subscribed_topic_names=[self._topic.name],
+            topic_partitions=[{"topic_id": self._topic.topic_id, "partitions": held}] if held else [],
         )
-        response = await self._client.send(coordinator, asked)
+        response = await self._client.send(coordinator, request)
         if response.error_code:
             raise error_from_code(response.error_code, None, about=f"group {self._group!r}")
         self._epoch = response.member_epoch
@@ -303,9 +302,9 @@ class OrdersTable:
         if not await self._is_set_up():
             self._account.say("Spark is not installed, so this part is skipped; `make spark` installs it")
             return
-        began = time.monotonic()
+        started = time.monotonic()
         await self._until_landed(client, messages)
-        self._account.say(f"the pipeline has landed everything after {time.monotonic() - began:.1f} s")
+        self._account.say(f"the pipeline has landed everything after {time.monotonic() - started:.1f} s")
         found = self._query(_PLACES_SQL)[0]
         self._account.check(
             found == {"rows": messages, "places": messages},
@@ -324,7 +323,7 @@ class OrdersTable:
         if _has_spark() or not command:
             return _has_spark()
         self._account.say("Setting up Spark; this downloads about 500 MB, once ...")
-        began = time.monotonic()
+        started = time.monotonic()
         setup = await asyncio.create_subprocess_shell(command, stdin=asyncio.subprocess.DEVNULL)
         try:
             code = await setup.wait()
@@ -335,7 +334,7 @@ class OrdersTable:
         importlib.invalidate_caches()
         if code or not _has_spark():
             raise CommandFailed(f"setting up Spark failed: {command!r} ended with {code}")
-        self._account.say(f"set up after {time.monotonic() - began:.0f} s")
+        self._account.say(f"set up after {time.monotonic() - started:.0f} s")
         return True
 
     async def _until_landed(self, client: Client, messages: int) -> None:
@@ -452,9 +451,9 @@ class Story:
     async def _fan_out(self) -> None:
         """Check that each message is stored once and delivered to each subscription."""
         self._account.step("Orders fan out")
-        began = time.monotonic()
+        started = time.monotonic()
         await self._publish(range(FIRST))
-        took_ms = (time.monotonic() - began) * 1000
+        took_ms = (time.monotonic() - started) * 1000
         by_partition = Counter(receipt.partition for receipt in self._placed.values())
         self._account.say(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {_counts(by_partition)}")
         await self._await_processed(range(FIRST))

@@ -84,7 +84,7 @@ def replay(
         name=name,
     )
     check_topic_name(order.title, noun="replay")
-    began = time.monotonic()
+    started = time.monotonic()
     with (
         unwound_by_sigterm(),
         temporary_folder() as scratch,
@@ -103,7 +103,7 @@ def replay(
         "published": 0 if dry else done.written,
         "matched": done.written,
         "dry_run": dry,
-        "seconds": round(time.monotonic() - began, 3),
+        "seconds": round(time.monotonic() - started, 3),
     }
     if dry:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} would be published to {one_line(into)}."

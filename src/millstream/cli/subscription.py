@@ -76,8 +76,6 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 
-_NODE_RESOURCE = 4
-
 _SETTING = "push-private-addresses"
 
 _LOOPBACK = "localhost"
@@ -123,15 +121,10 @@ def _address(host: str) -> str | None:
 
 async def _may_push(client: Client, node: NodeId) -> bool:
     """Return whether a node pushes to private addresses; True if unknown."""
-    from kio.schema.describe_configs.v4 import request
+    from millstream.client.admin.topics import node_configs
 
-    messages: Any = request
-    resource = messages.DescribeConfigsResource(
-        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=(_SETTING,)
-    )
     with suppress(MillstreamError):
-        (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
-        return not any(one.name == _SETTING and one.value == "false" for one in result.configs)
+        return (await node_configs(client, node, [_SETTING])).get(_SETTING) != "false"
     return True
 
 

@@ -94,14 +94,15 @@ def list_(common: Common = COMMON) -> None:
 @app.command("delete")
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a user; its connections are closed, its tokens revoked, and its access rules stay."""
-    from millstream.client.admin.security import delete_user, list_acls
+    from millstream.client.admin.security import delete_user
     from millstream.core.acl import AclFilter
+    from millstream.protocol.wire.admin_requests import describe_acls
 
     principal = user_principal(name)
 
     async def question(client: Client) -> int:
         await delete_user(client, name)
-        return len(await list_acls(client, AclFilter(principal=principal)))
+        return len(await describe_acls(client, AclFilter(principal=principal)))
 
     confirm(f"Delete user {name}?", unless=yes)
     left = call_broker(common, question)

@@ -14,8 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from millstream.client.message import Receipt, check_integer
 from millstream.client.node_sender import ACKS_NONE, NodeSender
@@ -36,7 +35,7 @@ from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_producer_error
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _KEYS_MAX: Final = 10_000
 """The number of keys whose partition is cached, since hashing a key costs more than the rest of a publish."""
@@ -412,7 +411,7 @@ class Publisher:
                 found = await self._fetch_metadata(topic, create=True)
                 senders = await self._senders_for(found)
                 if self._identity is None:
-                    self._identity = await self._take_identity()
+                    self._identity = await self._new_identity()
                 break
             except (*TRANSIENT, RequestTimedOut):
                 if self._loop.time() + backoff.next_s > deadline:
@@ -522,15 +521,8 @@ class Publisher:
                 return None
         return sender
 
-    async def _take_identity(self) -> ProducerIdentity:
-        from kio.schema.init_producer_id.v5 import request
-
-        messages: Any = request
-        asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
-        response = await self._client.send(None, asked)
-        if response.error_code:
-            raise no_producer_error(response.error_code)
-        return ProducerIdentity(response.producer_id, response.producer_epoch)
+    async def _new_identity(self) -> ProducerIdentity:
+        return ProducerIdentity(*await self._client.init_producer_id())
 
     # -- trouble --------------------------------------------------------------------------------------------
 
@@ -577,7 +569,11 @@ class Publisher:
         """Resume the queues of one topic, which are troubled until then."""
         for queue in queues:
             if queue.needs_identity:
-                queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
+                queue.begin(
+                    NOT_IDEMPOTENT
+                    if self._acks != ACKS_ALL
+                    else ProducerIdentity(*await self._client.init_producer_id())
+                )
         # Waiting messages are for the existing topic: it must not be created again after a deletion.
         found = await self._fetch_metadata(topic, create=False)
         senders = await self._senders_for(found)

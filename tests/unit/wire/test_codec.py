@@ -8,6 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kio.schema.create_topics.v7 import request as create_topics
+from kio.schema.types import TopicName
 from kio.serial import entity_reader, entity_writer
 from kio.static.primitive import i16, i32
 
@@ -42,6 +44,25 @@ def test_request_headers_are_decoded_as_kio_encodes_them(api_key: int, client_id
         flexible = codec.is_flexible(api_key, version)
         assert header == (api_key, version, 77, client_id, len(buffer.getvalue()), flexible)
         assert codec.request_head(api_key, version, 77, client_id) == buffer.getvalue()
+
+
+def test_a_request_is_built_from_plain_values_and_defaults() -> None:
+    topic = {"name": "orders", "num_partitions": 3, "configs": [{"name": "retention.ms", "value": None}]}
+    built = codec.build_request("create_topics", 7, topics=[topic])
+    config = create_topics.CreatableTopicConfig(name="retention.ms", value=None)
+    assert built.topics == (
+        create_topics.CreatableTopic(
+            name=TopicName("orders"),
+            num_partitions=i32(3),
+            replication_factor=i16(0),
+            assignments=(),
+            configs=(config,),
+        ),
+    )
+    assert not built.validate_only
+    assert codec.build_request("describe_log_dirs", 4).topics is None
+    with pytest.raises(KeyError, match="topic"):
+        codec.build_request("create_topics", 7, topic="orders")
 
 
 def test_unknown_versions_and_private_keys_have_readable_headers() -> None:

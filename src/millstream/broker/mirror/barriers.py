@@ -97,9 +97,9 @@ class Barriers:
 
         If they are too many, none are returned, and the second value is True.
         """
-        asked = HoldCommitsRequest(token=token, action="read groups", topics=dict(topics))
+        request = HoldCommitsRequest(token=token, action="read groups", topics=dict(topics))
         responses = await gather_or_cancel(
-            self._service.ask_node(node, HOLD_KEY, asked, HoldCommitsResponse) for node in self._service.others
+            self._service.ask_node(node, HOLD_KEY, request, HoldCommitsResponse) for node in self._service.others
         )
         own, groups_omitted = self._groups.transactional_groups(topics, OFFSETS_MAX)
         by_node = [own, *(one.groups for one in responses)]

@@ -163,8 +163,8 @@ class DeclaredCopies:
         # What is missing has to be looked for again, although nothing has changed since.
         since = _UNKNOWN if seen.has_absent else self._last
         while True:
-            asked = RegistryRequest(since=since, offset=len(pages))
-            page = await self._source.ask(None, REGISTRY_KEY, asked, RegistryResponse, waits=True)
+            request = RegistryRequest(since=since, offset=len(pages))
+            page = await self._source.ask(None, REGISTRY_KEY, request, RegistryResponse, waits=True)
             if page.last < self._last:
                 self._run.notes["schemas behind"] = (
                     f"a node of the source has the schema registry as of change {page.last}, which is before "

@@ -446,12 +446,12 @@ class Follower:
             for topic in self._service.copied_topics(self._run.mirror.name)
             if topic.original_id is not None
         }
-        asked = BarrierRequest(
+        request = BarrierRequest(
             topics=[topic.removeprefix(prefix) for topic in (*topics, *cut)],
             topic_ids=topic_ids,
             with_groups=self._settings.groups,
         )
-        barrier = await self._source.ask(None, BARRIER_KEY, asked, BarrierResponse, waits=True)
+        barrier = await self._source.ask(None, BARRIER_KEY, request, BarrierResponse, waits=True)
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
         offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
         deadline = self._service.clock.monotonic() + ARRIVAL_S

@@ -680,7 +680,7 @@ class MirrorService:
 
     async def cut_everywhere(self, mirror: Mirror, where: TopicPartition) -> CutPartition:
         """Let the leader of a copy cut it."""
-        asked = CutRequest(
+        request = CutRequest(
             mirror=mirror.name,
             topic=where.topic,
             partition=where.partition,
@@ -688,7 +688,7 @@ class MirrorService:
             gap=mirror.gap_of(where.topic, where.partition),
             epoch=mirror.cut_epochs[where.topic][where.partition],
         )
-        response = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
+        response = await self.ask_leader(where, CUT_KEY, request, CutResponse)
         if response.cut is None:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
         return response.cut
@@ -804,9 +804,9 @@ class MirrorService:
         turn = asyncio.Semaphore(TRUNCATED_AT_ONCE)
 
         async def truncate(topic: Topic, index: int, cut: int) -> None:
-            asked = FenceRequest(mirror=mirror, topic_ids=[topic.topic_id], cuts={topic.name: {index: cut}})
+            request = FenceRequest(mirror=mirror, topic_ids=[topic.topic_id], cuts={topic.name: {index: cut}})
             async with turn:
-                await self.ask_leader(TopicPartition(topic.name, PartitionIndex(index)), FENCE_KEY, asked, Response)
+                await self.ask_leader(TopicPartition(topic.name, PartitionIndex(index)), FENCE_KEY, request, Response)
 
         await gather_or_cancel(
             truncate(topic, index, cut)

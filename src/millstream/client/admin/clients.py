@@ -10,6 +10,7 @@ from typing import Any
 from millstream.core.errors import BrokerUnreachable, ProtocolViolation, RequestRefused
 from millstream.core.ids import NodeId
 from millstream.core.quota import QuotaEntity
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -17,9 +18,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 async def list_quotas(client: Client) -> Mapping[QuotaEntity, Mapping[str, float]]:
     """Return every entity that has quotas, with its limits."""
-    from kio.schema.describe_client_quotas.v1.request import DescribeClientQuotasRequest
-
-    response = await client.send(None, DescribeClientQuotasRequest(components=(), strict=False))
+    response = await client.send(None, build_request("describe_client_quotas", 1))
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list quotas")
     return {
@@ -32,18 +31,11 @@ async def list_quotas(client: Client) -> Mapping[QuotaEntity, Mapping[str, float
 
 async def alter_quota(client: Client, entity: QuotaEntity, changes: Mapping[str, float | None]) -> None:
     """Set the limits of an entity; None removes a limit."""
-    from kio.schema.alter_client_quotas.v1 import request
-    from kio.static.primitive import f64
-
-    entry = request.EntryData(
-        entity=tuple(request.EntityData(entity_type=kind, entity_name=name) for kind, name in entity.parts),
-        ops=tuple(
-            request.OpData(key=key, value=f64(value or 0.0), remove=value is None) for key, value in changes.items()
-        ),
-    )
-    (result,) = (
-        await client.send(None, request.AlterClientQuotasRequest(entries=(entry,), validate_only=False))
-    ).entries
+    entry = {
+        "entity": [{"entity_type": kind, "entity_name": name} for kind, name in entity.parts],
+        "ops": [{"key": key, "value": value or 0.0, "remove": value is None} for key, value in changes.items()],
+    }
+    (result,) = (await client.send(None, build_request("alter_client_quotas", 1, entries=[entry]))).entries
     if result.error_code:
         raise error_from_code(result.error_code, result.error_message, about=f"the quota of {entity}")
 

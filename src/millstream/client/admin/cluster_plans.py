@@ -25,6 +25,7 @@ from millstream.core.cluster_plan import (
 )
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.ids import NodeId
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import Nothing, Response, decode_response, encode
 from millstream.protocol.private.plan_messages import (
     APPLY_KEY,
@@ -64,10 +65,10 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
     plan = await current_plan(client)
     first = await _disks(client, metadata.nodes)
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    started = loop.time()
     await asyncio.sleep(interval_s)
     disks = await _disks(client, metadata.nodes)
-    elapsed_s = max(loop.time() - began, 1e-3)
+    elapsed_s = max(loop.time() - started, 1e-3)
     known = {
         *metadata.nodes,
         *(node for topic in metadata.topics.values() for one in topic.partitions.values() for node in one.replicas),
@@ -115,11 +116,8 @@ async def _disks(client: Client, nodes: Iterable[NodeId]) -> dict[NodeId, _Disk]
 
 
 async def _disk(client: Client, node: NodeId) -> _Disk | None:
-    from kio.schema.describe_log_dirs.v4 import request
-
-    messages: Any = request
     try:
-        response = await client.send(node, messages.DescribeLogDirsRequest(topics=None))
+        response = await client.send(node, build_request("describe_log_dirs", 4))
     except MillstreamError:
         # A node that has just died: the plan is computed without its sizes.
         return None

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -54,7 +53,7 @@ from millstream.protocol.private.subscriptions import (
     stored_letters,
 )
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_producer_error
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 if TYPE_CHECKING:
     from millstream.protocol.private.subscriptions import LeasedMessage
@@ -74,7 +73,7 @@ class DeadLetterProducer:
     async def open(self) -> tuple[int, int]:
         """Return the producer id and epoch, which are requested on first use."""
         if self._producer is None:
-            self._producer = await self._take_producer()
+            self._producer = await self._client.init_producer_id()
         return self._producer
 
     async def send(self, topic: str, partition: int | None, record: NewRecord, *, spread: int) -> None:
@@ -102,16 +101,6 @@ class DeadLetterProducer:
                 raise error
             self._partitions[topic] = len(found.topics[topic].partitions)
         return self._partitions[topic]
-
-    async def _take_producer(self) -> tuple[int, int]:
-        from kio.schema.init_producer_id.v5 import request
-
-        messages: Any = request
-        asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
-        response = await self._client.send(None, asked)
-        if response.error_code:
-            raise no_producer_error(response.error_code)
-        return response.producer_id, response.producer_epoch
 
 
 PREFIX = "dlq-"

@@ -25,6 +25,7 @@ from millstream.core.errors import (
 from millstream.core.ids import PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.messages.primitives import Reader
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -190,8 +191,9 @@ async def describe_group(client: Client, name: str) -> Group:
 
 
 async def _find_group(client: Client, name: str) -> Group:
-    found = await _describe_classic(client, name) or await _describe_consumers(client, name)
-    found = found or await _describe_shares(client, name)
+    found = await _describe_classic(client, name)
+    for kind in (CONSUMER, SHARE):
+        found = found or await _describe_newer(client, name, kind)
     if found is None:
         raise _unknown_group(name)
     return found
@@ -201,26 +203,11 @@ def _unknown_group(name: str) -> UnknownGroup:
     return UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
 
 
-async def _describe_consumers(client: Client, name: str) -> Group | None:
-    from kio.schema.consumer_group_describe.v1 import request
-
-    messages: Any = request
-    asked = messages.ConsumerGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
-    return await _describe_newer(client, name, asked, CONSUMER)
-
-
-async def _describe_shares(client: Client, name: str) -> Group | None:
-    from kio.schema.share_group_describe.v1 import request
-
-    messages: Any = request
-    asked = messages.ShareGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
-    return await _describe_newer(client, name, asked, SHARE)
-
-
-async def _describe_newer(client: Client, name: str, asked: Any, kind: str) -> Group | None:
+async def _describe_newer(client: Client, name: str, kind: str) -> Group | None:
     """Return a group whose broker assigns the partitions."""
+    request = build_request(f"{kind}_group_describe", 1, group_ids=[name])
     try:
-        described = (await client.send(await client.coordinator(name), asked)).groups[0]
+        described = (await client.send(await client.coordinator(name), request)).groups[0]
     except InvalidRequest:
         # A broker without the newer protocol has no such groups.
         return None
@@ -240,11 +227,8 @@ def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
 
 
 async def _describe_classic(client: Client, name: str) -> Group | None:
-    from kio.schema.describe_groups.v6 import request
-
-    messages: Any = request
-    asked = messages.DescribeGroupsRequest(groups=(name,), include_authorized_operations=False)
-    described = (await client.send(await client.coordinator(name), asked)).groups[0]
+    request = build_request("describe_groups", 6, groups=[name])
+    described = (await client.send(await client.coordinator(name), request)).groups[0]
     if described.error_code == _GROUP_ID_NOT_FOUND or described.group_state == DEAD:
         return None
     if described.error_code:
@@ -274,12 +258,8 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
 
 async def share_offsets(client: Client, name: str) -> Committed:
     """Return the oldest unfinished message of a share group in every partition on which it has started."""
-    from kio.schema.describe_share_group_offsets.v1 import request
-
-    messages: Any = request
-    group = messages.DescribeShareGroupOffsetsRequestGroup(group_id=name, topics=None)
-    asked = messages.DescribeShareGroupOffsetsRequest(groups=(group,))
-    response = (await client.send(await client.coordinator(name), asked)).groups[0]
+    request = build_request("describe_share_group_offsets", 1, groups=[{"group_id": name}])
+    response = (await client.send(await client.coordinator(name), request)).groups[0]
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about=f"offsets of group {name!r}")
     return {
@@ -334,12 +314,9 @@ async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None
 
 async def delete_group(client: Client, name: str) -> None:
     """Delete a group and its offsets."""
-    from kio.schema.delete_groups.v2 import request
-
-    messages: Any = request
-    asked = messages.DeleteGroupsRequest(groups_names=(name,))
+    request = build_request("delete_groups", 2, groups_names=[name])
     try:
-        result = (await client.send(await client.coordinator(name), asked)).results[0]
+        result = (await client.send(await client.coordinator(name), request)).results[0]
         if result.error_code:
             raise error_from_code(result.error_code, None, about=f"delete group {name!r}")
     except GroupNotEmpty:

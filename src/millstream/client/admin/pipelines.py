@@ -46,6 +46,7 @@ from millstream.protocol.private.pipeline_messages import (
     RuleMessage,
     RunLogRequest,
 )
+from millstream.protocol.wire.admin_requests import NODE_RESOURCE, describe_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -462,21 +463,14 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
     """Return a node's locations, by default the first node's; the settings are the same on all nodes, data folders need
     not be.
     """
-    from kio.schema.describe_configs.v4 import request
-
-    messages: Any = request
     nodes = (await client.metadata(())).nodes
-    asked = NodeId(node) if node is not None and node in nodes else min(nodes)
-    resource = messages.DescribeConfigsResource(
-        resource_type=_NODE_RESOURCE,
-        resource_name=str(asked),
-        configuration_keys=(_LAKE_SETTING, _FOLDER_SETTING),
-    )
-    (result,) = (await client.send(asked, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    chosen = NodeId(node) if node is not None and node in nodes else min(nodes)
+    keys = (_LAKE_SETTING, _FOLDER_SETTING)
+    (result,) = await describe_configs(client, NODE_RESOURCE, [str(chosen)], keys, node=chosen)
     if result.error_code:
-        raise error_from_code(result.error_code, result.error_message, about=f"settings of node {asked}")
+        raise error_from_code(result.error_code, result.error_message, about=f"settings of node {chosen}")
     configs = {one.name: one.value or "" for one in result.configs}
-    status = decode_document(await client.private(asked, _NODE_STATUS_KEY, encode(Nothing())))
+    status = decode_document(await client.private(chosen, _NODE_STATUS_KEY, encode(Nothing())))
     return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
 
 

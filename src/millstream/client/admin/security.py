@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from millstream.client.admin.topics import node_configs
 from millstream.core.acl import Acl, AclFilter
@@ -16,6 +16,7 @@ from millstream.core.credential import (
     hash_password,
 )
 from millstream.core.errors import NotFound
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import Nothing, Response, decode_response, encode
 from millstream.protocol.private.security_messages import (
     CREATE_TOKEN_KEY,
@@ -32,7 +33,7 @@ from millstream.protocol.private.security_messages import (
     SecretsResponse,
     TokenDescription,
 )
-from millstream.protocol.wire.admin_requests import describe_acls, filter_fields
+from millstream.protocol.wire.admin_requests import filter_fields
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -43,9 +44,7 @@ _ResponseT = TypeVar("_ResponseT", bound=Response)
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
     """Return every user that has a password, with the mechanisms it has one for."""
-    from kio.schema.describe_user_scram_credentials.v0.request import DescribeUserScramCredentialsRequest
-
-    response = await client.send(None, DescribeUserScramCredentialsRequest(users=None))
+    response = await client.send(None, build_request("describe_user_scram_credentials", 0))
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list users")
     return {
@@ -55,48 +54,35 @@ async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
 
 async def put_user(client: Client, name: str, password: str) -> None:
     """Give a user a password; one that does not exist is created. The password itself does not leave this process."""
-    from kio.schema.alter_user_scram_credentials.v0.request import (
-        AlterUserScramCredentialsRequest,
-        ScramCredentialUpsertion,
-    )
-    from kio.static.primitive import i8, i32
-
     check_user_name(name)
     check_password(password)
     upsertions = []
     for number, mechanism in enumerate(SCRAM_MECHANISMS, start=1):
         salt = secrets.token_bytes(_SALT_BYTES)
         upsertions.append(
-            ScramCredentialUpsertion(
-                name=name,
-                mechanism=i8(number),
-                iterations=i32(ITERATIONS),
-                salt=salt,
-                salted_password=hash_password(mechanism, password, salt, ITERATIONS),
-            )
+            {
+                "name": name,
+                "mechanism": number,
+                "iterations": ITERATIONS,
+                "salt": salt,
+                "salted_password": hash_password(mechanism, password, salt, ITERATIONS),
+            }
         )
-    await _alter(client, AlterUserScramCredentialsRequest(deletions=(), upsertions=tuple(upsertions)))
+    await _alter_users(client, upsertions=upsertions)
 
 
 async def delete_user(client: Client, name: str) -> None:
     """Delete a user; its connections are closed."""
-    from kio.schema.alter_user_scram_credentials.v0.request import (
-        AlterUserScramCredentialsRequest,
-        ScramCredentialDeletion,
-    )
-    from kio.static.primitive import i8
-
     mechanisms = (await list_users(client)).get(name)
     if not mechanisms:
         raise NotFound(f"there is no user {name!r}; see `millstream user list`")
-    deletions = tuple(
-        ScramCredentialDeletion(name=name, mechanism=i8(SCRAM_MECHANISMS.index(one) + 1)) for one in mechanisms
+    await _alter_users(
+        client, deletions=[{"name": name, "mechanism": SCRAM_MECHANISMS.index(one) + 1} for one in mechanisms]
     )
-    await _alter(client, AlterUserScramCredentialsRequest(deletions=deletions, upsertions=()))
 
 
-async def _alter(client: Client, request: object) -> None:
-    for result in (await client.send(None, request)).results:
+async def _alter_users(client: Client, **changes: list[dict[str, Any]]) -> None:
+    for result in (await client.send(None, build_request("alter_user_scram_credentials", 0, **changes))).results:
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about=f"user {result.user!r}")
 
@@ -129,42 +115,32 @@ async def _request(client: Client, key: int, request: object, kind: type[_Respon
     return decode_response(await client.private(None, key, encode(request)), kind)
 
 
-async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:
-    """Return the access rules that a filter selects."""
-    return await describe_acls(client, selected)
-
-
 async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
     """Add access rules."""
-    from kio.schema.create_acls.v3.request import AclCreation, CreateAclsRequest
-    from kio.static.primitive import i8
-
-    wanted = list(acls)
-    creations = tuple(
-        AclCreation(
-            resource_type=i8(acl.resource_type),
-            resource_name=acl.resource_name,
-            resource_pattern_type=i8(acl.pattern),
-            principal=acl.principal,
-            host=acl.host,
-            operation=i8(acl.operation),
-            permission_type=i8(acl.permission),
-        )
-        for acl in wanted
-    )
-    response = await client.send(None, CreateAclsRequest(creations=creations))
-    for acl, result in zip(wanted, response.results, strict=True):
+    added = list(acls)
+    creations = [
+        {
+            "resource_type": acl.resource_type,
+            "resource_name": acl.resource_name,
+            "resource_pattern_type": acl.pattern,
+            "principal": acl.principal,
+            "host": acl.host,
+            "operation": acl.operation,
+            "permission_type": acl.permission,
+        }
+        for acl in added
+    ]
+    response = await client.send(None, build_request("create_acls", 3, creations=creations))
+    for acl, result in zip(added, response.results, strict=True):
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about=str(acl))
 
 
 async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
     """Remove the access rules that filters select; return how many there were."""
-    from kio.schema.delete_acls.v3.request import DeleteAclsFilter, DeleteAclsRequest
-
-    wanted = tuple(DeleteAclsFilter(**filter_fields(one)) for one in filters)
     removed = 0
-    for result in (await client.send(None, DeleteAclsRequest(filters=wanted))).filter_results:
+    request = build_request("delete_acls", 3, filters=map(filter_fields, filters))
+    for result in (await client.send(None, request)).filter_results:
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about="remove access rules")
         removed += len(result.matching_acls)

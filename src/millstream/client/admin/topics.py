@@ -12,7 +12,8 @@ from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.setting import suggestion
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
-from millstream.protocol.wire.admin_requests import topic_configs
+from millstream.protocol.messages.codec import build_request
+from millstream.protocol.wire.admin_requests import NODE_RESOURCE, TOPIC_RESOURCE, describe_configs, topic_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import error_from_code
@@ -107,52 +108,37 @@ async def create_topic(
     client: Client, name: str, *, partitions: int, replication: int, settings: Mapping[str, str]
 ) -> Any:
     """Create a topic; -1 lets the broker choose a number."""
-    from kio.schema.create_topics.v7 import request
-
-    messages: Any = request
-    wanted = messages.CreatableTopic(
-        name=name,
-        num_partitions=partitions,
-        replication_factor=replication,
-        assignments=(),
-        configs=tuple(messages.CreatableTopicConfig(name=key, value=value) for key, value in settings.items()),
-    )
-    response = await client.send(None, messages.CreateTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    topic = {
+        "name": name,
+        "num_partitions": partitions,
+        "replication_factor": replication,
+        "configs": [{"name": key, "value": value} for key, value in settings.items()],
+    }
+    response = await client.send(None, build_request("create_topics", 7, topics=[topic], timeout=_TIMEOUT))
     return _checked(response.topics[0], f"create topic {name!r}")
 
 
 async def delete_topic(client: Client, name: str) -> None:
     """Delete a topic and everything in it."""
-    from kio.schema.delete_topics.v6 import request
-
-    messages: Any = request
-    wanted = messages.DeleteTopicState(name=name, topic_id=None)
-    response = await client.send(None, messages.DeleteTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    response = await client.send(None, build_request("delete_topics", 6, topics=[{"name": name}], timeout=_TIMEOUT))
     _checked(response.responses[0], f"delete topic {name!r}")
 
 
 async def grow_topic(client: Client, name: str, partitions: int) -> None:
     """Give a topic more partitions."""
-    from kio.schema.create_partitions.v3 import request
-
-    messages: Any = request
-    wanted = messages.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
-    asked = messages.CreatePartitionsRequest(topics=(wanted,), timeout=_TIMEOUT, validate_only=False)
-    _checked((await client.send(None, asked)).results[0], f"grow topic {name!r}")
+    request = build_request("create_partitions", 3, topics=[{"name": name, "count": partitions}], timeout=_TIMEOUT)
+    _checked((await client.send(None, request)).results[0], f"grow topic {name!r}")
 
 
 async def alter_topic(client: Client, name: str, changes: Mapping[str, str | None]) -> None:
     """Change settings of a topic; None restores the node's default."""
-    from kio.schema.incremental_alter_configs.v1 import request
-
-    messages: Any = request
-    configs = tuple(
-        messages.AlterableConfig(name=key, config_operation=_DELETE if value is None else _SET, value=value)
+    configs = [
+        {"name": key, "config_operation": _DELETE if value is None else _SET, "value": value}
         for key, value in changes.items()
-    )
-    resource = messages.AlterConfigsResource(resource_type=_TOPIC_RESOURCE, resource_name=name, configs=configs)
-    asked = messages.IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
-    _checked((await client.send(None, asked)).responses[0], f"alter topic {name!r}")
+    ]
+    resource = {"resource_type": TOPIC_RESOURCE, "resource_name": name, "configs": configs}
+    request = build_request("incremental_alter_configs", 1, resources=[resource])
+    _checked((await client.send(None, request)).responses[0], f"alter topic {name!r}")
 
 
 async def check_settings_exist(client: Client, topic: str, names: Sequence[str]) -> None:
@@ -165,13 +151,7 @@ async def check_settings_exist(client: Client, topic: str, names: Sequence[str])
 
 async def node_configs(client: Client, node: NodeId, keys: Sequence[str]) -> dict[str, str | None]:
     """Return some settings of a node; nothing if the client may not see them."""
-    from kio.schema.describe_configs.v4 import request
-
-    messages: Any = request
-    resource = messages.DescribeConfigsResource(
-        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=tuple(keys)
-    )
-    (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    (result,) = await describe_configs(client, NODE_RESOURCE, [str(node)], keys, node=node)
     return {} if result.error_code else {one.name: one.value for one in result.configs}
 
 
@@ -184,23 +164,12 @@ async def default_replication(client: Client, node: NodeId) -> int | None:
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
     """Return `min.insync.replicas` of those topics for which the broker reports it."""
-    from kio.schema.describe_configs.v4 import request
-
-    messages: Any = request
-    resources = tuple(
-        messages.DescribeConfigsResource(
-            resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=(_MIN_IN_SYNC,)
-        )
-        for name in names
-    )
-    if not resources:
-        return {}
-    response = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
-    configs_by_topic = {result.resource_name: result.configs for result in response.results if not result.error_code}
+    results = await describe_configs(client, TOPIC_RESOURCE, names, [_MIN_IN_SYNC]) if names else ()
     return {
-        name: int(one.value)
-        for name, configs in configs_by_topic.items()
-        for one in configs
+        result.resource_name: int(one.value)
+        for result in results
+        if not result.error_code
+        for one in result.configs
         if one.name == _MIN_IN_SYNC and one.value
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 from millstream.core.errors import InvalidRequest, InvalidTransactionState, UnknownTopic, UnknownTransaction
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.messages.primitives import Reader, Writer
 from millstream.protocol.private.transactions import TRANSACTION_COORDINATOR, Transactions
 from millstream.protocol.wire.client import Client
@@ -86,15 +87,11 @@ async def list_transactions(
 
     Raises `InvalidRequest` for an unknown state.
     """
-    from kio.schema.list_transactions.v2 import request
-
-    messages: Any = request
-    asked = messages.ListTransactionsRequest(
-        state_filters=tuple(states), duration_filter=longer_than_ms, transactional_id_pattern=matching
-    )
+    filters = {"duration_filter": longer_than_ms, "transactional_id_pattern": matching}
+    request = build_request("list_transactions", 2, state_filters=states, **filters)
     found: list[ListedTransaction] = []
     for node in (await client.metadata([])).nodes:
-        response = await client.send(node, asked)
+        response = await client.send(node, request)
         if response.error_code:
             raise error_from_code(response.error_code, None, about="the list of transactions")
         if response.unknown_state_filters:
@@ -174,22 +171,15 @@ async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
 
 async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple[TopicPartition, NodeId, Any]]:
     """Return the producers that each partition knows, and its leader."""
-    from kio.schema.describe_producers.v0 import request
-
-    messages: Any = request
     by_leader: dict[NodeId, dict[str, list[int]]] = {}
     for name, topic in (await client.metadata(topics)).topics.items():
         for index, partition in topic.partitions.items():
             if partition.leader_id >= 0:
                 by_leader.setdefault(partition.leader_id, {}).setdefault(name, []).append(index)
     found: list[tuple[TopicPartition, NodeId, Any]] = []
-    for leader, wanted in by_leader.items():
-        asked = messages.DescribeProducersRequest(
-            topics=tuple(
-                messages.TopicRequest(name=name, partition_indexes=tuple(indexes)) for name, indexes in wanted.items()
-            )
-        )
-        for topic in (await client.send(leader, asked)).topics:
+    for leader, led in by_leader.items():
+        asked = [{"name": name, "partition_indexes": indexes} for name, indexes in led.items()]
+        for topic in (await client.send(leader, build_request("describe_producers", 0, topics=asked))).topics:
             for one in topic.partitions:
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 if one.error_code:
@@ -254,9 +244,6 @@ async def abort_on_partition(
 
     Without `force`, refuse if a coordinator knows the transaction: ending it on one partition alone would break it.
     """
-    from kio.schema.write_txn_markers.v1 import request
-
-    messages: Any = request
     opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
     found = next((one for one in opened if one.producer_id == producer_id), None)
     if found is None:
@@ -270,14 +257,14 @@ async def abort_on_partition(
             f"ending it on one partition would break its atomicity; abort all of it with "
             f"`millstream transaction abort {named}`"
         )
-    marker = messages.WritableTxnMarker(
-        producer_id=producer_id,
-        producer_epoch=found.epoch,
-        transaction_result=False,
-        topics=(messages.WritableTxnMarkerTopic(name=where.topic, partition_indexes=(where.partition,)),),
-        coordinator_epoch=max(found.coordinator_epoch, 0),
-    )
-    response = await client.send(found.leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
+    marker = {
+        "producer_id": producer_id,
+        "producer_epoch": found.epoch,
+        "transaction_result": False,
+        "topics": [{"name": where.topic, "partition_indexes": [where.partition]}],
+        "coordinator_epoch": max(found.coordinator_epoch, 0),
+    }
+    response = await client.send(found.leader, build_request("write_txn_markers", 1, markers=[marker]))
     code = response.markers[0].topics[0].partitions[0].error_code
     if code:
         raise error_from_code(code, None, about=f"the marker for {where}")

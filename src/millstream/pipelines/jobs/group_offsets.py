@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from millstream.core.errors import CoordinatorUnavailable
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.wire import group_offsets
 from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -21,15 +22,10 @@ Offsets = Mapping[str, Mapping[int, int]]
 
 async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]]:
     """Return a group's committed offsets, waiting for transactions that are about to change them."""
-    from kio.schema.offset_fetch.v9 import request
-
-    messages: Any = request
-    asked = messages.OffsetFetchRequest(
-        groups=(messages.OffsetFetchRequestGroup(group_id=group, topics=None),), require_stable=True
-    )
+    request = build_request("offset_fetch", 9, groups=[{"group_id": group}], require_stable=True)
 
     async def attempt(node: NodeId) -> dict[str, dict[int, int]]:
-        response = (await client.send(node, asked)).groups[0]
+        response = (await client.send(node, request)).groups[0]
         if response.error_code:
             raise error_from_code(response.error_code, None, about=f"offsets of group {group!r}")
         found: dict[str, dict[int, int]] = {}

@@ -480,7 +480,7 @@ class LagWatch:
     async def _measure_lags(self, client: Client) -> None:
         backlogs = Backlogs(client)
         while declared := self._declared():
-            began = time.monotonic()
+            started = time.monotonic()
             found = await backlogs.lags(self._readers(declared))
             names = {one.name for one in declared}
             # Keep the last known lag of pipelines that could not be measured.
@@ -488,7 +488,7 @@ class LagWatch:
             if self._declared():
                 # Otherwise another node reports the lag by now.
                 self._take(dict(self._lags))
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - started
             await asyncio.sleep(min(max(PAUSE_S_MIN, took_s * SHARE_MAX), PAUSE_S_MAX))
             await self._wait(LAG_LOOK_S - PAUSE_S_MIN)
 

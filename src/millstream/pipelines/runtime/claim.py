@@ -32,6 +32,7 @@ from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
 from millstream.core.tasks import within
 from millstream.pipelines.source.link import Link
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.wire.client import GROUP_COORDINATOR
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.group_offsets import GroupMember
@@ -128,11 +129,8 @@ class Claim:
         raise GroupNotEmpty(f"group {self._group!r} has members that come and go; try again")
 
     async def _refuse_others(self) -> None:
-        from kio.schema.describe_groups.v6 import request
-
-        messages: Any = request
-        asked = messages.DescribeGroupsRequest(groups=(self._group,), include_authorized_operations=False)
-        response = await self._send(asked, lambda response: response.groups[0].error_code, _GROUP_ID_NOT_FOUND)
+        request = build_request("describe_groups", 6, groups=[self._group])
+        response = await self._send(request, lambda response: response.groups[0].error_code, _GROUP_ID_NOT_FOUND)
         for other in response.groups[0].members:
             if self._me.instance_id is None or other.group_instance_id != self._me.instance_id:
                 host = other.client_host.removeprefix("/")
@@ -143,20 +141,19 @@ class Claim:
 
     async def _join(self) -> bool:
         """Join a generation of the group; False if it has other members, which will leave."""
-        from kio.schema.join_group.v9 import request
-
-        messages: Any = request
-        asked = messages.JoinGroupRequest(
+        request = build_request(
+            "join_group",
+            9,
             group_id=self._group,
             session_timeout=timedelta(seconds=SESSION_S),
             rebalance_timeout=timedelta(seconds=SESSION_S),
             member_id=self._me.member_id,
             group_instance_id=self._me.instance_id,
             protocol_type=GROUP_TYPE,
-            protocols=(messages.JoinGroupRequestProtocol(name=_PROTOCOL, metadata=b""),),
+            protocols=[{"name": _PROTOCOL}],
         )
         try:
-            joined = await self._send(asked, lambda response: response.error_code, _MEMBER_ID_REQUIRED)
+            joined = await self._send(request, lambda response: response.error_code, _MEMBER_ID_REQUIRED)
         except (*_PUT_OUT, InconsistentProtocol):
             self._me = GroupMember(instance_id=self._me.instance_id)
             raise
@@ -172,20 +169,23 @@ class Claim:
         return all(other.member_id == joined.member_id for other in joined.members)
 
     async def _sync(self) -> None:
-        from kio.schema.sync_group.v5 import request
-
-        messages: Any = request
-        share = messages.SyncGroupRequestAssignment(member_id=self._me.member_id, assignment=b"")
-        asked = messages.SyncGroupRequest(
-            group_id=self._group,
-            generation_id=self._me.generation,
-            member_id=self._me.member_id,
-            group_instance_id=self._me.instance_id,
+        request = build_request(
+            "sync_group",
+            5,
+            **self._identity(),
             protocol_type=GROUP_TYPE,
             protocol_name=_PROTOCOL,
-            assignments=(share,),
+            assignments=[{"member_id": self._me.member_id}],
         )
-        await self._send(asked, lambda response: response.error_code)
+        await self._send(request, lambda response: response.error_code)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "group_id": self._group,
+            "generation_id": self._me.generation,
+            "member_id": self._me.member_id,
+            "group_instance_id": self._me.instance_id,
+        }
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats until the group fences this member."""
@@ -209,27 +209,14 @@ class Claim:
             self._on_lost()
 
     async def _send_heartbeat(self) -> None:
-        from kio.schema.heartbeat.v4 import request
-
-        messages: Any = request
-        asked = messages.HeartbeatRequest(
-            group_id=self._group,
-            generation_id=self._me.generation,
-            member_id=self._me.member_id,
-            group_instance_id=self._me.instance_id,
-        )
-        await self._send(asked, lambda response: response.error_code)
+        await self._send(build_request("heartbeat", 4, **self._identity()), lambda response: response.error_code)
 
     async def _leave_group(self) -> None:
-        from kio.schema.leave_group.v5 import request
-
-        messages: Any = request
-        me = messages.MemberIdentity(member_id=self._me.member_id, group_instance_id=self._me.instance_id)
+        me = {"member_id": self._me.member_id, "group_instance_id": self._me.instance_id}
+        request = build_request("leave_group", 5, group_id=self._group, members=[me])
         self._me = GroupMember(instance_id=self._me.instance_id)
         with suppress(*_PUT_OUT):
-            await self._send(
-                messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda response: response.error_code
-            )
+            await self._send(request, lambda response: response.error_code)
 
     async def _forget(self) -> None:
         await PipelineClient(self._link.client).forget_deleted(self._group.removeprefix(GROUP_PREFIX))

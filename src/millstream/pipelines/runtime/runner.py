@@ -336,7 +336,7 @@ class Runner:
             return 0.0
         if self._state in ("starting", "waiting"):
             self._set_state("running")
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             step = job.step()
         except BaseException as error:
@@ -346,7 +346,7 @@ class Runner:
                 self._end_step(is_well=False)
             raise
         self._end_step(is_well=not step.is_open)
-        self._tally.add(step, time.monotonic() - began)
+        self._tally.add(step, time.monotonic() - started)
         if step.is_open:
             if self._given_up:
                 raise Stalled(self._given_up)

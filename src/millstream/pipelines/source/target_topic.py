@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from millstream.core.errors import TopicExists, UnknownTopic
 from millstream.core.topic import check_topic_name
 from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.transactions import PREPARE_KEY
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -98,16 +99,8 @@ def make_topics(link: Link, names: Iterable[str], partitions: int = BY_BROKER) -
 
 
 async def _create(client: Client, names: list[str], partitions: int) -> None:
-    from kio.schema.create_topics.v7 import request
-
-    messages: Any = request
-    topics = tuple(
-        messages.CreatableTopic(
-            name=name, num_partitions=partitions, replication_factor=BY_BROKER, assignments=(), configs=()
-        )
-        for name in names
-    )
-    response = await client.send(None, messages.CreateTopicsRequest(topics=topics, timeout=_TIMEOUT))
+    topics = [{"name": name, "num_partitions": partitions, "replication_factor": BY_BROKER} for name in names]
+    response = await client.send(None, build_request("create_topics", 7, topics=topics, timeout=_TIMEOUT))
     for made in response.topics:
         if made.error_code:
             error = error_from_code(made.error_code, made.error_message, about=f"create topic {made.name!r}")

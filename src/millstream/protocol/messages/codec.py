@@ -8,10 +8,11 @@ kio's dataclasses, whose modules are imported when a version of an API is first 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from datetime import datetime, timedelta
 from functools import cache
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -463,6 +464,29 @@ def load_request_class(api_key: int, version: int) -> type[Any]:
         return load_request_schema(api_key, version)
     except KioIndexError:
         raise ProtocolViolation(f"API {api_key} has no version {version}") from None
+
+
+def build_request(api: str, version: int, **values: Any) -> Any:
+    """Build a request from plain values, as in `build_request("create_topics", 7, topics=[{"name": "orders"}])`.
+
+    Dicts become nested messages, and fields that are left out have Kafka's defaults.
+    """
+    module = import_module(f"kio.schema.{api}.v{version}.request")
+    return _build(getattr(module, f"{api.title().replace('_', '')}Request"), values)
+
+
+def _build(entity: Any, values: Mapping[str, Any]) -> Any:
+    known = {field.name: field for field in fields(entity)}
+    given = {name: _build_value(known[name].type, value) for name, value in values.items()}
+    return entity(**{name: default_of(field) for name, field in known.items() if name not in given}, **given)
+
+
+def _build_value(field_type: Any, value: Any) -> Any:
+    kind, _ = unwrapped(field_type)
+    item = item_of(kind)
+    if item is not None and value is not None:
+        return tuple(_build_value(item, one) for one in value)
+    return _build(kind, value) if isinstance(value, dict) else value
 
 
 @cache

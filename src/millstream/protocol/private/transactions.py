@@ -21,6 +21,7 @@ import msgspec
 
 from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, ProducerId
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -115,15 +116,11 @@ class Transactions:
 
     async def begin(self, transactional_id: str, *, timeout_ms: int = TIMEOUT_MS) -> TransactionalProducer:
         """Become the producer of a transactional id; the previous one is fenced."""
-        from kio.schema.init_producer_id.v5 import request
-
-        messages: Any = request
-        asked = messages.InitProducerIdRequest(
-            transactional_id=transactional_id, transaction_timeout=timedelta(milliseconds=timeout_ms)
-        )
+        timeout = timedelta(milliseconds=timeout_ms)
+        request = build_request("init_producer_id", 5, transactional_id=transactional_id, transaction_timeout=timeout)
 
         async def attempt(node: NodeId) -> TransactionalProducer:
-            response = await self._client.send(node, asked)
+            response = await self._client.send(node, request)
             _check(response.error_code, f"producer of {transactional_id!r}")
             return TransactionalProducer(transactional_id, ProducerId(response.producer_id), response.producer_epoch)
 
@@ -131,18 +128,10 @@ class Transactions:
 
     async def end(self, producer: TransactionalProducer, *, commit: bool) -> TransactionalProducer:
         """Commit or abort; return the producer for the next transaction."""
-        from kio.schema.end_txn.v5 import request
-
-        messages: Any = request
-        asked = messages.EndTxnRequest(
-            transactional_id=producer.transactional_id,
-            producer_id=producer.producer_id,
-            producer_epoch=producer.epoch,
-            committed=commit,
-        )
+        request = build_request("end_txn", 5, **_identity(producer), committed=commit)
 
         async def attempt(node: NodeId) -> TransactionalProducer:
-            response = await self._client.send(node, asked)
+            response = await self._client.send(node, request)
             _check(response.error_code, f"end of the transaction of {producer.transactional_id!r}")
             if response.producer_id < 0:
                 return producer
@@ -154,33 +143,29 @@ class Transactions:
         self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], member: GroupMember
     ) -> None:
         """Make offsets of a group, by topic and partition, take effect when the transaction is committed."""
-        from kio.schema.txn_offset_commit.v5 import request
-
-        messages: Any = request
-        asked = messages.TxnOffsetCommitRequest(
-            transactional_id=producer.transactional_id,
+        topics = [
+            {
+                "name": topic,
+                "partitions": [
+                    {"partition_index": number, "committed_offset": offset, "committed_metadata": ""}
+                    for number, offset in numbers.items()
+                ],
+            }
+            for topic, numbers in offsets.items()
+        ]
+        request = build_request(
+            "txn_offset_commit",
+            5,
+            **_identity(producer),
             group_id=group,
-            producer_id=producer.producer_id,
-            producer_epoch=producer.epoch,
             generation_id=member.generation,
             member_id=member.member_id,
             group_instance_id=member.instance_id,
-            topics=tuple(
-                messages.TxnOffsetCommitRequestTopic(
-                    name=topic,
-                    partitions=tuple(
-                        messages.TxnOffsetCommitRequestPartition(
-                            partition_index=number, committed_offset=offset, committed_metadata=""
-                        )
-                        for number, offset in numbers.items()
-                    ),
-                )
-                for topic, numbers in offsets.items()
-            ),
+            topics=topics,
         )
 
         async def attempt(node: NodeId) -> None:
-            response = await self._client.send(node, asked)
+            response = await self._client.send(node, request)
             for topic in response.topics:
                 for one in topic.partitions:
                     _check(one.error_code, f"offset of group {group!r} in {topic.name}-{one.partition_index}")
@@ -232,6 +217,14 @@ def shared_place(transactional_id: str) -> str:
 def _place_of(query: str) -> str:
     """Return a transactional id with the same coordinator as the query."""
     return f"spark/{query}/0/0/0"
+
+
+def _identity(producer: TransactionalProducer) -> dict[str, Any]:
+    return {
+        "transactional_id": producer.transactional_id,
+        "producer_id": producer.producer_id,
+        "producer_epoch": producer.epoch,
+    }
 
 
 def _member(producer: TransactionalProducer) -> BatchMember:

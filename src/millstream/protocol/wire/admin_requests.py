@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
+from millstream.core.ids import NodeId
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-_TOPIC_RESOURCE: Final = 2
+TOPIC_RESOURCE: Final = 2
+NODE_RESOURCE: Final = 4
 _SOURCE_TOPIC: Final = 1
 
 
@@ -21,16 +25,17 @@ class TopicConfig:
     is_override: bool
 
 
+async def describe_configs(
+    client: Client, kind: int, names: Iterable[str], keys: Sequence[str] | None = None, *, node: NodeId | None = None
+) -> Any:
+    """Return the settings of resources of one kind, or those that are named in `keys`: a result for each resource."""
+    resources = [{"resource_type": kind, "resource_name": name, "configuration_keys": keys} for name in names]
+    return (await client.send(node, build_request("describe_configs", 4, resources=resources))).results
+
+
 async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     """Return every effective setting of a topic."""
-    from kio.schema.describe_configs.v4 import request
-
-    messages: Any = request
-    resource = messages.DescribeConfigsResource(
-        resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=None
-    )
-    response = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
-    described = response.results[0]
+    (described,) = await describe_configs(client, TOPIC_RESOURCE, [name])
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"settings of topic {name!r}")
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
@@ -38,9 +43,7 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
 
 async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
     """Return the access rules that a filter selects."""
-    from kio.schema.describe_acls.v3.request import DescribeAclsRequest
-
-    response = await client.send(None, DescribeAclsRequest(**filter_fields(selected)))
+    response = await client.send(None, build_request("describe_acls", 3, **filter_fields(selected)))
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list access rules")
     return [
@@ -60,14 +63,12 @@ async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
 
 def filter_fields(selected: AclFilter) -> dict[str, Any]:
     """Return a filter as the fields of DescribeAcls and DeleteAcls."""
-    from kio.static.primitive import i8
-
     return {
-        "resource_type_filter": i8(selected.resource_type),
+        "resource_type_filter": selected.resource_type,
         "resource_name_filter": selected.resource_name,
-        "pattern_type_filter": i8(selected.pattern),
+        "pattern_type_filter": selected.pattern,
         "principal_filter": selected.principal,
         "host_filter": selected.host,
-        "operation": i8(selected.operation),
-        "permission_type": i8(selected.permission),
+        "operation": selected.operation,
+        "permission_type": selected.permission,
     }

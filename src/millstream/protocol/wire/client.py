@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Final, Self, TypeVar
 from uuid import UUID
 
@@ -30,14 +31,14 @@ from millstream.core.ids import EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.setting import parse_address
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
+from millstream.protocol.messages.codec import build_request, load_request_class, load_response_class, response_body_at
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.wire import fetch, list_offsets, produce
 from millstream.protocol.wire.channel import BORROWED_MAX, Channel, Pool
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_coordinator_error
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_coordinator_error, no_producer_error
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchedPartition, FetchLimits
 from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 from millstream.protocol.wire.produce import Produced
@@ -265,6 +266,14 @@ class Client:
 
     # -- records --------------------------------------------------------------------------------------------
 
+    async def init_producer_id(self) -> tuple[int, int]:
+        """Return the id and epoch of a new idempotent producer."""
+        request = build_request("init_producer_id", 5, transaction_timeout=timedelta(minutes=1))
+        response = await self.send(None, request)
+        if response.error_code:
+            raise no_producer_error(response.error_code)
+        return response.producer_id, response.producer_epoch
+
     async def produce(
         self,
         topic: str,
@@ -388,17 +397,12 @@ class Client:
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         """Return the largest leader epoch of a partition up to the given one, and where it ends."""
-        from kio.schema.offset_for_leader_epoch.v4 import request
-
-        messages: Any = request
-        partition = messages.OffsetForLeaderPartition(
-            partition=where.partition, current_leader_epoch=-1, leader_epoch=epoch
-        )
-        topic = messages.OffsetForLeaderTopic(topic=where.topic, partitions=(partition,))
-        asked = messages.OffsetForLeaderEpochRequest(replica_id=-1, topics=(topic,))
+        partition = {"partition": where.partition, "leader_epoch": epoch}
+        topics = [{"topic": where.topic, "partitions": [partition]}]
+        request = build_request("offset_for_leader_epoch", 4, replica_id=-1, topics=topics)
 
         async def attempt(leader: NodeId) -> EpochEnd:
-            response = (await self.send(leader, asked)).topics[0].partitions[0]
+            response = (await self.send(leader, request)).topics[0].partitions[0]
             if response.error_code:
                 raise error_from_code(response.error_code, None, about=f"history of {where}")
             return EpochEnd(response.leader_epoch, response.end_offset)
@@ -538,10 +542,7 @@ class Client:
             return dict.fromkeys(times_ms, error)
 
     async def _find_coordinator(self, name: str, kind: int = GROUP_COORDINATOR) -> NodeId:
-        from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
-        from kio.static.primitive import i8
-
-        request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
+        request = build_request("find_coordinator", 6, key_type=kind, coordinator_keys=[name])
         response = (await self.send(None, request)).coordinators[0]
         if response.error_code:
             raise no_coordinator_error(response.error_code, response.error_message, name)

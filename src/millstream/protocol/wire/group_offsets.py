@@ -9,6 +9,7 @@ from millstream.core.errors import GroupNotEmpty, MillstreamError, ProtocolViola
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code, no_coordinator_error
 
@@ -43,12 +44,9 @@ Commits = dict[TopicPartition, Commit]
 
 async def list_groups(client: Client) -> list[tuple[str, str, str]]:
     """Return the name, state and type of every group, from every node."""
-    from kio.schema.list_groups.v5 import request
-
-    messages: Any = request
     found: dict[str, tuple[str, str, str]] = {}
     for node in (await client.metadata([])).nodes:
-        response = await client.send(node, messages.ListGroupsRequest())
+        response = await client.send(node, build_request("list_groups", 5))
         if response.error_code:
             raise error_from_code(response.error_code, None, about="the list of groups")
         for group in response.groups:
@@ -93,13 +91,10 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
 
 
 async def _find_coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
-    from kio.schema.find_coordinator.v6 import request
-
-    messages: Any = request
     found: dict[str, NodeId | MillstreamError] = {}
     for part in _parts(names):
-        asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
-        for one in (await client.send(None, asked)).coordinators:
+        request = build_request("find_coordinator", 6, key_type=GROUP_COORDINATOR, coordinator_keys=part)
+        for one in (await client.send(None, request)).coordinators:
             refused = no_coordinator_error(one.error_code, one.error_message, one.key) if one.error_code else None
             found[one.key] = refused or NodeId(one.node_id)
     return found
@@ -126,11 +121,8 @@ async def _commits_or_errors(
 
 
 async def _send_offset_fetch(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
-    from kio.schema.offset_fetch.v9 import request
-
-    messages: Any = request
-    groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
-    response = await client.send(node, messages.OffsetFetchRequest(groups=groups))
+    request = build_request("offset_fetch", 9, groups=[{"group_id": name} for name in names])
+    response = await client.send(node, request)
     return {one.group_id: one for one in response.groups}
 
 
@@ -159,29 +151,23 @@ async def commit_offsets(
     metadata: str = "",
 ) -> None:
     """Commit offsets as a member; without one, move a group that has no members to these offsets."""
-    from kio.schema.offset_commit.v9 import request
-
-    messages: Any = request
     by_topic: dict[str, list[Any]] = {}
     for where, offset in offsets.items():
-        wanted = messages.OffsetCommitRequestPartition(
-            partition_index=where.partition, committed_offset=offset, committed_metadata=metadata
-        )
-        by_topic.setdefault(where.topic, []).append(wanted)
-    topics = tuple(
-        messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
-    )
+        partition = {"partition_index": where.partition, "committed_offset": offset, "committed_metadata": metadata}
+        by_topic.setdefault(where.topic, []).append(partition)
     who = member or GroupMember()
-    asked = messages.OffsetCommitRequest(
+    request = build_request(
+        "offset_commit",
+        9,
         group_id=name,
         generation_id_or_member_epoch=who.generation,
         member_id=who.member_id,
         group_instance_id=who.instance_id,
-        topics=topics,
+        topics=[{"name": topic, "partitions": partitions} for topic, partitions in by_topic.items()],
     )
 
     async def attempt(node: NodeId) -> None:
-        response = await client.send(node, asked)
+        response = await client.send(node, request)
         for topic in response.topics:
             for one in topic.partitions:
                 if member is None and one.error_code == _UNKNOWN_MEMBER_ID:

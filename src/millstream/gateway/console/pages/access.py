@@ -11,7 +11,6 @@ from millstream.client.admin.security import (
     add_acls,
     create_token,
     delete_user,
-    list_acls,
     list_tokens,
     list_users,
     put_user,
@@ -36,6 +35,7 @@ from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, command, done
+from millstream.protocol.wire.admin_requests import describe_acls
 
 SHOWN: Final = 200
 _TYPES: Final = (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER, ResourceType.TRANSACTIONAL_ID)
@@ -57,7 +57,7 @@ async def show(visit: Visit) -> Response:
             problems.append(str(error))
         return empty
 
-    rules = sorted(await seen("rules", list_acls(client, AclFilter()), []))
+    rules = sorted(await seen("rules", describe_acls(client, AclFilter()), []))
     found = [(one, _words(one)) for one in rules]
     matching = [(one, words) for one, words in found if visit.search.lower() in " ".join(words).lower()]
     quotas: dict[QuotaEntity, dict[str, float]] = await seen("quotas", list_quotas(client), {})
@@ -157,7 +157,7 @@ async def allow(visit: Visit) -> Response:
 
 async def remove(visit: Visit) -> Response:
     wanted = visit.text("rule", length_max=8192)
-    rule = next((one for one in await list_acls(visit.services.client, AclFilter()) if str(one) == wanted), None)
+    rule = next((one for one in await describe_acls(visit.services.client, AclFilter()) if str(one) == wanted), None)
     if rule is None:
         raise invalid("there is no such rule any more; nothing was changed")
     visit.confirm(rule.principal)

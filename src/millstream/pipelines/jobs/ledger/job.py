@@ -121,14 +121,14 @@ class LedgerJob:
 
     def step(self) -> Step:
         """Land the events since the last step, and audit if an audit is due."""
-        began = time.monotonic()
+        started = time.monotonic()
         found = self._sources.now()
         if not found:
             # The topic is created with the first subscription that is used.
             return Step(wait_s=self._settings.every_ms / 1000)
         (source,) = found
         try:
-            return self._step(source, began)
+            return self._step(source, started)
         except DamagedLedger as damaged:
             # Nothing can be landed until someone repairs or deletes the table; the broker keeps the events meanwhile.
             _logger.error("pipeline %s: nothing is landed: %s", self._pipeline.name, damaged)
@@ -230,12 +230,12 @@ class LedgerJob:
 
     def audit(self, names: Sequence[str] | None = None, since_ms: int | None = None) -> AuditReport:
         """Account for every message up to now, as far as the table can be read."""
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             report = self._audit(names, since_ms)
         except DamagedLedger as damaged:
             report = AuditReport(damage=damaged.damage, is_counted=False)
-        report.seconds = time.monotonic() - began
+        report.seconds = time.monotonic() - started
         return report
 
     def _audit(self, names: Sequence[str] | None, since_ms: int | None) -> AuditReport:
