@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,10 +30,8 @@ from millstream.protocol.private.browse_messages import (
     NoteReadingRequest,
     NoteReadingResponse,
 )
-from millstream.protocol.private.message import Nothing, Response, decode_response, encode
+from millstream.protocol.private.message import Nothing, request_private
 from millstream.protocol.wire.client import Client
-
-R = TypeVar("R", bound=Response)
 
 Right = tuple[Operation, ResourceType, str]
 
@@ -85,7 +83,7 @@ async def topics_page(
 
 
 async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
-    return await _request(client, node, TOPICS_KEY, request, ListTopicsResponse)
+    return await request_private(client, node, TOPICS_KEY, request, ListTopicsResponse)
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
@@ -144,7 +142,7 @@ async def node_sums(client: Client) -> list[NodeSumsResponse]:
 
 async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
     try:
-        return await _request(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
+        return await request_private(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
     except (BrokerUnreachable, RequestTimedOut):
         return NodeSumsResponse(node_id=node, state=UNREACHABLE)
 
@@ -160,7 +158,7 @@ async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool]
     principal = ""
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        found = await _request(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)
+        found = await request_private(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)
         allowed += found.allowed
         principal = found.principal
     return allowed, principal
@@ -168,8 +166,4 @@ async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool]
 
 async def note_reading(client: Client, request: NoteReadingRequest) -> None:
     """Record that a user is shown messages; raise if the user may not read them."""
-    await _request(client, None, READING_KEY, request, NoteReadingResponse)
-
-
-async def _request(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-    return decode_response(await client.private(node, key, encode(request)), kind)
+    await request_private(client, None, READING_KEY, request, NoteReadingResponse)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from millstream.core.cluster_plan import (
     BALANCE,
@@ -26,7 +26,7 @@ from millstream.core.cluster_plan import (
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.ids import NodeId
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Nothing, Response, decode_response, encode
+from millstream.protocol.private.message import Nothing, Response, request_private
 from millstream.protocol.private.plan_messages import (
     APPLY_KEY,
     CANCEL_KEY,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 RATE_INTERVAL_S = 1.0
 """How long write rates are measured."""
-
-R = TypeVar("R", bound=Response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +156,23 @@ async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THRO
     """Store a plan in the cluster, for review."""
     moves = [PlannedMove.of(move) for move in plan.moves]
     request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=moves, throttle_bytes=throttle_bytes)
-    return await _request(client, PROPOSE_KEY, request, PlanResponse)
+    return await request_private(client, None, PROPOSE_KEY, request, PlanResponse)
 
 
 async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int | None = None) -> PlanResponse:
     """Make the cluster carry out a plan; return when that has begun."""
-    return await _request(
-        client, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse
+    return await request_private(
+        client, None, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse
     )
 
 
 async def cancel_plan(client: Client, plan_id: str = "") -> PlanResponse:
-    return await _request(client, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
+    return await request_private(client, None, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
 
 
 async def current_plan(client: Client) -> PlanResponse:
     """Return the last plan with its progress, and the drained nodes."""
-    return await _request(client, DESCRIBE_KEY, Nothing(), PlanResponse)
+    return await request_private(client, None, DESCRIBE_KEY, Nothing(), PlanResponse)
 
 
 async def copied_bytes(client: Client, current: PlanResponse) -> int:
@@ -191,7 +189,7 @@ async def copied_bytes(client: Client, current: PlanResponse) -> int:
 
 async def undrain(client: Client, node: int) -> None:
     """Let a node get leaders and replicas again."""
-    await _request(client, UNDRAIN_KEY, UndrainRequest(node=node), Response)
+    await request_private(client, None, UNDRAIN_KEY, UndrainRequest(node=node), Response)
 
 
 def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> dict[str, Any]:
@@ -246,7 +244,3 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
         "finished_ms": current.finished_ms or None,
         "drained": list(current.drained),
     }
-
-
-async def _request(client: Client, key: int, request: object, kind: type[R]) -> R:
-    return decode_response(await client.private(None, key, encode(request)), kind)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from millstream.core.errors import MillstreamError, NotAuthorized, RequestTimedOut
+from millstream.core.errors import MillstreamError, NotAuthorized, NotFound, RequestTimedOut
+from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TRANSACTION_STATE
 from millstream.protocol.private.message import Nothing, decode_document, encode
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 
 NODE_STATUS_KEY = 32000
+RESPONSE_S = 5.0
+"""A node that has not responded by then hangs, and is skipped."""
+T = TypeVar("T")
 
 
 class DamagedOffsets(NamedTuple):
@@ -53,6 +57,28 @@ class DamagedOffsets(NamedTuple):
             f"past them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "
             f"--to {self.next_offset}"
         )
+
+
+async def ask_all_nodes(client: Client, ask: Callable[[NodeId], Awaitable[T]]) -> tuple[list[T], list[MillstreamError]]:
+    """Ask every node at once; return the responses, and an error for each node without one.
+
+    Only `NotFound` is raised: it comes from the catalog, which is the same for all nodes.
+    """
+
+    async def ask_node(node: NodeId) -> T | MillstreamError:
+        try:
+            async with asyncio.timeout(RESPONSE_S):
+                return await ask(node)
+        except TimeoutError:
+            return RequestTimedOut(f"node {node} did not respond within {RESPONSE_S:g} s")
+        except NotFound:
+            raise
+        except MillstreamError as error:
+            return error
+
+    responses = await gather_or_cancel(map(ask_node, sorted((await client.metadata(())).nodes)))
+    failed = [one for one in responses if isinstance(one, MillstreamError)]
+    return [one for one in responses if not isinstance(one, MillstreamError)], failed
 
 
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:

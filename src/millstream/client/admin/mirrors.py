@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from millstream.client.admin.cluster_status import ask_all_nodes
 from millstream.core.backoff import Backoff
-from millstream.core.errors import InvalidMirror, MillstreamError, MirrorExists, NotFound, RequestTimedOut
+from millstream.core.errors import InvalidMirror, MirrorExists, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.regex import compile_regex
-from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import (
     ALTER_KEY,
@@ -33,8 +33,6 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-LISTED_S: Final = 5.0
-"""A node that has not responded by then hangs, and is skipped."""
 SETTLE_LOOK_S: Final = 0.5
 _DUPLICATE_RESOURCE: Final = 92
 
@@ -142,27 +140,16 @@ class MirrorClient:
         `problems` are the notes that something is not mirrored.
         """
         body = MirrorNames(names=None if names is None else list(names))
-        nodes = sorted((await self._client.metadata(())).nodes)
-        responses = await gather_or_cancel(self._list_on_node(node, body) for node in nodes)
-        failed = [response for response in responses if isinstance(response, MillstreamError)]
+        responses, failed = await ask_all_nodes(
+            self._client, lambda node: self._request(node, LIST_KEY, body, MirrorDescriptions)
+        )
         by_name: dict[str, list[dict[str, Any]]] = {}
         for response in responses:
-            for one in () if isinstance(response, MillstreamError) else response.mirrors:
+            for one in response.mirrors:
                 by_name.setdefault(one["name"], []).append(one)
         if not by_name and failed:
             raise failed[0]
         return [_merge_reports(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
-
-    async def _list_on_node(self, node: NodeId, body: MirrorNames) -> MirrorDescriptions | MillstreamError:
-        try:
-            async with asyncio.timeout(LISTED_S):
-                return await self._request(node, LIST_KEY, body, MirrorDescriptions)
-        except TimeoutError:
-            return RequestTimedOut(f"node {node} did not report on its mirrors within {LISTED_S:g} s")
-        except NotFound:
-            raise
-        except MillstreamError as error:
-            return error
 
     async def _request(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
         response = decode(await self._client.private(node, key, encode(body), waits=True), kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,19 +11,18 @@ from uuid import UUID
 
 import msgspec
 
+from millstream.client.admin.cluster_status import ask_all_nodes
 from millstream.client.admin.groups import delete_group, describe_group
 from millstream.core.errors import (
     GroupNotEmpty,
     MillstreamError,
     NotFound,
     PipelineExists,
-    RequestTimedOut,
     UnknownGroup,
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, LandSettings, Pipeline, PipelineKind, Rule
 from millstream.core.setting import HIDDEN
-from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.message import Nothing, decode, decode_document, encode
 from millstream.protocol.private.pipeline_messages import (
     ALTER_KEY,
@@ -50,8 +48,6 @@ from millstream.protocol.wire.admin_requests import NODE_RESOURCE, describe_conf
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-LISTED_S: Final = 5.0
-"""A node that has not responded by then hangs, and is skipped."""
 _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
@@ -180,13 +176,11 @@ class PipelineClient:
         another does; `notes` say so for pipelines that it may be running.
         """
         body = PipelineNames(names=None if names is None else list(names))
-        nodes = sorted((await self._client.metadata(())).nodes)
-        responses = await gather_or_cancel(self._listed(node, body) for node in nodes)
-        failed = [response for response in responses if isinstance(response, MillstreamError)]
+        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, LIST_KEY, body))
         found: dict[str, dict[str, Any]] = {}
         local: dict[str, list[bool]] = defaultdict(list)
         for response in responses:
-            for described in () if isinstance(response, MillstreamError) else response["pipelines"]:
+            for described in response["pipelines"]:
                 if (is_local := described.get("local_tables")) is not None:
                     local[described["name"]].append(is_local)
                 found[described["name"]] = _merge_reports(found.get(described["name"]), described)
@@ -239,25 +233,10 @@ class PipelineClient:
 
     async def _request_all(self, key: int, body: Any) -> list[dict[str, Any]]:
         """Ask every node; those that do not respond are skipped as long as another does."""
-        nodes = sorted((await self._client.metadata(())).nodes)
-        responses = await gather_or_cancel(self._listed(node, body, key) for node in nodes)
-        found = [response for response in responses if not isinstance(response, MillstreamError)]
-        for error in responses:
-            if isinstance(error, MillstreamError) and not found:
-                raise error
-        return found
-
-    async def _listed(self, node: NodeId, body: Any, key: int = LIST_KEY) -> dict[str, Any] | MillstreamError:
-        try:
-            async with asyncio.timeout(LISTED_S):
-                return await self._request(node, key, body)
-        except TimeoutError:
-            return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
-        except NotFound:
-            # The response comes from the catalog: nodes that still know it have not seen the deletion yet.
-            raise
-        except MillstreamError as error:
-            return error
+        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, key, body))
+        if failed and not responses:
+            raise failed[0]
+        return responses
 
     async def _request(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
         response: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)

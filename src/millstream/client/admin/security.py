@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from millstream.client.admin.topics import node_configs
 from millstream.core.acl import Acl, AclFilter
@@ -17,7 +17,7 @@ from millstream.core.credential import (
 )
 from millstream.core.errors import NotFound
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Nothing, Response, decode_response, encode
+from millstream.protocol.private.message import Nothing, Response, request_private
 from millstream.protocol.private.security_messages import (
     CREATE_TOKEN_KEY,
     LIST_TOKENS_KEY,
@@ -39,7 +39,6 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 _SALT_BYTES = 24
 _SUPER_USERS = "super-users"
-_ResponseT = TypeVar("_ResponseT", bound=Response)
 
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
@@ -98,21 +97,17 @@ async def create_token(
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
     request = NewToken(owner=owner, lifetime_ms=lifetime_ms, scope=[ScopeRule.of(acl) for acl in scope])
-    return await _request(client, CREATE_TOKEN_KEY, request, CreateTokenResponse)
+    return await request_private(client, None, CREATE_TOKEN_KEY, request, CreateTokenResponse)
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
     """Return the API tokens that the client may see."""
-    return (await _request(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
+    return (await request_private(client, None, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
 
 
 async def revoke_token(client: Client, token_id: str) -> None:
     """Revoke an API token and those that were created with it."""
-    await _request(client, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
-
-
-async def _request(client: Client, key: int, request: object, kind: type[_ResponseT]) -> _ResponseT:
-    return decode_response(await client.private(None, key, encode(request)), kind)
+    await request_private(client, None, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
 
 
 async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
@@ -149,4 +144,4 @@ async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
 
 async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:
     """Return the secrets in the catalog, without their values; with `reseal`, seal them with the newest key first."""
-    return await _request(client, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)
+    return await request_private(client, None, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)

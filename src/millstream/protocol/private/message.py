@@ -8,12 +8,16 @@ other change raises the version of the request.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 
 from millstream.core.errors import InvalidRequest, ProtocolViolation
 from millstream.protocol.wire.error_codes import error_from_code
+
+if TYPE_CHECKING:
+    from millstream.core.ids import NodeId
+    from millstream.protocol.wire.client import Client
 
 T = TypeVar("T")
 
@@ -72,6 +76,11 @@ def decode_response(body: bytes | memoryview, kind: type[R], *, about: str = "")
     if response.error:
         raise error_from_code(response.error, response.message, about=about)
     return response
+
+
+async def request_private(client: Client, node: NodeId | None, key: int, request: object, kind: type[R]) -> R:
+    """Send a request to a node, or to any; return its response, or raise the error in it."""
+    return decode_response(await client.private(node, key, encode(request)), kind)
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:
