@@ -10,7 +10,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args
 from urllib.parse import quote
@@ -31,7 +31,13 @@ from millstream.core.credential import Owner
 from millstream.core.errors import InvalidAssignment, MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.quota import ANONYMOUS
 from millstream.core.topic import Topic
-from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
+from millstream.protocol.messages.codec import (
+    RequestHeader,
+    build_message,
+    load_request_class,
+    load_response_class,
+    response_head,
+)
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import Receive, SettleRequest
@@ -202,8 +208,14 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
-        """Respond to a request that failed as a whole; APIs whose response has an error field override this."""
-        raise error
+        """Respond to a request that failed as a whole; overridden by APIs whose response has no field for that."""
+        kind = load_response_class(self.key, self.versions[1])
+        reported = {"error_code": error_code(error), "error_message": error_message(error)}
+        known = {field.name: reported[field.name] for field in fields(kind) if field.name in reported}
+        if "error_code" not in known:
+            raise error
+        response: ResponseT = build_message(kind, known)
+        return response
 
     async def respond(self, version: int, request: Any, client: ClientInfo) -> Any:
         """Respond to a request of any version served in that version."""

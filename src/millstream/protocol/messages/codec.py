@@ -472,10 +472,11 @@ def build_request(api: str, version: int, **values: Any) -> Any:
     Dicts become nested messages, and fields that are left out have Kafka's defaults.
     """
     module = import_module(f"kio.schema.{api}.v{version}.request")
-    return _build(getattr(module, f"{api.title().replace('_', '')}Request"), values)
+    return build_message(getattr(module, f"{api.title().replace('_', '')}Request"), values)
 
 
-def _build(entity: Any, values: Mapping[str, Any]) -> Any:
+def build_message(entity: Any, values: Mapping[str, Any]) -> Any:
+    """Build a message from plain values, as `build_request` does."""
     known = {field.name: field for field in fields(entity)}
     given = {name: _build_value(known[name].type, value) for name, value in values.items()}
     return entity(**{name: default_of(field) for name, field in known.items() if name not in given}, **given)
@@ -486,7 +487,7 @@ def _build_value(field_type: Any, value: Any) -> Any:
     item = item_of(kind)
     if item is not None and value is not None:
         return tuple(_build_value(item, one) for one in value)
-    return _build(kind, value) if isinstance(value, dict) else value
+    return build_message(kind, value) if isinstance(value, dict) else value
 
 
 @cache

@@ -50,11 +50,6 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
             responses=tuple([await self._alter_offsets(request.group_id, topic) for topic in request.topics]),
         )
 
-    def failure(self, error: MillstreamError, request: AlterShareGroupOffsetsRequest) -> AlterShareGroupOffsetsResponse:
-        return AlterShareGroupOffsetsResponse(
-            throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
-        )
-
     async def _alter_offsets(
         self, group_id: str, asked: AlterShareGroupOffsetsRequestTopic
     ) -> AlterShareGroupOffsetsResponseTopic:

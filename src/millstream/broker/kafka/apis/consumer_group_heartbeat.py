@@ -33,9 +33,9 @@ from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
-from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
+from millstream.core.errors import InvalidRequest, UnsupportedAssignor
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _FIRST_WITH_OWN_MEMBER_ID: Final = 1
@@ -59,19 +59,6 @@ class ConsumerGroupHeartbeat(VersionedApi[ConsumerGroupHeartbeatRequest, Consume
         version, message = request
         _check(message, version)
         return _build_response(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
-
-    def failure(
-        self, error: MillstreamError, request: Versioned[ConsumerGroupHeartbeatRequest]
-    ) -> ConsumerGroupHeartbeatResponse:
-        return ConsumerGroupHeartbeatResponse(
-            throttle_time=NO_THROTTLE,
-            error_code=error_code(error),
-            error_message=error_message(error),
-            member_id=None,
-            member_epoch=i32(0),
-            heartbeat_interval=milliseconds(0),
-            assignment=None,
-        )
 
 
 def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:

@@ -43,13 +43,6 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, responses=tuple(responses)
         )
 
-    def failure(
-        self, error: MillstreamError, request: DeleteShareGroupOffsetsRequest
-    ) -> DeleteShareGroupOffsetsResponse:
-        return DeleteShareGroupOffsetsResponse(
-            throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
-        )
-
     async def _delete_offsets(self, group_id: str, name: str) -> DeleteShareGroupOffsetsResponseTopic:
         topic = self._topics.get(name)
         error: MillstreamError | None = None

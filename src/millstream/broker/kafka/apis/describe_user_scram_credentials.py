@@ -16,10 +16,9 @@ from kio.schema.describe_user_scram_credentials.v0.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i32
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SCRAM_MECHANISMS
-from millstream.core.errors import MillstreamError
 
 
 class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, DescribeUserScramCredentialsResponse]):
@@ -38,13 +37,6 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
         else:
             asked = Counter({user: 1 for user, _ in self._security.credentials})
         return _response(tuple(self._describe(user, times) for user, times in sorted(asked.items())))
-
-    def failure(
-        self, error: MillstreamError, request: DescribeUserScramCredentialsRequest
-    ) -> DescribeUserScramCredentialsResponse:
-        return DescribeUserScramCredentialsResponse(
-            throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), results=()
-        )
 
     def _describe(self, user: str, times: int) -> DescribeUserScramCredentialsResult:
         found = tuple(

@@ -16,7 +16,6 @@ from kio.schema.leave_group.v5.response import LeaveGroupResponse, MemberRespons
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import LeaveResult, LeavingMember
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
-from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape
 
@@ -58,9 +57,6 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
             code = response.members[0].error_code
         single = SingleResponse(throttle_time=response.throttle_time, error_code=code)
         return reshape(single, load_response_class(self.key, version))
-
-    def failure(self, error: MillstreamError, request: LeaveGroupRequest) -> LeaveGroupResponse:
-        return LeaveGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), members=())
 
 
 def _member_response(left: LeaveResult) -> MemberResponse:

@@ -12,8 +12,7 @@ from kio.schema.list_groups.v5.response import ListedGroup, ListGroupsResponse
 from kio.schema.types import GroupId
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
-from millstream.core.errors import MillstreamError
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
@@ -43,6 +42,3 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
                 and (not types or listing.group_type.lower() in types)
             ),
         )
-
-    def failure(self, error: MillstreamError, request: ListGroupsRequest) -> ListGroupsResponse:
-        return ListGroupsResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), groups=())

@@ -14,11 +14,10 @@ from kio.schema.list_transactions.v2.request import ListTransactionsRequest
 from kio.schema.list_transactions.v2.response import ListTransactionsResponse, TransactionState
 from kio.schema.types import ProducerId, TransactionalId
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import TransactionFilter
 from millstream.broker.transactions.transaction import TransactionState as State
-from millstream.core.errors import MillstreamError
 from millstream.core.regex import compile_regex
 
 _STATES = frozenset(state.value for state in State)
@@ -59,9 +58,4 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
                 for one in found
                 if expression is None or expression.fullmatch(one.transactional_id)
             ),
-        )
-
-    def failure(self, error: MillstreamError, request: ListTransactionsRequest) -> ListTransactionsResponse:
-        return ListTransactionsResponse(
-            throttle_time=NO_THROTTLE, error_code=error_code(error), unknown_state_filters=(), transaction_states=()
         )

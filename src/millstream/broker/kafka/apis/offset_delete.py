@@ -18,7 +18,6 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.security.changes import offsets_changed
-from millstream.core.errors import MillstreamError
 
 
 class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
@@ -47,9 +46,6 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
             throttle_time=NO_THROTTLE,
             topics=tuple(_topic_response(topic, codes) for topic in request.topics),
         )
-
-    def failure(self, error: MillstreamError, request: OffsetDeleteRequest) -> OffsetDeleteResponse:
-        return OffsetDeleteResponse(error_code=error_code(error), throttle_time=NO_THROTTLE, topics=())
 
     def _partition_exists(self, name: str, partition: int) -> bool:
         topic = self._topics.get(name)

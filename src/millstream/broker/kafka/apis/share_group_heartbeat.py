@@ -26,9 +26,9 @@ from kio.static.primitive import i32
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareHeartbeat, ShareHeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
-from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import SubscriptionSettings
 
 
@@ -63,15 +63,6 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         if request.member_epoch == JOIN_EPOCH:
             await self._subscriptions.ensure(request.group_id)
         return _build_response(response)
-
-    def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
-        return ShareGroupHeartbeatResponse(
-            throttle_time=NO_THROTTLE,
-            error_code=error_code(error),
-            error_message=error_message(error),
-            member_epoch=i32(0),
-            heartbeat_interval=milliseconds(0),
-        )
 
     def _settings(self, group_id: str) -> SubscriptionSettings:
         declared = self._subscriptions.get(group_id)

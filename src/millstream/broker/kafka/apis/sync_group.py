@@ -15,8 +15,8 @@ from kio.schema.sync_group.v5.response import SyncGroupResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import MemberRef, SyncRequest
-from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code
-from millstream.core.errors import InconsistentProtocol, MillstreamError
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi
+from millstream.core.errors import InconsistentProtocol
 
 _FIRST_WITH_PROTOCOL: Final = 5
 
@@ -56,6 +56,3 @@ class SyncGroup(VersionedApi[SyncGroupRequest, SyncGroupResponse]):
             protocol_name=synced.protocol_name,
             assignment=synced.assignment,
         )
-
-    def failure(self, error: MillstreamError, request: Versioned[SyncGroupRequest]) -> SyncGroupResponse:
-        return SyncGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), assignment=b"")
