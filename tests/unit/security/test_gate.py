@@ -165,6 +165,18 @@ async def test_scram_does_not_transfer_a_session_either(knowledge: Knowledge) ->
     session.close()
 
 
+async def test_a_password_that_is_deleted_during_the_exchange_opens_no_session(knowledge: Knowledge) -> None:
+    session = opened(knowledge, requires=True)
+    assert session.begin(SHA_256, bare=False)
+    exchange = _prove_password(SHA_256, "alice", "alice-password")
+    challenge, _ = await session.step(next(exchange))
+    await knowledge.state.change_users(delete=[("alice", SHA_256)])
+    with pytest.raises(AuthenticationFailed, match="was deleted"):
+        await session.step(exchange.send(challenge))
+    assert not session.is_known
+    session.close()
+
+
 async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     failed = asyncio.Event()

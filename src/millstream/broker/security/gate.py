@@ -53,6 +53,7 @@ CERTIFICATE: Final = "TLS"
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY})
 _IN_DIALOGUE: Final = frozenset({SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
 """The allowed requests before a client has chosen a mechanism, and after that; a second handshake gets a response."""
+_REVOKED: Final = "the user or token was deleted, or the password was changed"
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
 
@@ -259,6 +260,9 @@ class Session:
             said, verified = response
             if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
                 raise AuthenticationFailed("a connection cannot become another principal's")
+            if self._gate.knowledge.authenticator.is_revoked(verified):
+                # It was valid when the exchange began, and nothing would close the connection later.
+                raise AuthenticationFailed(_REVOKED)
             lasts = self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
         except AuthenticationFailed as error:
             self._mechanism = None
@@ -315,8 +319,7 @@ class Session:
         if self.rights is not None and self.rights.is_changing_declarations:
             self._connection.close_after_response()
         else:
-            error = AuthenticationFailed("the user or token was deleted, or the password was changed")
-            self._connection.fail(error)
+            self._connection.fail(AuthenticationFailed(_REVOKED))
 
     def close(self) -> None:
         """Release what the connection held."""
