@@ -318,6 +318,41 @@ def test_names_of_others_are_not_revealed(locked: Locked) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", "/v1/subscriptions/{}", {"max_attempts": 3}),
+        ("POST", "/v1/subscriptions/{}/seek", {"to": "start"}),
+        ("POST", "/v1/subscriptions/{}/messages:pull", {"wait_ms": 10_000}),
+        ("POST", "/v1/subscriptions/{}/messages:settle", {"accept": []}),
+        ("GET", "/v1/subscriptions/{}", None),
+        ("DELETE", "/v1/subscriptions/{}", None),
+        ("GET", "/v1/pipelines/{}", None),
+        ("GET", "/v1/pipelines/{}/runs", None),
+        ("PATCH", "/v1/pipelines/{}", {"topic": "hidden-declared"}),
+        ("DELETE", "/v1/pipelines/{}", None),
+    ],
+)
+def test_no_route_reveals_which_names_are_declared(
+    locked: Locked, declared: None, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    with locked.client(EVE) as eve:
+        exists, missing = (eve.request(method, path.format(name), json=body) for name in ("hidden-one", "absent-one"))
+    assert exists.status_code == missing.status_code, (exists.text, missing.text)
+    assert exists.text.replace("hidden-one", "N") == missing.text.replace("absent-one", "N")
+
+
+@pytest.fixture(scope="module")
+def declared(locked: Locked) -> None:
+    """A subscription and a pipeline that only the administrator may describe."""
+    with locked.client(ADMIN) as admin:
+        assert publish(admin, "hidden-declared").status_code == 201
+        subscription = {"name": "hidden-one", "topics": ["hidden-declared"]}
+        assert admin.post("/v1/subscriptions", json=subscription).status_code == 201
+        pipeline = {"name": "hidden-one", "kind": "land", "settings": {"topics": "hidden-declared"}}
+        assert admin.post("/v1/pipelines", json=pipeline).status_code == 201
+
+
 @pytest.fixture
 def seen(locked: Locked) -> Iterator[None]:
     """Subscriptions that eve may describe, read or alter, on topics whose names she may not know."""
@@ -491,10 +526,9 @@ def test_no_route_has_an_effect_without_permission(locked: Locked) -> None:
             if path.startswith("/subscriptions") and path.endswith(":settle"):
                 assert [one["status"] for one in response.json()["results"]] == [403]
                 continue
-            # A resource that a caller may not describe does not exist for it.
-            is_described = method == "GET" and path.startswith("/pipelines/") and "/runs" not in path
-            is_hidden = path == "/hanging-transactions" or is_described
-            assert response.status_code == (404 if is_hidden else 403), (method, path, response.text)
+            # A topic that a caller may not describe does not exist for it.
+            expected = 404 if path == "/hanging-transactions" else 403
+            assert response.status_code == expected, (method, path, response.text)
         assert settle(admin, "closed", "accept", message["lease"]).get("error") is None
 
 

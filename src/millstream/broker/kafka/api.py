@@ -273,6 +273,10 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         """Return the permissions that a client needs for this request."""
         return [(self.cluster_operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
+    def first_needs(self, request: RequestT) -> Sequence[Need]:
+        """Return those that are checked before `needs` looks anything up, so that errors do not reveal what exists."""
+        return ()
+
     def starts_at_once(self, request: RequestT) -> bool:
         """Whether a request is worked on as it arrives, as `Api` explains."""
         return False
@@ -313,6 +317,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
             if client.rights is None:
                 response = await self.handle_from(client, request)
             else:
+                check_needs(self.first_needs(request), client.rights)
                 check_needs(await self.needs(request), client.rights)
                 work = self.handle_from(client, request)
                 cls = type(self)

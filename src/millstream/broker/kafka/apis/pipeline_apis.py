@@ -233,8 +233,8 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         self._advice = advice
 
     async def needs(self, request: PipelineNames) -> Sequence[Need]:
-        """Nothing: only pipelines whose group the client may describe are listed."""
-        return ()
+        """DESCRIBE on the groups of those that are named; a list of all contains those the client may describe."""
+        return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{name}") for name in request.names or ()]
 
     def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
         """Leave out the pipelines that the client may not describe."""

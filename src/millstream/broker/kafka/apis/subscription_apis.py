@@ -177,12 +177,15 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     key = ALTER_KEY
     changes = single_change("subscription", UPDATE)
 
+    def first_needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
+        return [(Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name)]
+
     async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
         """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
         # Those that the request names come first, so that an error may name them.
         topics = {*(request.topics or ()), *await self._service.topics_of(request.name)}
         return [
-            (Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name),
+            *self.first_needs(request),
             *((Operation.READ, ResourceType.TOPIC, topic) for topic in sorted(topics)),
             *letter_needs(request.settings),
         ]
@@ -494,10 +497,13 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     key = SEEK_KEY
     changes = single_change("subscription", UPDATE)
 
+    def first_needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
+        return [(Operation.READ, ResourceType.GROUP, request.name)]
+
     async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
         topics = await self._service.topics_of(request.name)
         return [
-            (Operation.READ, ResourceType.GROUP, request.name),
+            *self.first_needs(request),
             *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
         ]
 

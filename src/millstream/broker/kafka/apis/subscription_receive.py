@@ -70,6 +70,9 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         """Start at once where nothing has to be looked up."""
         return self._service.is_loaded(request.subscription)
 
+    def first_needs(self, request: Receive) -> Sequence[Need]:
+        return _needed_rights(request.subscription, ())
+
     async def needs(self, request: Receive) -> Sequence[Need]:
         """READ on the subscription and on its topics: responses carry whole batches."""
         return _needed_rights(request.subscription, await self._service.topics_of(request.subscription))
