@@ -50,7 +50,7 @@ from millstream.core.credential import (
 )
 from millstream.core.errors import AuthenticationFailed, CatalogUnavailable, InvalidRequest, InvalidSetting
 from millstream.core.topic import AUDIT
-from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
+from millstream.protocol.wire.credentials import OAUTHBEARER, PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
 USER, PASSWORD = "alice", "alice-password"
@@ -357,6 +357,24 @@ async def test_a_token_names_a_principal_of_its_own_kind(issuer: Issuer, tokens:
     assert bearer.principal == "User:oauth:alice"
     assert bearer.expires_at > time.time()
     assert (await tokens.check(issuer.token("alice", aud=["other", AUDIENCE]))).principal == "User:oauth:alice"
+
+
+async def test_a_token_does_not_act_for_another_principal(
+    issuer: Issuer, tokens: TokenChecker, passwords: Passwords
+) -> None:
+    authenticator, token = Authenticator(passwords, tokens), issuer.token("alice")
+
+    async def authenticate_as(authorized: str) -> Verified:
+        message = f"n,{authorized},\x01auth=Bearer {token}\x01\x01".encode()
+        outcome = await authenticator.begin(OAUTHBEARER).step(message)
+        assert isinstance(outcome, tuple)
+        return outcome[1]
+
+    for own in ("", "a=oauth:alice"):
+        assert (await authenticate_as(own)).principal == "User:oauth:alice"
+    for other in ("a=admin", "a=alice", "a=User:oauth:alice"):
+        with pytest.raises(AuthenticationFailed, match="cannot act for another principal"):
+            await authenticate_as(other)
 
 
 @pytest.mark.parametrize(

@@ -285,9 +285,14 @@ class _Bearer:
             raise AuthenticationFailed("a message of OAUTHBEARER cannot be read") from None
         values = dict(pair.partition("=")[::2] for pair in pairs if pair)
         scheme, _, token = values.get("auth", "").partition(" ")
-        if not header.startswith(("n,", "y,")) or scheme.lower() != "bearer" or not token:
+        flag, _, authorized = header.partition(",")
+        if flag not in ("n", "y") or scheme.lower() != "bearer" or not token:
             raise AuthenticationFailed("a message of OAUTHBEARER cannot be read")
-        return b"", await self._authenticator.verify(BearerToken(text=token.strip()))
+        verified = await self._authenticator.verify(BearerToken(text=token.strip()))
+        name = verified.principal.removeprefix(user_principal(""))
+        if _decode_name(authorized) not in ("", ",", f"a={name},"):
+            raise AuthenticationFailed(f"the token is of {verified.principal}, which cannot act for another principal")
+        return b"", verified
 
 
 class Authenticator:
