@@ -110,7 +110,11 @@ def _secret(flag: str, variable: str) -> str:
     path = _given.get(flag)
     if path is None:
         return os.environ.get(variable, "")
-    return read_text_file(Path(path), flag=flag).rstrip("\r\n")
+    secret = read_text_file(Path(path), flag=flag).rstrip("\r\n")
+    if not secret:
+        # Without it, the command would run with another identity, such as that of the profile.
+        raise CommandFailed(f"{flag} {path} is empty", ExitCode.USAGE)
+    return secret
 
 
 def call_broker(

@@ -59,9 +59,12 @@ def read_private(path: str | os.PathLike[str], *, flag: str) -> bytes:
 def read_secret(path: str | os.PathLike[str], *, flag: str) -> str:
     """Read a password or token from such a file, without the end of its line."""
     try:
-        return read_private(path, flag=flag).decode().rstrip("\r\n")
+        secret = read_private(path, flag=flag).decode().rstrip("\r\n")
     except UnicodeDecodeError:
         raise InvalidSetting(f"{flag} {path} is not UTF-8 text") from None
+    if not secret:
+        raise InvalidSetting(f"{flag} {path} is empty")
+    return secret
 
 
 def write_private(path: Path, content: bytes, *, replace: bool = False) -> None:

@@ -85,6 +85,19 @@ def test_the_callers_password_file_may_follow_other_user_commands(tmp_path: Path
     assert (command_credentials().user, command_credentials().password) == ("bob", WORD)
 
 
+@pytest.mark.parametrize("flag", ["--token-file", "--password-file"])
+def test_a_command_with_an_empty_secret_does_not_use_another_identity(
+    profiles: Path, tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    take_credentials(["topic", "list", "--profile", "prod", flag, str(tmp_path / "empty")])
+    with pytest.raises(CommandFailed, match="empty is empty"):
+        command_credentials()
+    (tmp_path / "token").write_text("")
+    with pytest.raises(InvalidSetting, match="token is empty"):
+        load_profile("ci").read_token()
+
+
 def test_a_user_and_a_token_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(TOKEN)
     by_token = ["--token-file", str(tmp_path / "token")]
