@@ -382,3 +382,25 @@ async def test_a_node_opens_secrets_of_others_once_it_has_their_key(locked: Lock
         await until_result(is_pushed)
         assert [one.problem for one in (await list_secrets(client)).secrets] == [""]
         await SubscriptionClient(client).delete("sealed-here", force=True)
+
+
+async def test_clients_avoid_a_node_that_starts_without_knowing_them(locked: Locked) -> None:
+    node = locked.nodes[1]
+    right = node.settings["catalog"]
+    assert node.stop() == 0
+    node.settings["catalog"] = "postgresql://nobody@127.0.0.1:1/none"
+    try:
+        node.start()
+        async with httpx.AsyncClient(verify=client_tls(locked.ca), base_url=f"https://{node.http}") as http:
+            assert (await http.get("/readyz")).status_code == 503
+            assert (await http.get("/v1/topics", auth=ADMIN)).status_code == 504
+        with pytest.raises(BrokerUnreachable):
+            async with Client.connect(node.kafka, credentials=locked.credentials(ADMIN), timeout_s=3):
+                pass
+        other = f"{node.kafka},{locked.nodes[0].kafka}"
+        async with Client.connect(other, credentials=locked.credentials(ADMIN), timeout_s=WAIT_S):
+            pass
+    finally:
+        node.kill()
+        node.settings["catalog"] = right
+        node.start()

@@ -38,7 +38,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.broker.security.secrets import StoredSecrets
-from millstream.broker.security.state import SecurityState
+from millstream.broker.security.state import NO_SNAPSHOT, SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -535,6 +535,9 @@ class Broker:
     def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
         """Yield why the node should get no traffic: its own reasons, and other nodes of its machine that are down."""
         yield from node.unready_reasons()
+        knowledge = self._listeners.knowledge
+        if knowledge is not None and not knowledge.state.is_loaded:
+            yield NO_SNAPSHOT
         for other in () if self._machine is None else self._machine.nodes:
             if other != self._config.node_id and other not in node.view.live:
                 yield not_running(other)

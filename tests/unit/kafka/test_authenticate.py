@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import new_credentials
-from millstream.core.errors import InvalidRequest
+from millstream.core.errors import CatalogUnavailable, InvalidRequest
 from millstream.core.ids import NodeId
 from millstream.protocol.private.security_messages import AuthenticateRequest
 
@@ -89,3 +90,10 @@ async def test_a_caller_without_a_credential_is_anonymous_where_allowed(knowledg
 async def test_a_node_without_authentication_reports_so() -> None:
     with pytest.raises(InvalidRequest, match="--auth required"):
         await Authenticate(None, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
+
+
+async def test_a_node_that_does_not_know_its_users_refuses_no_password(knowledge: Knowledge) -> None:
+    knowledge = replace(knowledge, state=SecurityState(knowledge.state._declarations, ()))
+    request = AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret=PASSWORD)
+    with pytest.raises(CatalogUnavailable, match="not known yet"):
+        await Authenticate(knowledge, requires=True).handle(request)

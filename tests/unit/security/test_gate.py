@@ -25,7 +25,7 @@ from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
 from millstream.cli.certs import make_node_certificate
 from millstream.core.credential import SHA_256, new_credentials
-from millstream.core.errors import AuthenticationFailed
+from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.credentials import ASSERTION, PLAIN, _prove_password
 from millstream_testing.security import Certificates
@@ -174,6 +174,24 @@ async def test_a_password_that_is_deleted_during_the_exchange_opens_no_session(k
     with pytest.raises(AuthenticationFailed, match="was deleted"):
         await session.step(exchange.send(challenge))
     assert not session.is_known
+    session.close()
+
+
+async def test_clients_try_again_until_the_users_are_known(knowledge: Knowledge, tmp_path: Path) -> None:
+    unread = SecurityState(knowledge.state._declarations, ())
+    knowledge = dataclasses.replace(knowledge, state=unread)
+    session = opened(knowledge, requires=True)
+    assert session.begin(PLAIN, bare=False)
+    # Not an authentication failure, after which clients give up.
+    with pytest.raises(ProtocolViolation, match="not known yet"):
+        await session.step(b"\0alice\0alice-password")
+    file, _ = Certificates(tmp_path).client("alice")
+    with pytest.raises(ProtocolViolation, match="not known yet"):
+        session.admit_certificate(x509.load_pem_x509_certificate(file.read_bytes()))
+    assert opened_by_node(knowledge, tmp_path).is_known
+    await unread.load()
+    await session.step(b"\0alice\0alice-password")
+    assert session.is_known
     session.close()
 
 

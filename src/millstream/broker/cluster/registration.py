@@ -364,7 +364,8 @@ class StartupChecks:
             except (CatalogUnavailable, TimeoutError) as error:
                 if self._owner.was_admitted:
                     _logger.warning(
-                        "starting without the catalog, with the declarations in etcd", extra={"error": str(error)}
+                        "starting without the catalog, with the declarations in etcd",
+                        extra={"error": str(error) or f"it did not respond within {CATALOG_S_MAX:g} s"},
                     )
                     return
                 await self._pause("waits for the catalog, which it has not read yet", error, since_ms, backoff)

@@ -24,7 +24,7 @@ from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import ANONYMOUS, Rights
 from millstream.broker.security.sasl import UNAUTHENTICATED, Authenticator, FailedAttempts, Mechanism, Verified
-from millstream.broker.security.state import SecurityState
+from millstream.broker.security.state import NO_SNAPSHOT, SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, subject_of, uris_of
 from millstream.core.credential import TOKEN_PREFIX
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
@@ -253,6 +253,7 @@ class Session:
         mechanism = self._mechanism
         if mechanism is None:
             raise ProtocolViolation("SASL messages came before a mechanism was chosen")
+        self._require_snapshot()
         try:
             response = await mechanism.step(message)
             if isinstance(response, bytes):
@@ -292,6 +293,7 @@ class Session:
         until = certificate.not_valid_after_utc.timestamp()
         name = NodeName.of(uris_of(certificate))
         if name is None:
+            self._require_snapshot()
             principal = knowledge.rules.principal(certificate)
             self._admit(Verified(principal=principal, expires_at=until), None)
             self.may_use_sasl = True
@@ -302,6 +304,11 @@ class Session:
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
         # A caller that the node acts for later has signed in as well.
         self._is_node, self._has_signed_in = True, False
+
+    def _require_snapshot(self) -> None:
+        """Close the connection of a client while its rights are not known: it tries again, unlike after a failure."""
+        if not (self._gate.knowledge.state.is_loaded or self._gate.is_internal):
+            raise ProtocolViolation(NO_SNAPSHOT)
 
     def refuse_sasl(self) -> None:
         """Remain the principal of the certificate."""

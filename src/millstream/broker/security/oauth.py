@@ -203,7 +203,7 @@ class TokenChecker:
             except (httpx.HTTPError, TimeoutError, ValueError, JoseError) as error:
                 _logger.warning(
                     "the keys that verify tokens cannot be fetched; those fetched before remain in use",
-                    extra={"url": self._settings.jwks, "error": str(error)},
+                    extra={"url": self._settings.jwks, "error": str(error) or type(error).__name__},
                 )
 
     async def _download(self) -> bytes:

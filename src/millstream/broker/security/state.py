@@ -38,6 +38,7 @@ TOKENS_MAX: Final = 100_000
 TOKENS_PER_OWNER_MAX: Final = 10_000
 CHAIN_MAX: Final = 8
 """The maximum length of a chain of tokens, each created with the one before."""
+NO_SNAPSHOT: Final = "users and access rules are not known yet, since the catalog could not be read"
 _LOGGED_MAX: Final = 20
 _REFRESH_S_MIN: Final = 1.0
 """The minimum time between two reads of the catalog for unknown tokens, which another node may have created."""
@@ -71,6 +72,8 @@ class SecurityState(Holder):
         self._credentials: dict[tuple[str, str], ScramCredential] = {}
         self._tokens: dict[str, ApiToken] = {}
         self.decoy_key = b""
+        self.is_loaded = False
+        """Whether the catalog was ever read; until then, not even the users are known."""
         self._refreshing = asyncio.Lock()
         self._refreshed_at = 0.0
         self.audit = AuditTrail()
@@ -222,6 +225,7 @@ class SecurityState(Holder):
     def _apply(self, declared: DeclaredSecurity) -> None:
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
         self.decoy_key = declared.decoy_key
+        self.is_loaded = True
         self._tokens = {one.token_id: one for one in declared.tokens}
         if declared.acls != self.snapshot.acls:
             # A new object makes every connection authorize again, so it is kept when only tokens change.

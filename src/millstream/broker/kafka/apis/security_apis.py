@@ -12,10 +12,10 @@ from millstream.broker.security.audit import HTTP, Change
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users
 from millstream.broker.security.rights import ANONYMOUS, Rights
 from millstream.broker.security.secrets import StoredSecrets
-from millstream.broker.security.state import SecurityState
+from millstream.broker.security.state import NO_SNAPSHOT, SecurityState
 from millstream.core.acl import CLUSTER_NAME, EVERYONE, NAME_CHARACTERS_MAX, Operation, ResourceType, check_principal
 from millstream.core.credential import is_api_token, new_token, split_token
-from millstream.core.errors import AuthenticationFailed, InvalidRequest, NotFound
+from millstream.core.errors import AuthenticationFailed, CatalogUnavailable, InvalidRequest, NotFound
 from millstream.protocol.private.message import Nothing, Response
 from millstream.protocol.private.security_messages import (
     AUTHENTICATE_KEY,
@@ -265,6 +265,8 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         knowledge = self._knowledge
         if knowledge is None:
             raise InvalidRequest("this node does not authenticate its clients; start it with --auth required")
+        if not knowledge.state.is_loaded:
+            raise CatalogUnavailable(NO_SNAPSHOT)
         try:
             verified = await self._verify(request, knowledge)
         except AuthenticationFailed as error:
