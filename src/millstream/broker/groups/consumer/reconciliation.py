@@ -77,7 +77,7 @@ class _ExpressionMatches:
 class Expressions:
     """The expressions of all groups. A name is matched against an expression once, not each time topics change.
 
-    An expression must match the whole name. Internal topics are never matched; subscribe to them by name.
+    An expression must match the whole name. Like in Kafka, it can match internal topics.
     """
 
     def __init__(self, topics: TopicView) -> None:
@@ -117,7 +117,7 @@ class Expressions:
         if self._version == self._topics.version:
             return
         self._version = self._topics.version
-        present = [topic.name for topic in self._topics.all() if not topic.is_internal]
+        present = [topic.name for topic in self._topics.all()]
         if len(self._names) > 2 * len(present) + EXPRESSIONS_KEPT_MAX:
             self._names.clear()
             self._matched_topics.clear()
