@@ -55,8 +55,8 @@ class ScramCredential:
             raise InvalidRequest(f"{self.mechanism!r} is not one of {', '.join(SCRAM_MECHANISMS)}")
         if not ITERATIONS_MIN <= self.iterations <= ITERATIONS_MAX:
             raise InvalidRequest(f"a password is hashed {ITERATIONS_MIN} to {ITERATIONS_MAX} times")
-        if not 8 <= len(self.salt) <= 128:
-            raise InvalidRequest("a salt has 8 to 128 bytes")
+        if not 1 <= len(self.salt) <= 128:
+            raise InvalidRequest("a salt has 1 to 128 bytes")
         if len(self.stored_key) != _KEY_BYTES[self.mechanism] or len(self.server_key) != len(self.stored_key):
             raise InvalidRequest(f"the keys of {self.mechanism} have {_KEY_BYTES[self.mechanism]} bytes")
 

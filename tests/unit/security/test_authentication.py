@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -323,6 +324,12 @@ def test_a_user_name_has_one_spelling_that_is_visible(name: str) -> None:
     with pytest.raises(InvalidRequest, match="the name of a user") as refused:
         check_user_name(name)
     assert name not in str(refused.value)
+
+
+@pytest.mark.parametrize(("salt", "is_accepted"), [(b"", False), (b"s", True), (b"s" * 128, True), (b"s" * 129, False)])
+def test_a_salt_may_be_as_short_as_tools_choose_it(salt: bytes, is_accepted: bool) -> None:
+    with nullcontext() if is_accepted else pytest.raises(InvalidRequest):
+        derive("tool-made", SHA_256, b"x" * 32, salt=salt).check()
 
 
 def test_secrets_are_redacted() -> None:
