@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import column_of, field_of, grown, payload_fields, table_schema, type_of
+from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, Widening
+from millstream.pipelines.jobs.land.inference import column_of, field_of, fields_of, grown, payload_fields, table_schema
 from millstream.pipelines.jobs.land.job import given_fields, merge_schema
-from millstream.pipelines.lake.columns import narrower
 
 FIELDS = pa.schema(
     [
@@ -104,18 +103,11 @@ def test_a_payload_is_decoded_independently_of_its_batch(documents: list[Any], e
 @given(st.lists(DOCUMENTS | ODD | st.none(), min_size=1, max_size=6))
 def test_inferred_columns_decode_every_payload_they_were_inferred_from(documents: list[Any]) -> None:
     values = payloads(*documents)
-    nothing = pa.schema([])
-    first = Decoder(nothing, evolves=True).decode(values)
-    second = Decoder(first.found, evolves=True).decode(values)
-    # A payload refused because of one field may hide the type of another, so columns may be found in turns.
-    for _ in documents:
-        if second.found == first.found:
-            break
-        assert second.found.names[: len(first.found)] == first.found.names
-        first, second = second, Decoder(second.found, evolves=True).decode(values)
-    assert second.found == first.found
+    first = Decoder(pa.schema([]), evolves=True).decode(values)
+    second = Decoder(grown_by(first), evolves=True).decode(values)
+    assert not second.found
     for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
-        # The first value decides; a number too large for a double makes a double column that it does not fit.
+        # The first value decides; a number too large for any column of numbers makes one that it does not fit.
         assert after == before or "is not of type" in str(after)
 
 
@@ -204,10 +196,16 @@ def test_one_invalid_payload_among_thousands_is_found() -> None:
     assert rows[4320]["id"] == 4320
 
 
-def found_in(*documents: Any, known: pa.Schema | None = None) -> dict[str, str]:
+def grown_by(decoded: Decoded, known: pa.Schema | None = None) -> pa.Schema:
     fields = known if known is not None else pa.schema([])
-    found = Decoder(fields, evolves=True).decode(payloads(*documents)).found
-    return {field.name: str(field.type) for field in found}
+    for _row, found in decoded.found:
+        fields = grown(fields, found)
+    return fields
+
+
+def found_in(*documents: Any, known: pa.Schema | None = None) -> dict[str, str]:
+    decoded = Decoder(known if known is not None else pa.schema([]), evolves=True).decode(payloads(*documents))
+    return {field.name: str(field.type) for field in grown_by(decoded, known)}
 
 
 def test_types_are_inferred() -> None:
@@ -216,7 +214,7 @@ def test_types_are_inferred() -> None:
         {"n": 2.5, "t": "2026-01-02T00:00:00Z", "o": {"j": "a"}},
     )
     assert found == {
-        "n": "double",
+        "n": "int64",
         "x": "double",
         "s": "string",
         "b": "bool",
@@ -231,7 +229,27 @@ def test_of_incompatible_types_the_first_stays() -> None:
     assert found_in({"a": "x"}, {"a": 1}) == {"a": "string"}
     assert found_in({"a": [1, "x"]}) == {"a": "list<element: string>"}
     assert found_in({"a": {"b": 1}}, {"a": 3}) == {"a": "struct<b: int64>"}
-    assert found_in({"a": 1}, {"a": 0.5}) == {"a": "double"}
+    assert found_in({"a": 1}, {"a": 0.5}) == {"a": "int64"}
+    assert found_in({"a": 3.0}, {"a": 1}) == {"a": "double"}
+
+
+@pytest.mark.parametrize("beside", [0, 100])
+def test_the_first_message_with_a_field_is_found(beside: int) -> None:
+    others: list[Any] = [{"z": 1, "empty": {}, "l": []}] * beside
+    documents = [
+        {"z": 1},
+        *others,
+        {"l": [{}]},
+        {"l": [{"x": 1}, {"X": 2, "y": {"k": 5}}]},
+        {"Z": 5, "A": 1},
+        {"a": 2.5},
+    ]
+    known = pa.schema([pa.field("z", pa.int64())])
+    decoded = Decoder(known, evolves=True).decode(payloads(*documents))
+    assert [(row - beside, fields.names, str(fields.field(0).type)) for row, fields in decoded.found] == [
+        (2, ["l"], "list<element: struct<x: int64, y: struct<k: int64>>>"),
+        (3, ["A"], "int64"),
+    ]
 
 
 def test_a_column_keeps_its_type_and_gains_fields() -> None:
@@ -327,30 +345,45 @@ WHOLE = pa.schema(
 @pytest.mark.parametrize("beside", [0, 100])
 def test_integers_are_widened_for_fractions(document: Any, places: list[Any], beside: int) -> None:
     documents = payloads(*[{"n": 1}] * beside, document)
-    decoder = Decoder(WHOLE, evolves=True, widens=True)
-    assert sorted(narrower(WHOLE, decoder.decode(documents).found)) == places
-    # No other payload requires it.
-    assert Decoder(WHOLE, evolves=True).decode(documents).found == WHOLE
-    assert Decoder(WHOLE, evolves=False, widens=True).decode(documents).found == WHOLE
+    widening = Decoder(WHOLE, evolves=True).decode(documents).widening
+    assert widening == (Widening(beside, frozenset(places)) if places else None)
+    assert Decoder(WHOLE, evolves=False).decode(documents).widening is None
 
 
 def test_fields_found_beside_a_fraction_are_kept() -> None:
-    found = Decoder(WHOLE, evolves=True, widens=True).decode(payloads({"n": 0.5, "new": 1, "o": {"y": True}})).found
-    assert found == pa.schema(
+    decoded = Decoder(WHOLE, evolves=True).decode(payloads({"n": 0.5, "new": 1, "o": {"y": True}}))
+    assert decoded.widening == Widening(0, frozenset({("n",)}))
+    assert grown_by(decoded, WHOLE) == pa.schema(
         [
-            pa.field("n", pa.float64()),
+            pa.field("n", pa.int64()),
             pa.field("o", pa.struct([*WHOLE.field("o").type, pa.field("y", pa.bool_())])),
             pa.field("new", pa.int64()),
         ]
     )
 
 
+@pytest.mark.parametrize("beside", [0, 100])
+def test_numbers_that_a_double_would_round_do_not_fit_an_inferred_column(beside: int) -> None:
+    documents = [
+        *[{"amount": 1e300, "lines": [{"sku": "1234567890123456789"}]}] * beside,
+        *({"amount": number} for number in (2**53, 2**53 + 1, -(2**60), 12345678901234568 * 10**4, 10**400)),
+        b'{"amount": 9007199254740993.0}',
+    ]
+    reasons = Decoder(FIELDS, evolves=True, refuses_rounding=True).decode(payloads(*documents)).reasons.to_pylist()
+    rounded = f"amount: {2**53 + 1} would be rounded as double"
+    refused = f"amount: {str(10**400)[:60]}… is not of type double"
+    assert reasons[beside:] == [None, rounded, None, None, refused, None]
+    assert not any(reasons[:beside])
+    rows, reasons = decode({"amount": 2**53 + 1})
+    assert (rows[0]["amount"], reasons) == (2.0**53, [None])
+
+
 @pytest.mark.parametrize("evolves", [False, True])
 def test_the_reason_not_to_widen_a_column_is_reported(evolves: bool) -> None:
     fixed = {("n",): "it is too large", ("o", "l", "[]"): "so it is"}
-    decoder = Decoder(WHOLE, evolves=evolves, widens=True, fixed=fixed)
+    decoder = Decoder(WHOLE, evolves=evolves, fixed=fixed)
     decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
-    assert decoded.found == WHOLE
+    assert (decoded.found, decoded.widening) == ((), None)
     assert decoded.reasons.to_pylist() == [
         "n: 0.5 is not of type long; n stays long: it is too large",
         "o.l[0]: 0.5 is not of type long; o.l[] stays long: so it is",
@@ -375,9 +408,14 @@ def test_a_given_schema_overrides_that_of_a_table() -> None:
 
 def test_the_number_of_columns_is_bounded() -> None:
     wide = {f"f{number}": number for number in range(1500)}
-    found = Decoder(pa.schema([]), evolves=True).decode(payloads(wide)).found
+    found = grown_by(Decoder(pa.schema([]), evolves=True).decode(payloads(wide, {"o": {"x": 1, "y": 2}})))
     assert len(found) == 1000
-    assert Decoder(found, evolves=True).decode(payloads(wide)).found == found
+    assert not Decoder(found, evolves=True).decode(payloads(wide)).found
+    # An object gets as many of its fields as there is room for.
+    almost = pa.schema([pa.field(f"f{number}", pa.int64()) for number in range(999)])
+    decoded = Decoder(almost, evolves=True).decode(payloads({"o": {"x": 1, "y": 2}}))
+    assert [str(fields.field("o").type) for _row, fields in decoded.found] == ["struct<x: int64>"]
+    assert decoded.dropped == {"o.y"}
 
 
 def test_fields_named_like_metadata_columns_get_a_prefix() -> None:
@@ -391,7 +429,7 @@ def test_fields_named_like_metadata_columns_get_a_prefix() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(DOCUMENTS, min_size=1, max_size=5))
 def test_types_only_grow(documents: list[dict[str, Any]]) -> None:
-    schemas = [pa.schema(list(type_of(document))) for document in documents]
+    schemas = [fields_of(document) for document in documents]
     known = grown(pa.schema([]), schemas[0])
     for schema in schemas[1:]:
         wider = grown(known, schema)

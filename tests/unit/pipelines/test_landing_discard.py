@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.inference import NewFields
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source
 from millstream.pipelines.jobs.land.task import Report
@@ -46,13 +47,14 @@ def test_topics_of_an_earlier_round_leave_no_files_when_a_later_one_fails(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, growing = batch_of("done", tmp_path), batch_of("growing", tmp_path)
+    found = NewFields(0, 3, pa.schema([("x", pa.int64())]))
     rounds = []
 
     def reports(waiting: Sequence[TopicBatch], landed: datetime) -> list[Report]:
         rounds.append([batch.topic for batch in waiting])
         if len(rounds) > 1:
             raise OSError("away")
-        return [report_of(done), Report(topic="growing", rows=5, fields=pa.schema([("x", pa.int64())]))]
+        return [report_of(done), Report(topic="growing", rows=5, found=(found,))]
 
     monkeypatch.setattr(job, "_reports", reports)
     with pytest.raises(OSError, match="away"):

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -24,15 +25,15 @@ from hypothesis import strategies as st
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.jobs.land.decoding import UndecodablePayload, parsed, value_for
+from millstream.pipelines.jobs.land.decoding import documents as documents_in
 from millstream.pipelines.jobs.land.inference import (
-    STAYS_LONG,
-    WHOLE_DOUBLE,
+    Evolution,
+    NewFields,
     column_of,
     decide,
+    fields_of,
     payload_fields,
-    settled,
 )
-from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.sources import Source, plans
 from millstream.pipelines.jobs.land.task import Landing, Report, WideningNeed, from_rows, to_arrow
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
@@ -43,7 +44,9 @@ from millstream_testing.lake_rows import in_this_process
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"
 NOW = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)
 BIG = 2**53 + 1
+LARGE = 1.2345678901234568e20
 EXAMPLES = int(os.environ.get("LANDING_DOCUMENTS", "100"))
+SPLIT_EXAMPLES = int(os.environ.get("LANDING_SPLITS", "20"))
 
 NAMES = st.sampled_from(
     [
@@ -145,91 +148,121 @@ ODD = st.sampled_from(
 PAYLOADS = st.dictionaries(NAMES, VALUES, max_size=5).map(lambda one: json.dumps(one).encode()) | ODD | st.none()
 
 
+Payloads = Sequence[bytes | None]
+Ends = dict[int, int]
+
+
 def land(
     table: LakeTable,
-    payloads: Sequence[bytes | None],
-    end: int | None = None,
+    partitions: Sequence[Payloads],
+    ends: Sequence[int],
     *,
     sampled: int = 0,
     tasks: int = 1,
     piece: int = 3,
-) -> None:
-    """Land messages up to an offset as the job does, in this process; it may take several batches."""
-    end = len(payloads) if end is None else end
-    while (start := table.next_offsets([(TOPIC_ID, 0)]).get((TOPIC_ID, 0), 0)) < end:
-        source = Source(topic="t", topic_id=TOPIC_ID, first={0: 0}, end={0: end})
+) -> list[tuple[int, int]]:
+    """Land messages up to offsets as the job does, in this process; return their order.
+
+    It may take several batches.
+    """
+    wanted, order, first_partition = dict(enumerate(ends)), list[tuple[int, int]](), -1
+    while True:
+        landed = table.next_offsets([(TOPIC_ID, number) for number in wanted])
+        starts = {number: offset for (_, number), offset in landed.items()}
+        if all(starts.get(number, 0) >= end for number, end in wanted.items()):
+            return order
+        source = Source(topic="t", topic_id=TOPIC_ID, first=dict.fromkeys(wanted, 0), end=wanted)
         schema = table.schema()
         batch = TopicBatch(
             source=source,
             table=table,
-            plans=plans(source, {} if schema is None else {0: start}, from_latest=False),
+            plans=plans(source, starts, from_latest=False),
             fields=payload_fields(schema),
             schema=schema,
             fixed=table.fixed(),
+            first_partition=first_partition,
+            refuses_rounding=True,
             decodes=True,
             evolves=True,
         )
         if schema is None:
-            found = decide(map(parsed, payloads[:sampled]), known=batch.fields, detects=False)
+            sample = documents_in(value for payloads in partitions for value in payloads[:sampled])
+            found = decide(sample, known=batch.fields, detects=False)
             batch.fields = found.fields
             batch.fixed.update(found.fixed)
             table.fix(found.fixed)
-        for number in range(ROUNDS_MAX + 1):
-            batch.evolves = number < ROUNDS_MAX
-            (span,) = batch.topic_ranges()
-            each = -(-len(span) // tasks)
-            reports = [
-                task(batch, payloads, at, min(span.end, at + each), piece) for at in range(span.start, span.end, each)
-            ]
-            if batch.take(from_rows(tuple(row.values()) for row in to_arrow(reports).to_pylist())):
-                break
+        while not batch.take(reports_of(batch, partitions, tasks, piece)):
             batch.make_room()
             batch.widen(in_this_process, 2**60)
         assert batch.commit()
+        order += [(one.partition, offset) for one in batch.topic_ranges() for offset in range(one.start, one.end)]
+        first_partition = batch.next_partition
 
 
-def test_new_messages_of_other_partitions_delay_no_message_that_needs_a_wider_column(tmp_path: Path) -> None:
+def reports_of(batch: TopicBatch, partitions: Sequence[Payloads], tasks: int, piece: int) -> list[Report]:
+    """Run the tasks of a batch."""
+    ranges = batch.topic_ranges()
+    each = -(-sum(map(len, ranges)) // tasks)
+    reports, landing, room = [], Landing("t", batch.work(NOW, "")), each
+    for one in ranges:
+        at = one.start
+        while at < one.end:
+            # Tasks get the fetched records in pieces.
+            end = min(one.end, at + piece, at + room)
+            landing.take(records(one.partition, partitions[one.partition][at:end], at))
+            room -= end - at
+            at = end
+            if not room:
+                reports.append(landing.report())
+                landing, room = Landing("t", batch.work(NOW, "")), each
+    return from_rows(tuple(row.values()) for row in to_arrow([*reports, landing.report()]).to_pylist())
+
+
+def test_a_message_that_needs_a_wider_column_begins_the_next_batch(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "t"), format="delta", options={})
-    fields, cuts = pa.schema([pa.field("n", pa.int64())]), dict[int, int]()
-    starts, reached = dict.fromkeys(range(4), 100), []
-    for step in range(3):
-        ends = {0: 110 + 10 * step, 1: 110 + 10 * step, 2: 120, 3: 120}
-        source = Source(topic="t", topic_id=TOPIC_ID, first=dict.fromkeys(ends, 0), end=ends)
-        planned = plans(source, starts, from_latest=False)
-        batch = TopicBatch(source=source, table=table, plans=planned, fields=fields, cuts=cuts)
-        batch.widening = WideningNeed(2, 105, [("n",)])
-        is_cut = batch.make_room()
-        starts = {number: plan.end for number, plan in batch.plans.items()}
-        reached.append((is_cut, starts[2], str(batch.fields.field("n").type)))
-        if not is_cut:
-            break
-    assert reached == [(True, 105, "int64"), (False, 120, "double")]
-    # The end of a batch that was not committed does not count: its messages come before the one with the fraction.
-    batch.plans = plans(source, dict.fromkeys(ends, 100), from_latest=False)
-    cuts[2] = 105
-    batch.widening = WideningNeed(2, 105, [("n",)])
-    assert batch.make_room()
+    fields = pa.schema([pa.field("n", pa.int64())])
+    ends = {0: 110, 1: 110, 2: 120, 3: 120}
+    source = Source(topic="t", topic_id=TOPIC_ID, first=dict.fromkeys(ends, 0), end=ends)
+    starts = dict.fromkeys(ends, 100)
+    batch = TopicBatch(
+        source=source,
+        table=table,
+        plans=plans(source, starts, from_latest=False),
+        fields=fields,
+        schema=fields,
+        widening=WideningNeed(2, 105, [("n",)]),
+    )
+    batch.make_room()
+    assert [(one.partition, one.end) for one in batch.topic_ranges()] == [(0, 110), (1, 110), (2, 105)]
+    assert str(batch.fields.field("n").type) == "int64"
+    # Other partitions have new messages meanwhile, which must not delay it, and which it must precede.
+    source = replace(source, end={0: 130, 1: 130, 2: 120, 3: 120})
+    starts = {number: plan.end for number, plan in batch.plans.items()}
+    batch = replace(
+        batch,
+        source=source,
+        plans=plans(source, starts, from_latest=False),
+        first_partition=batch.next_partition,
+        widening=WideningNeed(2, 105, [("n",)]),
+    )
+    batch.make_room()
+    assert [(one.partition, one.start, one.end) for one in batch.topic_ranges()] == [
+        *((2, 105, 120), (0, 110, 130), (1, 110, 130), (3, 100, 120)),
+    ]
+    assert str(batch.fields.field("n").type) == "double"
 
 
 def test_a_declared_float_keeps_its_type_when_fields_are_found() -> None:
-    known = pa.schema([pa.field("declared", pa.float32())])
-    found = pa.schema([*known, pa.field("whole", WHOLE_DOUBLE), pa.field("large", STAYS_LONG)])
-    assert [field.type for field in settled(found, known)] == [pa.float32(), pa.float64(), pa.int64()]
+    known = pa.schema([pa.field("declared", pa.float32()), pa.field("unsigned", pa.uint64())])
+    evolution = Evolution(known, [NewFields(0, 5, fields_of({"declared": 1.5, "unsigned": 3, "new": 3.0}))])
+    assert [str(field.type) for field in evolution.fields] == ["float", "uint64", "double"]
 
 
-def task(batch: TopicBatch, payloads: Sequence[bytes | None], start: int, end: int, piece: int) -> Report:
-    landing = Landing("t", batch.work(NOW, ""))
-    for at in range(start, end, piece):
-        # Tasks get the fetched records in pieces.
-        landing.take(records(payloads[at : min(end, at + piece)], at))
-    return landing.report()
-
-
-def records(payloads: Sequence[bytes | None], start: int) -> pa.RecordBatch:
+def records(partition: int, payloads: Payloads, start: int) -> pa.RecordBatch:
     rows = len(payloads)
     return pa.RecordBatch.from_pydict(
         {
-            "partition": pa.array([0] * rows, pa.int32()),
+            "partition": pa.array([partition] * rows, pa.int32()),
             "offset": pa.array(range(start, start + rows), pa.int64()),
             "timestamp": pa.array([1_790_000_000_000_000] * rows, pa.timestamp("us", tz="UTC")),
             "timestamp_type": pa.array([0] * rows, pa.int32()),
@@ -285,7 +318,7 @@ def test_no_document_blocks_the_table(batches: list[list[bytes | None]]) -> None
         published: list[bytes | None] = []
         for payloads in batches:
             published += payloads
-            land(table, published)
+            land(table, [published], [len(published)])
             try:
                 check(Path(folder), published)
             except UndecodablePayload as misfit:
@@ -300,45 +333,70 @@ def test_unusual_documents_of_every_kind(tmp_path: Path) -> None:
         *(b'{"l":[1,"x",{"y":1},null]}', b'{"l":[[1]]}', b'{"id":1e999}', b'{"deep":' * 5000, b'{"n":{"A":1,"a":2}}'),
     ]
     table = open_table(str(tmp_path / "t"))
-    land(table, odd)
-    land(table, odd + odd[::-1])
+    land(table, [odd], [len(odd)])
+    land(table, [odd + odd[::-1]], [2 * len(odd)])
     check(tmp_path, odd + odd[::-1])
 
 
-Outcome = tuple[dict[str, str], dict[int, dict[str, Any]], list[int]]
+Outcome = tuple[dict[str, str], dict[tuple[int, int], dict[str, Any]], dict[tuple[int, int], str]]
 
 
 def outcome(folder: Path) -> Outcome:
-    """Return the columns, the rows by offset, and the quarantined offsets."""
+    """Return the columns, the rows by partition and offset, and the reasons of the quarantined ones."""
     whole = deltalake.DeltaTable(str(folder / "t"))
     fields = payload_fields(pa.schema(whole.schema().to_arrow()))
-    rows = {row["offset"]: {name: row[name] for name in fields.names} for row in whole.to_pyarrow_table().to_pylist()}
+    rows = {
+        (row["partition"], row["offset"]): {name: row[column_of(name)] for name in fields.names}
+        for row in whole.to_pyarrow_table().to_pylist()
+    }
     odd = folder / f"t{QUARANTINE_SUFFIX}"
     refused = deltalake.DeltaTable(str(odd)).to_pyarrow_table().to_pylist() if odd.exists() else []
-    return {one.name: str(one.type) for one in fields}, rows, sorted(row["offset"] for row in refused)
+    reasons = {(row["partition"], row["offset"]): row["reason"] for row in refused}
+    return {one.name: str(ordered(one.type)) for one in fields}, rows, reasons
 
 
-def landed(payloads: list[bytes], ends: list[int], *, sampled: int, tasks: int = 1, piece: int = 100) -> Outcome:
+def ordered(kind: pa.DataType) -> pa.DataType:
+    """Return a type with the fields of structs in the order of their names."""
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field("element", ordered(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct(sorted(((one.name, ordered(one.type)) for one in kind), key=lambda one: one[0]))
+    return kind
+
+
+def landed(
+    partitions: Sequence[Payloads], batches: Iterable[Sequence[int]], *, sampled: int, tasks: int = 1, piece: int = 100
+) -> tuple[Outcome, list[tuple[int, int]]]:
+    """Land batches up to these ends, and all that is left; return the outcome, and the order of messages."""
     with tempfile.TemporaryDirectory() as folder:
-        for end in [*ends, len(payloads)]:
+        order = []
+        for ends in [*batches, list(map(len, partitions))]:
             # Each batch may be that of another process.
-            land(open_table(f"{folder}/t"), payloads, end, sampled=sampled, tasks=tasks, piece=piece)
-        return outcome(Path(folder))
+            order += land(open_table(f"{folder}/t"), partitions, ends, sampled=sampled, tasks=tasks, piece=piece)
+        return outcome(Path(folder)), order
+
+
+def singly(order: Iterable[tuple[int, int]], count: int) -> Iterator[list[int]]:
+    """Return the ends of batches of one message each."""
+    ends = [0] * count
+    for partition, offset in order:
+        ends[partition] = offset + 1
+        yield list(ends)
 
 
 FEW_NUMBERS = st.sampled_from(
     [0, 7, -3, 2**53, BIG, -BIG, 2**60, 2**63 - 1, 2**63, 2**70 + 1, 10**39, 1.5, -0.25, 3.0, 1e300]
 )
 FEW_SCALARS = FEW_NUMBERS | st.sampled_from([None, "x", "2026-01-02T03:04:05Z", True])
-FEW_VALUES = (
-    FEW_SCALARS
-    | st.lists(FEW_NUMBERS, min_size=1, max_size=2)
-    | st.dictionaries(st.sampled_from("xy"), FEW_NUMBERS, min_size=1)
+FEW_NAMES = st.sampled_from(["a", "A", "b", "a.b", "A.b"])
+FEW_VALUES = st.recursive(
+    FEW_SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["x", "X", "y", "x.y"]), inner, max_size=3)
+    ),
+    max_leaves=4,
 )
-# A message with several spellings of a new field may decide its type otherwise.
-FEW_DOCUMENTS = st.dictionaries(st.sampled_from(["a", "A", "b"]), FEW_NUMBERS | FEW_VALUES, max_size=2).filter(
-    lambda document: not {"a", "A"} <= document.keys()
-)
+FEW_DOCUMENTS = st.dictionaries(FEW_NAMES, FEW_NUMBERS | st.just({}) | FEW_VALUES, max_size=3)
 
 
 @pytest.mark.parametrize(
@@ -350,31 +408,110 @@ FEW_DOCUMENTS = st.dictionaries(st.sampled_from(["a", "A", "b"]), FEW_NUMBERS | 
         ([{"z": 1}, {"a": [BIG, 1.5]}, {"a": [2]}], "list<element: int64>", [None, [2]], [1]),
         ([{"a": [1]}, {"a": [BIG, 1.5]}, {"a": [2, 1.5]}], "list<element: double>", [[1.0], [2.0, 1.5]], [1]),
         ([{"z": 1}, {"a": 2**70 + 1}, {"a": 1.5}], "decimal128(38, 0)", [None, Decimal(2**70 + 1)], [2]),
+        # Once a column is double, numbers that it would round do not fit; those that a double prints like this do.
+        (
+            [{"a": 1.5}, {"a": BIG}, {"a": 2**60}, {"a": 123456789012345680000}],
+            "double",
+            [1.5, 2.0**60, 1.2345678901234568e20],
+            [1],
+        ),
         # The message with the large number is not in the table, so nothing keeps the column long.
         ([{"a": 1, "z": 1}, {"a": BIG, "z": "x"}, {"a": 1.5}], "double", [1.0, 1.5], [1]),
         ([{"z": 1}, {"b": 1}, {"b": "x", "a": BIG}, {"a": 1.5}], "double", [None, None, 1.5], [2]),
         ([{"z": 1}, {"a": 5, "b": 1}, {"a": 1.5, "b": "x"}], "double", [None, 5.0], [2]),
-        # Empty objects decide nothing.
-        ([{"z": 1}, {"a": {}}, {"a": 5}], "int64", [None, 5], [1]),
+        # Empty objects and arrays decide nothing, and are landed without the column that follows.
+        ([{"z": 1}, {"a": {}}, {"a": 5}, {"a": {}}], "int64", [None, None, 5], [3]),
+        ([{"z": 1}, {"a": []}, {"a": [5]}, {"a": []}], "list<element: int64>", [None, None, [5], []], []),
+        ([{"z": 1}, {"a": {"x": {}}}, {"a": {"y": 1}}], "struct<y: int64>", [None, None, {"y": 1}], []),
+        # Of several spellings in a message, the first decides.
+        ([{"z": 1}, {"a": 5, "A": "x"}, {"A": "y"}, {"A": 6}], "int64", [None, 5, 6], [2]),
     ],
 )
 def test_a_whole_number_beyond_doubles_is_never_rounded(
     documents: list[Any], kind: str, values: list[Any], refused: list[int]
 ) -> None:
     payloads = [json.dumps(document).encode() for document in documents]
-    columns, rows, quarantined = landed(payloads, [], sampled=1)
+    (columns, rows, quarantined), _order = landed([payloads], [], sampled=1)
     assert columns["a"] == kind
-    assert [rows[offset]["a"] for offset in sorted(rows)] == values
-    assert quarantined == refused
+    assert [rows[place]["a"] for place in sorted(rows)] == values
+    assert [offset for _, offset in sorted(quarantined)] == refused
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(FEW_DOCUMENTS, min_size=2, max_size=8), st.data())
-def test_columns_rows_and_quarantine_do_not_depend_on_batches(documents: list[dict[str, Any]], data: Any) -> None:
-    payloads = [json.dumps(document).encode() for document in documents]
+def test_numbers_in_a_column_of_whole_numbers_are_exact(tmp_path: Path) -> None:
+    payloads = [b'{"n":1}', b'{"n":9007199254740993.0}', b'{"n":-9.223372036854775807e18}', b'{"n":3.00}']
+    odd = [b'{"n":9007199254740992.5}', b'{"n":0.99999999999999999999}', b'{"n":1e-999999999}']
+    (columns, rows, quarantined), _order = landed([[*payloads, *odd]], [], sampled=7)
+    assert columns == {"n": "double"}
+    with_large = [b'{"n":9007199254740993}', *payloads, *odd]
+    (columns, rows, quarantined), _order = landed([with_large], [], sampled=8)
+    assert columns == {"n": "int64"}
+    assert [rows[place]["n"] for place in sorted(rows)] == [BIG, 1, BIG, -(2**63) + 1, 3]
+    assert [offset for _, offset in sorted(quarantined)] == [5, 6, 7]
+
+
+@settings(max_examples=SPLIT_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(FEW_DOCUMENTS, min_size=1, max_size=6), min_size=1, max_size=3), st.data())
+def test_columns_rows_and_quarantine_do_not_depend_on_batches(
+    documents: list[list[dict[str, Any]]], data: st.DataObject
+) -> None:
+    partitions = [[json.dumps(document).encode() for document in one] for one in documents]
     sampled = data.draw(st.integers(0, 3), "sampled")
-    one_by_one = landed(payloads, list(range(1, len(payloads))), sampled=sampled)
-    assert landed(payloads, [], sampled=sampled) == one_by_one
-    ends = data.draw(st.lists(st.integers(1, len(payloads) - 1), unique=True, max_size=3).map(sorted), "ends")
+    count = len(partitions)
+    drawn = [
+        sorted(data.draw(st.lists(st.integers(0, len(one)), min_size=3, max_size=3), "ends")) for one in partitions
+    ]
     tasks, piece = data.draw(st.integers(1, 3), "tasks"), data.draw(st.integers(1, 3), "piece")
-    assert landed(payloads, ends, sampled=sampled, tasks=tasks, piece=piece) == one_by_one
+    for batches, how in [([], (1, 100)), (list(zip(*drawn, strict=True)), (tasks, piece))]:
+        found, order = landed(partitions, batches, sampled=sampled, tasks=how[0], piece=how[1])
+        assert sorted(order) == sorted((number, at) for number in range(count) for at in range(len(partitions[number])))
+        # Messages of different partitions are in the order in which they are landed.
+        assert found == landed(partitions, singly(order, count), sampled=sampled)[0]
+        _columns, rows, reasons = found
+        assert rows.keys() | reasons.keys() == set(order)
+        assert not rows.keys() & reasons.keys()
+        for (partition, offset), row in rows.items():
+            check_exact(documents[partition][offset], row)
+
+
+def check_exact(document: Any, cell: Any) -> None:
+    """Check that the whole numbers in a cell are those that were published."""
+    if isinstance(cell, dict):
+        by_lower = {name.lower(): value for name, value in sorted(document.items()) if value is not None}
+        for name, value in cell.items():
+            if value is not None:
+                check_exact(document[name] if document.get(name) is not None else by_lower[name.lower()], value)
+    elif isinstance(cell, list):
+        for inner, value in zip(document, cell, strict=True):
+            check_exact(inner, value)
+    elif isinstance(document, int) and not isinstance(cell, str | None):
+        assert cell == document or Decimal(repr(cell)) == document
+
+
+PLAIN_DOCUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "n": st.sampled_from([0, 7, 2**53, 1.5, -0.25, None]),
+        "t": st.sampled_from(["x", "2026-01-02T03:04:05Z", None]),
+        "o": st.fixed_dictionaries({"k": st.integers(0, 3)}, optional={"n": st.sampled_from([1, 2.5])}),
+        "l": st.lists(st.sampled_from([1, 2.5]), min_size=1, max_size=2),
+    },
+)
+
+
+@settings(max_examples=SPLIT_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(PLAIN_DOCUMENTS, min_size=1, max_size=4), min_size=2, max_size=3), st.data())
+def test_messages_without_conflicts_make_the_same_table_in_any_order(
+    documents: list[list[dict[str, Any]]], data: st.DataObject
+) -> None:
+    partitions = [[json.dumps(document).encode() for document in one] for one in documents]
+    expected, _order = landed(partitions, [], sampled=0)
+    order = data.draw(st.permutations([number for number, one in enumerate(partitions) for _ in one]), "order")
+    offsets = [0] * len(partitions)
+    steps = []
+    for number in order:
+        offsets[number] += 1
+        steps.append(list(offsets))
+    steps = steps[:: data.draw(st.integers(1, 3), "messages per batch")]
+    found, _order = landed(partitions, steps, sampled=0)
+    assert not found[2]
+    assert found == expected

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land import duplicates
-from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated
-from millstream.pipelines.jobs.land.task import Report, from_rows, to_arrow
+from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated, within
+from millstream.pipelines.jobs.land.inference import NewFields
+from millstream.pipelines.jobs.land.task import Report, WideningNeed, from_rows, to_arrow
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.source.ranges import Range
 
 NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
@@ -101,7 +103,21 @@ def test_ids_are_read_from_the_table_once_and_again_after_another_run() -> None:
 def test_reports_round_trip() -> None:
     reports = [
         Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
-        Report(topic="b", fields=pa.schema([pa.field("x", pa.struct([pa.field("y", pa.int64())]))])),
+        Report(topic="b", found=(NewFields(1, 7, pa.schema([("x", pa.struct([("y", pa.int64())]))])),)),
+        Report(topic="c", widening=WideningNeed(1, 7, [("x", "[]")]), large=frozenset({("x", "[]"), ("y",)})),
     ]
     rows = to_arrow(reports).to_pylist()
     assert from_rows(cast("Any", [tuple(row.values()) for row in rows])) == reports
+
+
+def test_a_copy_beyond_the_end_of_a_batch_is_left_for_the_next() -> None:
+    rows = found((0, 5, 20, b"x"), (1, 3, 10, b"x"), (0, 6, 30, b"y"), (1, 2, 30, b"y"))
+    assert repeated(rows, pa.chunked_array([], pa.binary()))[0][0].to_pylist() == [5]
+    # The batch now ends before the earlier message with the id x.
+    shorter = within(rows, [Range("t", 0, 5, 7), Range("t", 1, 0, 3)])
+    left_out, ids = repeated(shorter, pa.chunked_array([], pa.binary()))
+    assert ({number: one.to_pylist() for number, one in left_out.items()}, sorted(ids.to_pylist())) == (
+        {1: [2]},
+        [b"x", b"y"],
+    )
+    assert not len(within(rows, []))

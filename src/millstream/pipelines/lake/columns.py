@@ -7,9 +7,10 @@ name may contain dots.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.core.errors import ColumnMismatch, StalePlan
 from millstream.core.payload_columns import DAY, HOUR
@@ -39,6 +40,18 @@ def places_of(schema: pa.DataType | pa.Schema, wanted: pa.DataType, above: Place
         yield above
 
 
+def leaf_places(schema: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
+    """Yield the paths of plain values, of any type; those that have only been null or empty are left out."""
+    kind = _kind(schema)
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from leaf_places(field.type, (*above, field.name))
+    elif pa.types.is_list(kind):
+        yield from leaf_places(kind.value_type, (*above, ELEMENT))
+    elif not pa.types.is_null(kind):
+        yield above
+
+
 def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
     """Yield the paths that are long in one type and double in the wanted one."""
     one, other = _kind(known), _kind(wanted)
@@ -55,6 +68,8 @@ def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, ab
 
 def retyped(schema: pa.Schema, places: Collection[Place], kind: pa.DataType) -> pa.Schema:
     """Return a schema with a type at some of its paths; unknown paths are ignored."""
+    if not places:
+        return schema
     wanted = frozenset(places)
     return pa.schema([field.with_type(_retyped(field.type, wanted, kind, (field.name,))) for field in schema])
 
@@ -79,6 +94,25 @@ def values_at(column: pa.Array, way: Place) -> pa.Array | None:
         return values_at(column.flatten(), way[1:])
     position = column.type.get_field_index(way[0]) if pa.types.is_struct(column.type) else -1
     return None if position < 0 else values_at(column.flatten()[position], way[1:])
+
+
+def is_inexact(integers: pa.Array) -> bool:
+    """Whether doubles cannot hold some of the integers."""
+    ends = pc.min_max(integers)
+    return any(abs(end.as_py()) > EXACT_MAX for end in ends.values() if end.is_valid)
+
+
+def completed(rows: pa.StructArray | pa.RecordBatch | pa.Table, schema: pa.Schema) -> list[Any]:
+    """Return the columns of a schema; those that the rows do not have are null."""
+    arrays = rows.flatten() if isinstance(rows, pa.StructArray) else rows.columns
+    names = [field.name for field in (rows.type if isinstance(rows, pa.StructArray) else rows.schema)]
+    there = dict(zip(names, arrays, strict=True))
+    return [
+        (there[field.name] if there[field.name].type == field.type else there[field.name].cast(field.type))
+        if field.name in there
+        else pa.nulls(len(rows), field.type)
+        for field in schema
+    ]
 
 
 def path_text(place: Place) -> str:

@@ -23,6 +23,7 @@ from millstream.pipelines.lake.columns import (
     EVENT_DAY,
     EVENT_HOUR,
     TOPIC_ID,
+    completed,
     file_schema,
     partition_columns,
 )
@@ -228,7 +229,7 @@ def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
         file = pq.ParquetFile(source)
         there = [name for name in schema.names if name in file.schema_arrow.names]
         table = file.read_row_group(group.index, columns=there)
-    return pa.Table.from_arrays(_completed(table, schema), schema=schema)
+    return pa.Table.from_arrays(completed(table, schema), schema=schema)
 
 
 def streamed_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -240,16 +241,7 @@ def streamed_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[p
         stored = file.metadata.row_group(group.index)
         count = _merged_rows(stored.total_byte_size, stored.num_rows)
         for batch in file.iter_batches(count, [group.index], there):
-            yield pa.RecordBatch.from_arrays(_completed(batch, schema), schema=schema)
-
-
-def _completed(rows: Any, schema: pa.Schema) -> list[Any]:
-    """Return the columns of a schema; those that the rows do not have are null."""
-    there = set(rows.schema.names)
-    return [
-        rows.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(rows), field.type)
-        for field in schema
-    ]
+            yield pa.RecordBatch.from_arrays(completed(batch, schema), schema=schema)
 
 
 FILE_BYTES: Final = 128 * 1024 * 1024

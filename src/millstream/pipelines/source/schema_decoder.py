@@ -75,8 +75,8 @@ class ReadPayloads:
 
     rows: list[dict[str, Any]]
     reasons: list[str | None]
-    found: list[pa.Schema] = field(default_factory=list)
-    """The fields of every schema that occurs."""
+    found: list[tuple[int, pa.Schema]] = field(default_factory=list)
+    """The fields of every schema that occurs, with its first row."""
 
 
 def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
@@ -106,8 +106,8 @@ class SchemaRows:
         listed = values.to_pylist()
         named = headers.to_pylist() if headers is not None else [None] * len(listed)
         read = ReadPayloads([], [])
-        seen: dict[int, pa.Schema] = {}
-        for value, head in zip(listed, named, strict=True):
+        seen: dict[int, tuple[int, pa.Schema]] = {}
+        for number, (value, head) in enumerate(zip(listed, named, strict=True)):
             row: dict[str, Any] = {}
             reason: str | None = None
             if value is not None:
@@ -120,7 +120,7 @@ class SchemaRows:
                     if isinstance(typed, str):
                         reason = f"schema {framed.named}: {typed}"
                     else:
-                        seen[id(typed)] = typed.fields
+                        seen.setdefault(id(typed), (number, typed.fields))
                         try:
                             self._check_message(typed.message)
                             row = typed.read(framed)

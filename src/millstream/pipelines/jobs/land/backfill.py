@@ -139,17 +139,9 @@ class _Backfill(_PastJob):
             found.append({n: int(one.offset) if one.offset >= 0 else source.end[n] for n, one in listed.items()})
         return found[0], found[1]
 
-    def _run(self, batches: Sequence[TopicBatch]) -> None:
-        for batch in batches:
-            self._skip_landed(batch)
-        super()._run(batches)
-
-    def _choose_again(self, batch: TopicBatch) -> None:
-        super()._choose_again(batch)
-        self._skip_landed(batch)
-
-    def _skip_landed(self, batch: TopicBatch) -> None:
-        """Skip the messages that the table or its quarantine has."""
+    def _leave_out(self, batch: TopicBatch) -> None:
+        """Leave out the messages that the table or its quarantine has, too."""
+        super()._leave_out(batch)
         topic_id = batch.source.topic_id
         found = {}
         for number, plan in batch.plans.items():

@@ -13,32 +13,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal, InvalidOperation
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.pipelines.jobs.land.inference import (
-    STAYS_LONG,
-    dropped_fields,
-    grown,
-    grown_by,
-    joined_schemas,
-    type_of,
-)
+from millstream.pipelines.jobs.land.inference import dropped_fields, fields_of, grown, new_fields
 from millstream.pipelines.lake.columns import (
     ELEMENT,
     EXACT_MAX,
     Place,
     inexact_reason,
+    leaf_places,
+    narrower,
     path_text,
-    places_of,
-    retyped,
-    values_at,
 )
 from millstream.pipelines.source.rows import NESTING_MAX, is_text_too_deep, is_too_deep
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
@@ -207,6 +200,8 @@ _FINER: Final = re.compile(r"(\.[0-9]{6})[0-9]{1,3}(?![0-9])")
 
 _BITS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 
+_LONG_DIGITS: Final = 19
+
 _NAMES: Final = {
     "int8": "byte",
     "int16": "short",
@@ -259,6 +254,13 @@ def parsed(value: bytes | None) -> dict[str, Any]:
     return document
 
 
+def documents(values: Iterable[bytes | None]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of those payloads that are objects."""
+    for value in values:
+        with suppress(UndecodablePayload):
+            yield parsed(value)
+
+
 def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
     """Convert a value to its column's type; raise `UndecodablePayload` if it does not fit."""
     if value is None:
@@ -278,20 +280,61 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
     return _scalar(value, kind, path)
 
 
-def wider(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[Place]:
+def _numbers(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[tuple[Place, pa.DataType, int | float]]:
+    """Yield the numbers of a value, each with its path and the type of its column."""
+    if pa.types.is_struct(kind) and isinstance(value, Mapping):
+        values = picked(value, (field.name for field in kind))
+        for field in kind:
+            yield from _numbers(values[field.name], field.type, (*above, field.name))
+    elif pa.types.is_list(kind) and isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, kind.value_type, (*above, ELEMENT))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield above, kind, value
+
+
+def _wider(value: Any, kind: pa.DataType) -> set[Place]:
     """Return the paths of long columns whose value here only a double can hold.
 
     An integer of more than 64 bits written with all its digits does not count: a double would not keep them.
     """
-    if pa.types.is_struct(kind) and isinstance(value, Mapping):
-        values = picked(value, (field.name for field in kind))
-        for field in kind:
-            yield from wider(values[field.name], field.type, (*above, field.name))
-    elif pa.types.is_list(kind) and isinstance(value, list):
-        for inner in value:
-            yield from wider(inner, kind.value_type, (*above, ELEMENT))
-    elif pa.types.is_int64(kind) and isinstance(value, float) and not (value.is_integer() and abs(value) < 2**63):
-        yield above
+    return {
+        place
+        for place, column, number in _numbers(value, kind)
+        if pa.types.is_int64(column) and isinstance(number, float) and not _is_long(_whole(number))
+    }
+
+
+def _rounding(value: Any, kind: pa.DataType) -> str | None:
+    """Return the reason if a whole number does not fit a column of doubles, which would change its digits."""
+    for place, column, number in _numbers(value, kind):
+        if pa.types.is_float64(column) and isinstance(number, int) and not _keeps_digits(number):
+            return f"{path_text(place)}: {number} would be rounded as double"
+    return None
+
+
+def _keeps_digits(number: int) -> bool:
+    """Whether a double equals a whole number, or is one that producers write as this number."""
+    try:
+        double = float(number)
+    except OverflowError:
+        return False
+    return double == number or Decimal(repr(double)) == number
+
+
+def _whole(number: float) -> int | None:
+    """Return a number with a fraction or an exponent as an integer, such as 3.0; None if it is not one, or is huge."""
+    try:
+        exact = Decimal(number.text if isinstance(number, _Number) else repr(number))
+    except InvalidOperation:
+        return None
+    if not exact.is_finite() or exact.adjusted() > _LONG_DIGITS or exact != exact.to_integral_value():
+        return None
+    return int(exact)
+
+
+def _is_long(number: int | None) -> bool:
+    return number is not None and -(2**63) <= number < 2**63
 
 
 def _beyond_doubles(value: Any, place: Place) -> int | None:
@@ -329,10 +372,9 @@ def _scalar(value: Any, kind: pa.DataType, path: str) -> Any:
 
 
 def _integer(value: Any, kind: pa.DataType, name: str, path: str) -> int:
-    if isinstance(value, str) or (isinstance(value, float) and not value.is_integer()):
-        _refuse(value, name, path)
-    number, limit = int(value), 2 ** (_BITS[kind] - 1)
-    return number if -limit <= number < limit else _refuse(value, name, path)
+    number = None if isinstance(value, str) else _whole(value) if isinstance(value, float) else int(value)
+    limit = 2 ** (_BITS[kind] - 1)
+    return number if number is not None and -limit <= number < limit else _refuse(value, name, path)
 
 
 def _double(value: Any, name: str, path: str) -> float:
@@ -399,6 +441,16 @@ _CUTS: Final = 8
 
 _BLANK: Final = " \t\r\n"
 
+_MANY_DIGITS: Final = r"[\[:,\s-][0-9]{16,}[\]},\s]"
+"""Whole numbers that doubles may round, as they are written in JSON."""
+
+
+class Widening(NamedTuple):
+    """The first row of a batch with fractions in long columns."""
+
+    row: int
+    places: frozenset[Place]
+
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -406,18 +458,19 @@ class Decoded:
 
     columns: pa.StructArray
     reasons: pa.Array
-    found: pa.Schema
-    """The known fields and those found in addition, if fields are looked for."""
+    found: tuple[tuple[int, pa.Schema], ...] = ()
+    """The rows with fields that have no column, and the columns that these make, if fields are looked for."""
+    widening: Widening | None = None
+    """Where long columns have to become double, if fields are looked for."""
     dropped: frozenset[str] = frozenset()
     """Fields that were found and cannot have a column, if fields are looked for."""
 
 
 class Decoder:
-    """Decodes payloads into known fields; with `evolves` it also finds new ones.
+    """Decodes payloads into known fields.
 
-    With `widens`, long columns become double where a value has a fraction, except at `fixed` paths, for which the
-    reason is known. New columns then have the types that they would have if each payload were decoded after the one
-    before it was landed; `keeps_long` says that no landed column becomes double. The types are to be `settled`.
+    With `evolves` it also finds new fields, and fractions in long columns, except at `fixed` paths: their columns stay
+    long, for the reasons given. With `refuses_rounding`, whole numbers that a double would round do not fit.
     """
 
     def __init__(
@@ -425,15 +478,13 @@ class Decoder:
         fields: pa.Schema,
         *,
         evolves: bool,
-        widens: bool = False,
-        keeps_long: bool = False,
         fixed: Mapping[Place, str] | None = None,
+        refuses_rounding: bool = False,
     ) -> None:
         self._fields = fields
         self._evolves = evolves
-        self._widens = widens and evolves
-        self._exact_max = (-1 if keeps_long else EXACT_MAX) if widens else None
         self._fixed = fixed or {}
+        self._refuses_rounding = refuses_rounding
         self._kind = pa.struct(list(fields))
         # The parser accepts days only as numbers, and does not read objects as maps.
         self._maps = [field for field in fields if pa.types.is_map(field.type)]
@@ -446,19 +497,21 @@ class Decoder:
     def decode(self, values: pa.Array) -> Decoded:
         """Decode a column of payloads; a message without one has no fields, which is not an error."""
         if not len(values):
-            empty = pa.array([], self._kind)
-            return Decoded(empty, pa.array([], pa.string()), self._fields)
+            return Decoded(pa.array([], self._kind), pa.array([], pa.string()))
         whole = self._decode_together(values)
         if whole is not None:
             return whole
         if len(values) <= _APART_MAX:
             return self._decode_singly(values)
         size = -(-len(values) // _CUTS)
-        parts = [self.decode(values.slice(start, size)) for start in range(0, len(values), size)]
+        starts = range(0, len(values), size)
+        parts = [self.decode(values.slice(start, size)) for start in starts]
+        widenings = ((start, part.widening) for start, part in zip(starts, parts, strict=True))
         return Decoded(
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
-            grown_by(self._fields, [part.found for part in parts]),
+            tuple((start + row, one) for start, part in zip(starts, parts, strict=True) for row, one in part.found),
+            next((Widening(start + one.row, one.places) for start, one in widenings if one is not None), None),
             frozenset().union(*(part.dropped for part in parts)),
         )
 
@@ -471,8 +524,10 @@ class Decoder:
         if text is None:
             return None
         others = self._spellings.in_texts(texts) if self._spellings is not None else frozenset()
-        decoded = self._decode_text(text, len(values), others)
-        return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
+        decoded = self._decode_text(text, values, others)
+        if decoded is None or (self._refuses_rounding and _may_be_rounded(decoded.columns, texts)):
+            return None
+        return self._with_maps(decoded, values) if self._maps else decoded
 
     def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
         """Add the columns of maps, which the parser does not read; None if a value is not an object."""
@@ -492,22 +547,20 @@ class Decoder:
         whole = pa.StructArray.from_arrays(columns, fields=list(self._fields))
         return replace(decoded, columns=whole, dropped=decoded.dropped - maps.keys())
 
-    def _decode_text(self, text: pa.Buffer, rows: int, others: frozenset[str]) -> Decoded | None:
+    def _decode_text(self, text: pa.Buffer, values: pa.Array, others: frozenset[str]) -> Decoded | None:
         if len(others) > _OTHERS_MAX:
             return None
+        rows = len(values)
         schema = pa.schema(with_others(self._parsed_as, others)) if others else self._parsed_as
         table = _read(text, schema, evolves=self._evolves)
         if table is None or table.num_rows != rows:
             return None
         if self._evolves and (more := others | others_in(self._fields, table.schema)) != others:
-            return self._decode_text(text, rows, more)
-        found = grown(self._fields, table.schema) if self._evolves else self._fields
-        dropped = frozenset(dropped_fields(found, table.schema)) if self._evolves else frozenset()
-        if found != self._fields:
-            marked = self._marked(found, table)
-            if marked is None:
-                return None
-            found = marked
+            return self._decode_text(text, values, more)
+        found = self._found_in(table, values) if self._evolves else ()
+        if found is None:
+            return None
+        dropped = frozenset(dropped_fields(_after(self._fields, found), table.schema)) if self._evolves else frozenset()
         wanted = table.select(schema.names)
         if wanted.schema.types != schema.types:
             # A value without a column of its own is inside one that exists.
@@ -518,27 +571,21 @@ class Decoder:
         columns = self._columns(wanted, rows)
         if columns is None:
             return None
-        return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped)
+        return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped=dropped)
 
-    def _marked(self, found: pa.Schema, table: pa.Table) -> pa.Schema | None:
-        """Mark the new columns that stay long; None if a type depends on the order or the spelling of values."""
-        if self._exact_max is None:
-            return found
-        if _has_spellings(table.schema):
+    def _found_in(self, table: pa.Table, values: pa.Array) -> tuple[tuple[int, pa.Schema], ...] | None:
+        """Return the rows with new fields; None if the parser's types do not show which these are."""
+        if grown(self._fields, table.schema) == self._fields:
+            return ()
+        known = {_lower(place) for place in leaf_places(self._fields)}
+        places = [place for place in leaf_places(table.schema) if _lower(place) not in known]
+        firsts = {_first_row(table.column(place[0]).combine_chunks(), place[1:]) for place in places}
+        try:
+            found = _found(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
+        except UndecodablePayload:
             return None
-        marked = set()
-        for kind in (pa.int64(), pa.float64()):
-            for place in set(places_of(found, kind)) - set(places_of(self._fields, kind)):
-                column = table.column(place[0]).combine_chunks()
-                values = values_at(column, place[1:])
-                if values is None:
-                    return None
-                numbers = values.drop_null()
-                if kind == pa.float64() and not _is_double(numbers, self._exact_max):
-                    return None
-                if kind == pa.int64() and _is_beyond(numbers, self._exact_max):
-                    marked.add(place)
-        return retyped(found, marked, STAYS_LONG)
+        fields = _after(self._fields, found)
+        return found if grown(fields, table.schema) == fields else None
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
         fields = [field for field in self._fields if not pa.types.is_map(field.type)]
@@ -561,29 +608,30 @@ class Decoder:
     def _decode_singly(self, values: pa.Array) -> Decoded:
         rows: list[dict[str, object]] = []
         reasons: list[str | None] = []
-        found: list[pa.Schema] = []
-        wide: set[Place] = set()
-        for value in values.to_pylist():
-            row, reason = self._decode_one(value, found, wide)
+        documents: list[tuple[int, dict[str, Any]]] = []
+        widening: Widening | None = None
+        for number, value in enumerate(values.to_pylist()):
+            try:
+                document = parsed(value)
+            except UndecodablePayload as misfit:
+                rows.append({})
+                reasons.append(str(misfit))
+                continue
+            row, reason, places = self._decode_one(document)
             rows.append(row)
             reasons.append(reason)
-        if not found:
-            return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), self._fields)
-        # The known types come first: a value that does not fit must not hide new fields of one that does.
-        everything = joined_schemas([self._fields, *found])
-        fields = retyped(grown(self._fields, everything), wide, pa.float64())
-        dropped = frozenset(dropped_fields(fields, everything))
-        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields, dropped)
+            if self._evolves:
+                # Whether the payload fits does not matter: that depends on fields which may be new, too.
+                documents.append((number, document))
+                widening = widening or (Widening(number, frozenset(places)) if places else None)
+        found = _found(self._fields, documents)
+        fields = _after(self._fields, found)
+        dropped = frozenset(name for _row, one in documents for name in dropped_fields(fields, fields_of(one)))
+        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), found, widening, dropped)
 
-    def _decode_one(
-        self, value: bytes | None, found: list[pa.Schema], wide: set[Place]
-    ) -> tuple[dict[str, object], str | None]:
-        """Decode one row and return what is wrong with it; fields that fit are kept."""
+    def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, set[Place]]:
+        """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
         row: dict[str, object] = {}
-        try:
-            document = parsed(value)
-        except UndecodablePayload as misfit:
-            return row, str(misfit)
         reason = None
         values = picked(document, self._fields.names)
         for field in self._fields:
@@ -591,52 +639,96 @@ class Decoder:
                 row[field.name] = value_for(values[field.name], field.type, field.name)
             except UndecodablePayload as misfit:
                 reason = reason or str(misfit)
-        if reason is not None:
-            reason, places = self._widen_for(document, reason)
-            wide |= places
-        if self._evolves:
-            # Whether the payload fits does not matter: that depends on fields which may be new, too.
-            found.append(pa.schema(list(type_of(document, self._exact_max))))
-        return row, reason
+        if reason is None:
+            return row, _rounding(document, self._kind) if self._refuses_rounding else None, set()
+        return row, *self._widen_for(document, reason)
 
-    def _widen_for(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
+    def _widen_for(self, document: dict[str, Any], reason: str) -> tuple[str, set[Place]]:
         """Return why a payload does not fit, and the paths with fractions that have to become double.
 
         As with new fields, it does not matter whether the payload fits then.
         """
-        places = set(wider(document, self._kind))
+        places = _wider(document, self._kind)
         kept = {place: self._fixed[place] for place in places & self._fixed.keys()}
-        for place in places - kept.keys() if self._widens else ():
+        for place in places - kept.keys() if self._evolves else ():
             if (number := _beyond_doubles(document, place)) is not None:
                 kept[place] = inexact_reason(number)
         if kept:
             place = min(kept)
             reason = f"{reason}; {path_text(place)} stays long: {kept[place]}"
-        return reason, places - kept.keys() if self._widens else set()
+        return reason, places - kept.keys()
 
 
 class SchemaDecoder:
     """Decodes payloads by the schemas that they name, into the fields that have columns.
 
-    With `evolves` it also finds fields of schemas that are new; `widens` is as in `Decoder`.
+    With `evolves` it also finds the new fields of schemas, and schemas with doubles for long columns, except at `fixed`
+    paths; `refuses_rounding` is as in `Decoder`.
     """
 
-    def __init__(self, fields: pa.Schema, rows: SchemaRows, *, evolves: bool, widens: bool = False) -> None:
+    def __init__(
+        self,
+        fields: pa.Schema,
+        rows: SchemaRows,
+        *,
+        evolves: bool,
+        fixed: Mapping[Place, str] | None = None,
+        refuses_rounding: bool = False,
+    ) -> None:
         self._fields = fields
         self._rows = rows
         self._evolves = evolves
-        self._widens = widens
+        self._fixed = fixed or {}
+        self._refuses_rounding = refuses_rounding
 
     def decode(self, values: pa.Array, headers: pa.Array | None) -> Decoded:
         """Decode a column of payloads, whose schemas may be named in headers."""
         read = self._rows.read(values, headers)
-        schemas = read.found
-        if self._widens:
-            # A column may have any long, so a later schema with doubles cannot decide it.
-            schemas = [retyped(one, set(places_of(one, pa.int64())), STAYS_LONG) for one in schemas]
-        found = grown_by(self._fields, schemas) if self._evolves and schemas else self._fields
         columns = columns_of(read, self._fields)
-        return Decoded(columns, pa.array(read.reasons, pa.string()), found)
+        reasons = read.reasons
+        if self._refuses_rounding and _is_beyond(columns):
+            kind = pa.struct(list(self._fields))
+            reasons = [why or _rounding(row, kind) for why, row in zip(reasons, read.rows, strict=True)]
+        found: list[tuple[int, pa.Schema]] = []
+        widening: Widening | None = None
+        for row, schema in read.found if self._evolves else ():
+            if (new := new_fields(_after(self._fields, found), schema)) is not None:
+                found.append((row, new))
+            places = frozenset(narrower(self._fields, schema)) - self._fixed.keys()
+            widening = widening or (Widening(row, places) if places else None)
+        return Decoded(columns, pa.array(reasons, pa.string()), tuple(found), widening)
+
+
+def _found(known: pa.Schema, documents: Iterable[tuple[int, dict[str, Any]]]) -> tuple[tuple[int, pa.Schema], ...]:
+    """Return the rows with new fields, and the columns that these make."""
+    found: list[tuple[int, pa.Schema]] = []
+    for row, document in documents:
+        new = new_fields(known, fields_of(document))
+        if new is not None:
+            found.append((row, new))
+            known = grown(known, new)
+    return tuple(found)
+
+
+def _after(known: pa.Schema, found: Iterable[tuple[int, pa.Schema]]) -> pa.Schema:
+    """Return the fields including those found."""
+    for _row, new in found:
+        known = grown(known, new)
+    return known
+
+
+def _first_row(array: pa.Array, way: Place) -> int:
+    """Return the first row with a value at a path; -1 without one."""
+    if not way:
+        return pc.index(array.is_valid(), True).as_py()  # type: ignore[no-any-return]
+    if way[0] != ELEMENT:
+        return _first_row(array.flatten()[array.type.get_field_index(way[0])], way[1:])
+    element = _first_row(array.flatten(), way[1:])
+    return -1 if element < 0 else pc.list_parent_indices(array)[element].as_py()
+
+
+def _lower(place: Place) -> Place:
+    return tuple(name.lower() for name in place)
 
 
 def _texts(values: pa.Array) -> pa.Array | None:
@@ -682,23 +774,19 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _has_spellings(fields: Iterable[pa.Field]) -> bool:
-    """Whether names of fields, of any depth, differ in case alone."""
-    names = [field.name.lower() for field in fields]
-    return len(set(names)) < len(names) or any(_has_spellings(_inner(field.type)) for field in fields)
+def _may_be_rounded(columns: pa.StructArray, texts: pa.Array) -> bool:
+    """Whether a double column may have a whole number that was rounded; decoding it alone shows whether it has."""
+    return _is_beyond(columns) and bool(pc.any(pc.match_substring_regex(texts, _MANY_DIGITS)).as_py())
 
 
-def _is_double(numbers: pa.Array, exact_max: int) -> bool:
-    """Whether a new column with these numbers, some of which may be whole, is double in any case."""
-    is_fraction = pc.not_equal(numbers, pc.trunc(numbers))
-    if len(numbers) and is_fraction[0].as_py():
-        return True
-    return bool(pc.any(is_fraction).as_py()) and not _is_beyond(numbers, exact_max - 1)
-
-
-def _is_beyond(numbers: pa.Array, exact_max: int) -> bool:
-    ends = pc.min_max(numbers)
-    return any(abs(end.as_py()) > exact_max for end in ends.values() if end.is_valid)
+def _is_beyond(array: pa.Array) -> bool:
+    """Whether a double is so large that it may have been rounded."""
+    kind = array.type
+    if pa.types.is_float64(kind):
+        return bool(pc.any(pc.greater_equal(pc.abs(array), float(EXACT_MAX))).as_py())
+    if pa.types.is_struct(kind):
+        return any(_is_beyond(array.field(index)) for index in range(kind.num_fields))
+    return _is_beyond(array.values) if pa.types.is_list(kind) else False
 
 
 def _has_infinity(array: pa.Array) -> bool:

@@ -70,6 +70,16 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
     return every.field("value").filter(is_id).take(pa.array(positions, mask=positions < 0))
 
 
+def within(found: pa.Table, ranges: Iterable[Range]) -> pa.Table:
+    """Return the rows of these ranges."""
+    number, offset = found.column("partition"), found.column("offset")
+    wanted = pa.chunked_array([pa.repeat(False, len(found))])
+    for one in ranges:
+        is_in = pc.and_(pc.greater_equal(offset, one.start), pc.less(offset, one.end))
+        wanted = pc.or_(wanted, pc.and_(pc.equal(number, one.partition), is_in))
+    return found.filter(wanted)
+
+
 def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
     """Return the offsets whose id is known or repeated, by partition, and the ids of the other messages."""
     found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])

@@ -1,18 +1,21 @@
 """The columns of landed tables: the record columns, and those inferred from payloads.
 
 Integers are long and other numbers double; what looks like a time is text, since the next value may not. A type never
-depends on which messages come in one batch: the first value of a field decides, by partition and offset, whether or not
-its message fits, and values of another type do not fit. A column keeps its type, except that structs gain fields and,
-where enabled, long becomes double when a value has a fraction and none before it is beyond doubles.
+depends on how messages are divided into batches: the first message with a field decides, whether or not it fits, and
+messages before it are landed without the column. Later values of another type do not fit. A column keeps its type,
+except that structs gain fields and, where enabled, long becomes double when a value has a fraction and none landed
+before it is beyond doubles.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from millstream.core.payload_columns import is_legal
@@ -24,8 +27,6 @@ from millstream.pipelines.lake.columns import (
     RAW,
     Place,
     inexact_reason,
-    narrower,
-    places_of,
     retyped,
 )
 from millstream.pipelines.source.ranges import Range
@@ -43,106 +44,57 @@ DETECTED_TIME: Final = pa.timestamp("us", tz="UTC")
 _LONG_MIN: Final = -(2**63)
 _LONG_MAX: Final = 2**63 - 1
 
-STAYS_LONG: Final = pa.uint64()
-"""In types that are found, a long column that no later fraction makes double."""
-WHOLE_DOUBLE: Final = pa.float32()
-"""In types that are found, a number such as 3.0, which a long column would hold as well."""
-
-_MARKS: Final = (STAYS_LONG, WHOLE_DOUBLE)
-
-
-def type_of(value: Any, exact_max: int | None = None) -> pa.DataType:
-    """Infer the type of a parsed JSON value.
-
-    With `exact_max`, a column with a whole number farther than this from zero stays long, or is decimal if it needs
-    more than 64 bits; without, numbers are joined to double. The former is for `settled`.
-    """
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return pa.bool_()
-    if isinstance(value, int):
-        return _integer_type(value, exact_max)
-    if isinstance(value, float):
-        is_whole = exact_max is not None and value.is_integer() and abs(value) <= _LONG_MAX
-        return WHOLE_DOUBLE if is_whole else pa.float64()
-    if isinstance(value, str):
-        return pa.string()
-    if isinstance(value, Mapping):
-        return pa.struct([pa.field(name, type_of(inner, exact_max)) for name, inner in value.items()])
-    element = NOTHING
-    for inner in value:
-        element = joined(element, type_of(inner, exact_max))
-    return pa.list_(pa.field("element", element))
-
-
-def _integer_type(value: int, exact_max: int | None) -> pa.DataType:
-    is_long = _LONG_MIN <= value <= _LONG_MAX
-    if exact_max is None:
-        return pa.int64() if is_long else pa.float64()
-    if not is_long and abs(value) < 10**_DIGITS_MAX:
-        return _WHOLE
-    # A number of even more digits fits no column of numbers.
-    return STAYS_LONG if abs(value) > exact_max else pa.int64()
-
-
-def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a type that holds the values of both: elements of one array."""
-    return _join_types(one, other, pa.string())
-
 
 def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Merge the schemas of messages in their order; of incompatible types the first stays."""
+    """Merge schemas in their order; different numbers are double, and of other incompatible types the first stays."""
     found: pa.DataType = pa.struct([])
     for schema in schemas:
-        found = _join_types(found, _spelled_once(pa.struct(list(schema))), None)
+        found = _join_types(found, pa.struct(list(schema)))
     return pa.schema(list(found))
 
 
-def _join_types(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> pa.DataType:
-    """Return a type that holds the values of both; if no such type exists, `mixed`, or else the first."""
+def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return a type that holds the values of both; if no such type exists, the first."""
     if one == other or pa.types.is_null(other):
         return one
-    if pa.types.is_null(one) or (mixed is None and _is_undecided(one)):
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return pa.struct(_joined_fields([*one, *other]))
+    if is_undecided(one):
         return other
     if _is_number(one) and _is_number(other):
-        if one in _MARKS or other in _MARKS:
-            # Of a fraction and a number that it must not round, the first decides.
-            return other if one == pa.int64() and other != WHOLE_DOUBLE else one
         return pa.float64()
-    if mixed is not None and pa.types.is_integer(one) and pa.types.is_decimal(other):
-        return other
-    if mixed is not None and pa.types.is_decimal(one) and _is_number(other):
-        return one
     if pa.types.is_decimal(one) and pa.types.is_decimal(other):
         scale = max(one.scale, other.scale)
         digits = max(one.precision - one.scale, other.precision - other.scale)
         return pa.decimal128(digits + scale, scale) if digits + scale <= _DIGITS_MAX else pa.string()
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(pa.field("element", _join_types(one.value_type, other.value_type, mixed)))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        return pa.struct(_joined_fields([*one, *other], mixed))
-    return one if mixed is None else mixed
+        return pa.list_(pa.field("element", _join_types(one.value_type, other.value_type)))
+    return one
+
+
+def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
+    """Merge fields whose names differ in case alone, under the spelling of the first value."""
+    fields: dict[str, pa.Field] = {}
+    for field in every:
+        have = fields.get(field.name.lower())
+        if have is None or is_undecided(have.type):
+            fields[field.name.lower()] = field
+        else:
+            fields[field.name.lower()] = have.with_type(_join_types(have.type, field.type))
+    return list(fields.values())
 
 
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """Extend the known schema by the found fields; return the same object if none is new."""
+    """Extend the known schema by the found fields."""
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
-    once = _spelled_once(pa.struct(list(found)))
-    fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
+    fields, _ = _grown_fields(list(known), list(found), room, DEPTH_MAX)
     return pa.schema(fields)
-
-
-def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
-    """Merge schemas that have grown in several places; a column that is double in one of them is double."""
-    places = {place for one in found for place in narrower(known, one)}
-    return retyped(grown(known, joined_schemas(found)), places, pa.float64())
 
 
 def dropped_fields(known: pa.Schema, found: pa.Schema) -> set[str]:
     """Return the found fields that have no column, because of their names or the number of columns."""
     columns = {field.name.lower() for field in known}
-    named = {field.name for field in found if not pa.types.is_null(field.type) and field.name.lower() not in columns}
+    named = {field.name for field in found if not is_undecided(field.type) and field.name.lower() not in columns}
     inner: dict[str, pa.Field] = {field.name.lower(): field for field in found}
     for field in known:
         have = inner.get(field.name.lower())
@@ -161,10 +113,9 @@ def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth
             kind, room = _grown_type(have.type, field.type, room, depth)
             fields[field.name.lower()] = have.with_type(kind)
         elif is_legal(field.name):
-            kind = _settle_type(field.type, depth)
-            if not pa.types.is_null(kind) and (size := _leaves(kind)) <= room:
+            kind, room = _new_type(field.type, room, depth)
+            if not pa.types.is_null(kind):
                 fields[field.name.lower()] = pa.field(field.name, kind)
-                room -= size
     return list(fields.values()), room
 
 
@@ -178,56 +129,25 @@ def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -
     return known, room
 
 
-def _settle_type(found: pa.DataType, depth: int) -> pa.DataType:
-    """Return the type of a new column, with nothing undecided in it; null if nothing is known yet."""
-    if pa.types.is_timestamp(found) and found.tz is None:
-        # Text that looks like a time to Arrow's JSON parser; schemas have times with a zone.
-        return pa.string()
-    if not pa.types.is_nested(found):
-        return found
-    if depth <= 0:
-        return pa.string()
-    if pa.types.is_map(found):
-        return found
-    if pa.types.is_list(found):
-        element = _settle_type(found.value_type, depth - 1)
-        return element if pa.types.is_null(element) else pa.list_(pa.field("element", element))
-    fields, _ = _grown_fields([], list(found), LEAVES_MAX, depth - 1)
-    return pa.struct(fields) if fields else NOTHING
+def _new_type(found: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
+    """Return the type of a new column as far as there is room; null if nothing is known yet."""
+    if is_undecided(found):
+        return NOTHING, room
+    if depth > 0 and pa.types.is_list(found):
+        element, room = _new_type(found.value_type, room, depth - 1)
+        return element if pa.types.is_null(element) else pa.list_(pa.field("element", element)), room
+    if depth > 0 and pa.types.is_struct(found):
+        fields, room = _grown_fields([], list(found), room, depth - 1)
+        return pa.struct(fields) if fields else NOTHING, room
+    kind = pa.string() if depth <= 0 and pa.types.is_nested(found) else found
+    return (kind, room - 1) if room > 0 else (NOTHING, room)
 
 
-def _joined_fields(every: Iterable[pa.Field], mixed: pa.DataType | None = None) -> list[pa.Field]:
-    """Merge fields whose names differ in case alone, under the spelling of the first value."""
-    fields: dict[str, pa.Field] = {}
-    for field in every:
-        have = fields.get(field.name.lower(), field)
-        if _is_undecided(have.type):
-            fields[field.name.lower()] = field
-        else:
-            fields[field.name.lower()] = have.with_type(_join_types(have.type, field.type, mixed))
-    return list(fields.values())
-
-
-def _spelled_once(found: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(found):
-        return pa.struct(_joined_fields(field.with_type(_spelled_once(field.type)) for field in found))
-    if pa.types.is_list(found):
-        return pa.list_(found.value_field.with_type(_spelled_once(found.value_type)))
-    return found
-
-
-def _is_undecided(kind: pa.DataType) -> bool:
+def is_undecided(kind: pa.DataType) -> bool:
     """Whether values of a type, all of them null or empty, make no column."""
     if pa.types.is_struct(kind):
-        return all(_is_undecided(field.type) for field in kind)
-    return _is_undecided(kind.value_type) if pa.types.is_list(kind) else bool(pa.types.is_null(kind))
-
-
-def settled(found: pa.Schema, known: pa.Schema) -> pa.Schema:
-    """Return the types of columns for types that were found; known columns keep theirs."""
-    for mark, kind in ((STAYS_LONG, pa.int64()), (WHOLE_DOUBLE, pa.float64())):
-        found = retyped(found, set(places_of(found, mark)) - set(places_of(known, mark)), kind)
-    return found
+        return all(is_undecided(field.type) for field in kind)
+    return is_undecided(kind.value_type) if pa.types.is_list(kind) else bool(pa.types.is_null(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -238,6 +158,87 @@ def _leaves(kind: pa.DataType) -> int:
     if pa.types.is_struct(kind):
         return sum(_leaves(field.type) for field in kind)
     return _leaves(kind.value_type) if pa.types.is_list(kind) else 1
+
+
+class NewFields(NamedTuple):
+    """A message with fields that have no column, and the types that it gives them."""
+
+    partition: int
+    offset: int
+    fields: pa.Schema
+
+
+def new_fields(known: pa.Schema, found: pa.Schema) -> pa.Schema | None:
+    """Return the columns that found fields add or extend; None without any."""
+    after = grown(known, found)
+    if after == known:
+        return None
+    return pa.schema([field for field in after if field.name not in known.names or known.field(field.name) != field])
+
+
+class Evolution:
+    """The payload fields of a topic over the messages of a batch: a field begins with the first message that has it."""
+
+    def __init__(
+        self,
+        fields: pa.Schema,
+        messages: Iterable[NewFields] = (),
+        *,
+        doubles: Collection[Place] = (),
+        first_partition: int = -1,
+    ) -> None:
+        """Begin with the fields of a table.
+
+        `doubles` are long fields of messages that are double because of later ones. `first_partition` is the partition
+        with which the batch begins; the others follow by their numbers.
+        """
+        self._doubles = doubles
+        self._first_partition = first_partition
+        self._steps = [retyped(fields, doubles, pa.float64())]
+        self.messages: list[NewFields] = []
+        """The messages with new fields, in order."""
+        self.add(messages)
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Return the fields at the end of the batch."""
+        return self._steps[-1]
+
+    def position(self, partition: int, offset: int) -> tuple[bool, int, int]:
+        """Return what orders the messages of the batch."""
+        return partition != self._first_partition, partition, offset
+
+    def add(self, messages: Iterable[NewFields]) -> None:
+        """Add messages with new fields; those whose fields earlier messages have are dropped."""
+        ordered = sorted([*self.messages, *messages], key=self._position_of)
+        del self._steps[1:]
+        self.messages = []
+        for message in ordered:
+            after = grown(self.fields, message.fields)
+            if after != self.fields:
+                self.messages.append(message)
+                self._steps.append(retyped(after, self._doubles, pa.float64()))
+
+    def _position_of(self, message: NewFields) -> tuple[bool, int, int]:
+        return self.position(message.partition, message.offset)
+
+    def before(self, partition: int, offset: int) -> list[NewFields]:
+        """Return the messages with new fields before one."""
+        end = self.position(partition, offset)
+        return [message for message in self.messages if self._position_of(message) < end]
+
+    def parts(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.Schema, pa.RecordBatch]]:
+        """Divide messages of one partition, in order, where fields begin; yield the fields of each part with it."""
+        partition, offsets = batch.column("partition")[0].as_py(), batch.column("offset").to_numpy()
+        positions = [self._position_of(message) for message in self.messages]
+        start = 0
+        while start < len(offsets):
+            step = bisect_right(positions, self.position(partition, int(offsets[start])))
+            end = len(offsets)
+            if step < len(positions) and positions[step] < self.position(partition, int(offsets[-1]) + 1):
+                end = int(np.searchsorted(offsets, positions[step][2]))
+            yield self._steps[step], batch.slice(start, end - start)
+            start = end
 
 
 RECORD_NAMES: Final = ("partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
@@ -329,6 +330,13 @@ def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects:
     return SampleResult(fields, messages, {place: inexact_reason(number) for place, number in votes.inexact()})
 
 
+def fields_of(document: Mapping[str, Any]) -> pa.Schema:
+    """Return the fields of one payload, as a sample of this message alone decides them."""
+    votes = _Votes(detects=False)
+    votes.add(document)
+    return pa.schema(list(votes.type()))
+
+
 class _Votes:
     """The values of one field."""
 
@@ -356,7 +364,8 @@ class _Votes:
             self._are_times = self._are_times and _TIME.fullmatch(value) is not None
         elif kind == "object":
             for name, inner in value.items():
-                self._fields.setdefault(name.lower(), (name, self._empty()))[1].add(inner)
+                if inner is not None:
+                    self._fields.setdefault(name.lower(), (name, self._empty()))[1].add(inner)
         elif kind == "array":
             self._element = self._element or self._empty()
             for inner in value:

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -36,7 +35,7 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offse
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
-from millstream.pipelines.jobs.land.decoding import UndecodablePayload, parsed
+from millstream.pipelines.jobs.land.decoding import documents
 from millstream.pipelines.jobs.land.dry_run import (
     SAMPLED,
     SAMPLED_BYTES_MAX,
@@ -44,7 +43,7 @@ from millstream.pipelines.jobs.land.dry_run import (
     KeptRows,
     LandedSample,
 )
-from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
+from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated, within
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, decide, payload_fields, sample_ranges, shown_columns
 from millstream.pipelines.jobs.land.sources import (
@@ -58,7 +57,7 @@ from millstream.pipelines.jobs.land.sources import (
 )
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, retyped, widest
+from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
 from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.table import LakeTable
@@ -159,9 +158,6 @@ _logger = logging.getLogger(__name__)
 _DAMAGED: Final = (FileNotFoundError, ValueError)
 """Errors of tasks whose files are missing or are not Parquet."""
 
-ROUNDS_MAX: Final = 4
-"""How often a batch is restarted because of new fields; later ones have no column."""
-
 REPLANS_MAX: Final = 10
 
 REPLAN_S: Final = 1.0
@@ -201,8 +197,8 @@ class LandJob:
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
         self._fixed: dict[str, dict[Place, str]] = {}
-        self._cuts: dict[str, dict[int, int]] = {}
-        """Where batches ended before a message that needs wider columns, by topic id."""
+        self._first_partitions: dict[str, int] = {}
+        """The partitions with which batches begin since others ended before their next message, by topic id."""
         self._dropped: dict[str, set[str]] = {}
         """Fields without a column that were reported, by topic."""
         self._replans = 0
@@ -248,9 +244,9 @@ class LandJob:
             wait_s=0.0 if lag or len(landed) < len(batches) else waits_s,
             counts=counts,
             facts={
-                f"columns of {batch.topic}": shown_columns(batch.fields)
+                f"columns of {batch.topic}": shown_columns(fields)
                 for batch in batches[:COLUMNS_SHOWN_MAX]
-                if len(batch.fields)
+                if len(fields := batch.evolution().fields)
             },
         )
 
@@ -261,7 +257,9 @@ class LandJob:
                 self._sample(batch)
             self._widen(batches)
             if self._settings.dedupe_ms:
-                self._find_repeated([batch for batch in batches if batch.topic_ranges()])
+                self._read_ids([batch for batch in batches if batch.topic_ranges()])
+            for batch in batches:
+                self._leave_out(batch)
             self._run(batches)
         except BaseException:
             # Topics may have finished in an earlier round, and no commit was tried for any of them.
@@ -287,8 +285,7 @@ class LandJob:
         self._sample(batch)
         asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
         options = read_options(asked, self._task_access([batch]))
-        for number in range(ROUNDS_MAX + 1):
-            batch.evolves = batch.evolves and number < ROUNDS_MAX
+        while True:
             rows, refused = KeptRows(), KeptRows()
             landing = Landing(batch.topic, batch.work_into(rows, refused), options)
             room = SAMPLED_BYTES_MAX
@@ -302,7 +299,7 @@ class LandJob:
             if batch.take([landing.report()]):
                 break
             if batch.widening is not None:
-                batch.fields = retyped(batch.fields, batch.widening.places, pa.float64())
+                batch.doubles |= set(batch.widening.places)
         known = set() if batch.schema is None else set(batch.schema.names)
         return LandedSample(
             topic=batch.topic,
@@ -375,7 +372,8 @@ class LandJob:
             fields=self._fields(schema),
             schema=schema,
             fixed=self._fixed_of(source.topic, table, schema),
-            cuts=self._cuts.setdefault(source.topic_id, {}),
+            first_partition=self._first_partitions.pop(source.topic_id, -1),
+            refuses_rounding=self._given is None,
             decodes=self._settings.decode != NO_DECODING,
             by_schema=self._settings.decode == BY_SCHEMA,
             evolves=self._settings.decode != NO_DECODING and self._given is None,
@@ -442,25 +440,18 @@ class LandJob:
     def _run(self, batches: Sequence[TopicBatch]) -> None:
         """Run the tasks, again for topics with new fields."""
         waiting = [batch for batch in batches if batch.topic_ranges()]
-        for number in range(ROUNDS_MAX + 1):
-            if not waiting:
-                return
-            for batch in waiting:
-                batch.evolves = batch.evolves and number < ROUNDS_MAX
+        while waiting:
+            ranges = {batch.topic: batch.topic_ranges() for batch in waiting}
             reports = self._reports(waiting, datetime.now(UTC))
             waiting = [
                 batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
             ]
             for batch in waiting:
-                if batch.make_room():
-                    self._choose_again(batch)
+                batch.make_room()
+                if batch.topic_ranges() != ranges[batch.topic]:
+                    self._first_partitions[batch.source.topic_id] = batch.next_partition
+                    self._leave_out(batch)
             self._widen(waiting)
-
-    def _choose_again(self, batch: TopicBatch) -> None:
-        """Find the messages to leave out of a batch that now ends earlier: copies may be left for the next one."""
-        batch.left_out = {}
-        if batch.ids is not None:
-            self._find_repeated([batch])
 
     def _sample(self, batch: TopicBatch) -> None:
         """Decide the columns of a table that does not exist yet by the first messages of each partition."""
@@ -492,9 +483,7 @@ class LandJob:
             try:
                 for records in read_records(one, options, lambda _unreadable: None):
                     values = records.column("value") if batch.changes is None else batch.changes.open(records).values
-                    for value in values.to_pylist():
-                        with suppress(UndecodablePayload):
-                            yield parsed(value)
+                    yield from documents(values.to_pylist())
             except LostData:
                 # Retention has deleted the range meanwhile; the tasks count the loss.
                 continue
@@ -560,26 +549,32 @@ class LandJob:
                 *(self._pipeline.name, len(found), batch.topic, named, _KEPT if batch.changes is None else _NOT_KEPT),
             )
 
-    def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
-        """Find messages whose id was landed recently; this reads everything a second time."""
+    def _read_ids(self, batches: Sequence[TopicBatch]) -> None:
+        """Read the ids of messages; this reads everything a second time."""
         if not batches:
             return
-        now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)
         shared = self._tasks(batches)
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         access = self._task_access(batches)
         tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared, access)
         found = numbers.mapInArrow(Marked(tasks_of_ids), duplicates.COLUMNS).toArrow()
         for batch in batches:
-            recent = self._recent.get(batch.topic)
-            if recent is None:
-                recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
-                self._recent[batch.topic] = recent
-            known = recent.known(now, {number: plan.start for number, plan in batch.plans.items()})
-            rows = found.filter(pc.equal(found.column("topic"), batch.topic))
-            batch.left_out, batch.ids = repeated(rows, known)
-            del known
-            keep_bounded(self._recent.values())
+            batch.id_rows = found.filter(pc.equal(found.column("topic"), batch.topic))
+
+    def _leave_out(self, batch: TopicBatch) -> None:
+        """Leave out repeated messages; if a batch ends earlier than planned, copies may be left for the next one."""
+        batch.left_out = {}
+        if batch.id_rows is None:
+            return
+        recent = self._recent.get(batch.topic)
+        if recent is None:
+            window = timedelta(milliseconds=self._settings.dedupe_ms)
+            recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
+            self._recent[batch.topic] = recent
+        known = recent.known(datetime.now(UTC), {number: plan.start for number, plan in batch.plans.items()})
+        batch.left_out, batch.ids = repeated(within(batch.id_rows, batch.topic_ranges()), known)
+        del known
+        keep_bounded(self._recent.values())
 
     def _remember(self, batches: Sequence[TopicBatch]) -> None:
         """Remember the ids that are being landed."""

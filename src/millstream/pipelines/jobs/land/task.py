@@ -24,8 +24,15 @@ from millstream.pipelines.jobs.land.changes import NO_ORDER, TOMBSTONE_OFFSETS, 
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.dry_run import KeptRows
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
-from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
-from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place, narrower, retyped
+from millstream.pipelines.jobs.land.inference import (
+    CLOUD_EVENT,
+    KEYED_NAMES,
+    RECORD_NAMES,
+    Evolution,
+    NewFields,
+    column_of,
+)
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place, completed, is_inexact, values_at
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -37,8 +44,8 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
 REPORT_COLUMNS: Final = (
-    "topic string, rows long, lost long, files string, quarantined string, fields binary, widening string, "
-    "counts string, dropped string"
+    "topic string, rows long, lost long, files string, quarantined string, found binary, widening string, "
+    "large string, counts string, dropped string"
 )
 """The columns of a task's reports, in Spark's notation."""
 
@@ -49,8 +56,9 @@ _SCHEMA: Final = pa.schema(
         pa.field("lost", pa.int64()),
         pa.field("files", pa.string()),
         pa.field("quarantined", pa.string()),
-        pa.field("fields", pa.binary()),
+        pa.field("found", pa.binary()),
         pa.field("widening", pa.string()),
+        pa.field("large", pa.string()),
         pa.field("counts", pa.string()),
         pa.field("dropped", pa.string()),
     ]
@@ -76,10 +84,12 @@ class Report:
     """Offsets that were deleted before they were read."""
     files: tuple[Written, ...] = ()
     quarantined: tuple[Written, ...] = ()
-    fields: pa.Schema | None = None
-    """The payload fields including those without a column; the files of such a report are discarded."""
+    found: tuple[NewFields, ...] = ()
+    """The messages with fields that have no column; the task wrote nothing then, nor with `widening`."""
     widening: WideningNeed | None = None
-    """Which message needs wider columns; with `fields`."""
+    """Which message needs wider columns."""
+    large: frozenset[Place] = frozenset()
+    """The new long columns with numbers that doubles cannot hold."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts by name."""
     dropped: frozenset[str] = frozenset()
@@ -95,8 +105,9 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
             "lost": report.lost,
             "files": to_json(report.files),
             "quarantined": to_json(report.quarantined),
-            "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
+            "found": _encode_found(report.found),
             "widening": json.dumps(report.widening),
+            "large": json.dumps(sorted(report.large)),
             "counts": json.dumps(dict(report.counts)),
             "dropped": json.dumps(sorted(report.dropped)),
         }
@@ -105,7 +116,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, str, str]]) -> list[Report]:
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str, str]]) -> list[Report]:
     """Decode reports."""
     return [
         Report(
@@ -114,13 +125,25 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, s
             lost=lost,
             files=tuple(from_json(files)),
             quarantined=tuple(from_json(quarantined)),
-            fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
+            found=_decode_found(found),
             widening=msgspec.json.decode(widening, type=WideningNeed | None),
+            large=msgspec.json.decode(large, type=frozenset[Place]),
             counts=msgspec.json.decode(counts, type=dict[str, int]),
             dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
-        for topic, count, lost, files, quarantined, fields, widening, counts, dropped in rows
+        for topic, count, lost, files, quarantined, found, widening, large, counts, dropped in rows
     ]
+
+
+def _encode_found(found: Iterable[NewFields]) -> bytes:
+    return msgspec.msgpack.encode([(*one[:2], one.fields.serialize().to_pybytes()) for one in found])
+
+
+def _decode_found(encoded: bytes) -> tuple[NewFields, ...]:
+    rows = msgspec.msgpack.decode(encoded, type=list[tuple[int, int, bytes]])
+    return tuple(
+        NewFields(partition, offset, pa.ipc.read_schema(pa.py_buffer(fields))) for partition, offset, fields in rows
+    )
 
 
 _logger = logging.getLogger(__name__)
@@ -195,7 +218,17 @@ class Work:
     writer: RowWriter
     quarantine: RowWriter
     fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    """The payload fields that have columns."""
+    """The payload fields that have columns when the batch begins."""
+    found: Sequence[NewFields] = ()
+    """The messages with fields that get columns."""
+    doubles: frozenset[Place] = frozenset()
+    """The new columns that are double because of fractions after their first number."""
+    first_partition: int = -1
+    """The partition with which the batch begins; the others follow by their numbers."""
+    new_longs: frozenset[Place] = frozenset()
+    """The long columns that the table does not have yet."""
+    refuses_rounding: bool = False
+    """Whether whole numbers that a double would round do not fit."""
     decodes: bool = False
     by_schema: bool = False
     """Whether payloads are decoded by the schemas that they name."""
@@ -272,14 +305,8 @@ class LandTasks:
             raise
 
 
-def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.RecordBatch], Decoded]:
-    """Return the function that decodes a column of payloads, given with their messages."""
-    if work.by_schema and options is not None:
-        by_schema = SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves, widens=True)
-        return lambda values, batch: by_schema.decode(values, batch.column("headers"))
-    keeps_long = work.changes is not None
-    by_fields = Decoder(work.fields, evolves=work.evolves, widens=True, keeps_long=keeps_long, fixed=work.fixed)
-    return lambda values, _batch: by_fields.decode(values)
+Decode = Callable[[pa.Array, pa.RecordBatch], Decoded]
+"""Decodes a column of payloads, given with their messages."""
 
 
 class Landing:
@@ -292,9 +319,14 @@ class Landing:
         self._begun: Range | None = None
         """The range that was begun, until its first tombstone."""
         self._deleted: Deleted = {}
-        self._decode = _decoding(topic, work, options) if work.decodes else None
-        self._found = work.fields
+        self._evolution = Evolution(work.fields, work.found, doubles=work.doubles, first_partition=work.first_partition)
+        self._fields = self._evolution.fields
+        """All fields that have or get columns."""
+        self._schema_rows: SchemaRows | None = None
+        self._decoders: dict[int, tuple[pa.Schema, Decode]] = {}
+        self._has_new_fields = False
         self._widening: WideningNeed | None = None
+        self._large: set[Place] = set()
         self._rows = 0
         self._files: list[Written] = []
         self._counts: Counter[str] = Counter()
@@ -310,24 +342,29 @@ class Landing:
         """Write the next messages of a range."""
         self._rows += batch.num_rows
         batch = self._without_repeated(batch)
+        if len(batch):
+            # A message before the first one with a field is landed without it.
+            for fields, part in list(self._evolution.parts(batch)):
+                self._take(part, fields)
+
+    def _take(self, batch: pa.RecordBatch, fields: pa.Schema) -> None:
+        """Write messages that are decoded into these fields."""
         rule = self._work.changes
         opened = None if rule is None else rule.open(batch)
         lifted = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
         kept = batch
         if rule is not None:
-            kept = batch.select(KEYED_NAMES if self._decode is not None else (*KEYED_NAMES, "value", "headers"))
+            kept = batch.select(KEYED_NAMES if self._work.decodes else (*KEYED_NAMES, "value", "headers"))
         columns, names = [*kept.columns, *lifted.values()], [*kept.schema.names, *lifted]
         reasons = pa.nulls(len(batch), pa.string())
-        if self._decode is not None:
+        if self._work.decodes:
             values = batch.column("value") if opened is None else opened.values
-            decoded = self._decode(values, batch)
-            self._record_dropped(decoded.dropped)
-            if decoded.found != self._work.fields:
-                self._find(batch, values, decoded.found)
+            decoded = self._decoder(fields)(values, batch)
+            self._record(decoded, batch)
             if self._must_repeat:
                 return
-            columns += decoded.columns.flatten()
-            names += map(column_of, self._work.fields.names)
+            columns += completed(decoded.columns, self._fields)
+            names += map(column_of, self._fields.names)
             reasons = self._expect(batch, values, decoded.reasons)
         rows = pa.RecordBatch.from_arrays(columns, names=names)
         if rule is not None and opened is not None:
@@ -348,28 +385,48 @@ class Landing:
         self._work.writer.write(rows.filter(fits))
         self._quarantine(batch, reasons)
 
+    def _decoder(self, fields: pa.Schema) -> Decode:
+        """Return the function that decodes into these fields."""
+        # Fields change rarely; comparing large schemas for every batch would take longer than looking them up.
+        have = self._decoders.get(id(fields))
+        if have is None:
+            have = self._decoders[id(fields)] = fields, self._new_decoder(fields)
+        return have[1]
+
+    def _new_decoder(self, fields: pa.Schema) -> Decode:
+        work = self._work
+        if work.by_schema and self._options is not None:
+            self._schema_rows = self._schema_rows or SchemaRows(task_link(self._options), self._topic)
+            by_schema = SchemaDecoder(
+                fields,
+                self._schema_rows,
+                evolves=work.evolves,
+                fixed=work.fixed,
+                refuses_rounding=work.refuses_rounding,
+            )
+            return lambda values, batch: by_schema.decode(values, batch.column("headers"))
+        by_fields = Decoder(fields, evolves=work.evolves, fixed=work.fixed, refuses_rounding=work.refuses_rounding)
+        return lambda values, _batch: by_fields.decode(values)
+
     @property
     def _must_repeat(self) -> bool:
-        return self._found != self._work.fields or self._widening is not None
+        return self._has_new_fields or self._widening is not None
 
-    def _find(self, batch: pa.RecordBatch, values: pa.Array, found: pa.Schema) -> None:
-        """Collect new fields, and find the first message that needs wider columns."""
-        narrow = set(narrower(self._work.fields, found))
-        self._found = grown_by(self._work.fields, [self._found, retyped(found, narrow, pa.int64())])
-        decode, fixed = self._decode, self._work.fixed.keys()
-        if decode is None or self._widening is not None or narrow <= fixed:
-            return
-
-        def places(start: int, end: int) -> set[Place]:
-            part = decode(values.slice(start, end - start), batch.slice(start, end - start))
-            return set(narrower(self._work.fields, part.found)) - fixed
-
-        start, end = 0, len(batch)
-        while end - start > 1:
-            middle = (start + end) // 2
-            start, end = (start, middle) if places(start, middle) else (middle, end)
-        partition, offset = (batch.column(name)[start].as_py() for name in ("partition", "offset"))
-        self._widening = WideningNeed(partition, offset, sorted(places(start, end)))
+    def _record(self, decoded: Decoded, batch: pa.RecordBatch) -> None:
+        """Collect new fields, the first message that needs wider columns, and new columns that cannot be wider."""
+        if len(self._dropped) < _DROPPED_MAX:
+            self._dropped.update(decoded.dropped)
+        partition, offsets = batch.column("partition")[0].as_py(), batch.column("offset")
+        if decoded.found:
+            self._has_new_fields = True
+            self._evolution.add(NewFields(partition, offsets[row].as_py(), fields) for row, fields in decoded.found)
+        if decoded.widening is not None and self._widening is None:
+            row, places = decoded.widening
+            self._widening = WideningNeed(partition, offsets[row].as_py(), sorted(places))
+        for place in self._work.new_longs - self._large:
+            numbers = values_at(decoded.columns, place)
+            if numbers is not None and is_inexact(numbers):
+                self._large.add(place)
 
     def _look_back(self, batch: pa.RecordBatch, row: int) -> None:
         """Find the deletes before a batch if the first tombstone of a range may belong to one before the range."""
@@ -387,11 +444,6 @@ class Landing:
                 for records in read_records(before, self._options, lambda _unreadable: None):
                     judged.take(records)
                 self._deleted = judged._deleted
-
-    def _record_dropped(self, names: Iterable[str]) -> None:
-        """Remember fields without a column, up to a bound."""
-        if len(self._dropped) < _DROPPED_MAX:
-            self._dropped.update(names)
 
     def _expect(self, batch: pa.RecordBatch, values: pa.Array, reasons: pa.Array) -> pa.Array:
         """Check the expectations on messages; return the reasons including those of violations."""
@@ -449,9 +501,12 @@ class Landing:
         return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
 
     def report(self, lost: int = 0) -> Report:
+        large = frozenset(self._large)
         if self._must_repeat:
             self.abort()
-            return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found, widening=self._widening)
+            found = tuple(one for one in self._evolution.messages if one not in self._work.found)
+            need = self._widening
+            return Report(topic=self._topic, rows=self._rows, lost=lost, found=found, widening=need, large=large)
         self._files.extend(self._work.writer.close())
         quarantined = tuple(self._work.quarantine.close())
         return Report(
@@ -460,6 +515,7 @@ class Landing:
             lost=lost,
             files=tuple(self._files),
             quarantined=quarantined,
+            large=large,
             counts=self._counts,
             dropped=frozenset(self._dropped),
         )

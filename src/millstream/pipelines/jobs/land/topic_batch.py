@@ -6,13 +6,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final
 
 import pyarrow as pa
 
 from millstream.core.payload_columns import EventTime
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
-from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, settled, table_schema
+from millstream.pipelines.jobs.land.inference import (
+    CLOUD_EVENT,
+    Evolution,
+    NewFields,
+    field_of,
+    payload_fields,
+    table_schema,
+)
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, topic_ranges
 from millstream.pipelines.jobs.land.task import Report, WideningNeed, Work
 from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, narrower, places_of, retyped
@@ -21,6 +29,9 @@ from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.ranges import Range
+
+ROUNDS_MAX: Final = 4
+"""How often a batch is repeated because of new fields, before it ends where the next ones begin."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +42,19 @@ class TopicBatch:
     table: LakeTable
     plans: dict[int, PartitionPlan]
     fields: pa.Schema
-    """The payload fields that have columns, or get them by the commit."""
+    """The payload fields that have columns when the batch begins."""
+    found: list[NewFields] = field(default_factory=list)
+    """The messages with fields that get columns by the commit."""
+    doubles: frozenset[Place] = frozenset()
+    """The long fields of such messages that are double because of later ones."""
+    first_partition: int = -1
+    """The partition with which the batch begins; the others follow by their numbers."""
+    next_partition: int = -1
+    """The partition with which the next batch begins, if this one ends before a message that needs wider columns."""
+    refuses_rounding: bool = False
+    """Whether whole numbers that a double would round do not fit."""
+    rounds: int = 0
+    """How often new fields were found."""
     schema: pa.Schema | None = None
     """The columns of the table; None if it does not exist yet."""
     fixed: dict[Place, str] = field(default_factory=dict)
@@ -58,10 +81,12 @@ class TopicBatch:
     """Whether the table holds only messages of an earlier topic of the same name."""
     ids: pa.Array | None = None
     """The ids of messages that are landed; None without deduplication."""
+    id_rows: pa.Table | None = None
+    """The messages with ids, those that are not landed too; None without deduplication."""
     widening: WideningNeed | None = None
     """The first message that needs wider columns, until `make_room`."""
-    cuts: dict[int, int] = field(default_factory=dict)
-    """Where earlier batches of the job ended before a message that needs wider columns, by partition."""
+    large: frozenset[Place] = frozenset()
+    """The new long columns with numbers that doubles cannot hold; with `widening`."""
     widened: int = 0
     """The number of columns that became double."""
     reports: list[Report] = field(default_factory=list)
@@ -90,13 +115,18 @@ class TopicBatch:
 
     def topic_ranges(self) -> list[Range]:
         """Return the ranges to read."""
-        return topic_ranges(self.topic, self.plans)
+        ranges = topic_ranges(self.topic, self.plans)
+        return sorted(ranges, key=lambda one: (one.partition != self.first_partition, one.partition))
+
+    def evolution(self) -> Evolution:
+        """Return the payload fields over the messages of the batch."""
+        return Evolution(self.fields, self.found, doubles=self.doubles, first_partition=self.first_partition)
 
     def table_schema(self) -> pa.Schema:
         """Return the columns of the table, with those that the commit adds."""
         lifted = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
         event = () if self.event_time is None else EVENT_COLUMNS[self.event_time.unit]
-        schema = table_schema(self.fields, pa.schema([*self.record, *event, *lifted]))
+        schema = table_schema(self.evolution().fields, pa.schema([*self.record, *event, *lifted]))
         if self.changes is None or self.schema is None:
             return schema
         # A merge rewrites rows that it does not change, with the columns that the settings no longer name.
@@ -116,6 +146,11 @@ class TopicBatch:
             writer=writer,
             quarantine=quarantine,
             fields=self.fields,
+            found=self.found,
+            doubles=self.doubles,
+            first_partition=self.first_partition,
+            new_longs=self._new_longs(),
+            refuses_rounding=self.refuses_rounding,
             decodes=self.decodes,
             by_schema=self.by_schema,
             evolves=self.evolves,
@@ -131,31 +166,47 @@ class TopicBatch:
         )
 
     def _kept_long(self) -> dict[Place, str]:
-        return dict.fromkeys(places_of(self.fields, pa.int64()), KEEPS_TYPES)
+        return dict.fromkeys(places_of(self.evolution().fields, pa.int64()), KEEPS_TYPES)
 
-    def make_room(self) -> bool:
+    def _new_longs(self) -> frozenset[Place]:
+        """Return the long fields that the table does not have."""
+        known = set(places_of(payload_fields(self.schema), pa.int64()))
+        return frozenset(places_of(self.evolution().fields, pa.int64())) - known
+
+    def make_room(self) -> None:
         """Make columns double for the first message that needs it, or end the batch before that message.
 
-        Return True if the batch ends there: which columns stay long depends on the numbers before the message, and
-        they are in the table when it begins the next batch.
+        Which columns of the table stay long depends on the numbers before the message. They are in the table when it is
+        the first one of the next batch.
         """
         need, self.widening = self.widening, None
         if need is None:
-            return False
+            return
+        places = frozenset(need.places)
+        if places <= self._new_longs() - self.large:
+            self.doubles |= places
+        elif self._is_first(need.partition, need.offset):
+            self.fields = retyped(self.fields, places, pa.float64())
+        else:
+            self._end_before(need.partition, need.offset)
+
+    def _is_first(self, partition: int, offset: int) -> bool:
         first = self.topic_ranges()[0]
-        # In the next batch, other partitions may have new messages before it, and must not delay it again.
-        is_next = self.cuts.pop(need.partition, None) == need.offset == self.plans[need.partition].first
-        if is_next or (first.partition, first.start) == (need.partition, need.offset):
-            self.fields = retyped(self.fields, need.places, pa.float64())
-            return False
-        self.cuts[need.partition] = need.offset
+        return (first.partition, first.start) == (partition, offset)
+
+    def _end_before(self, partition: int, offset: int) -> None:
+        """End the batch before a message, with which the next one begins."""
+        evolution = self.evolution()
+        self.found = evolution.before(partition, offset)
+        self.next_partition = partition
+        last = evolution.position(partition, 0)
         self.admit(
             {
-                number: plan.end if number < need.partition else need.offset if number == need.partition else plan.first
+                number: offset if number == partition else plan.end if is_before else plan.first
                 for number, plan in self.plans.items()
+                for is_before in [evolution.position(number, 0) < last]
             }
         )
-        return True
 
     def widen(self, run: Run, bytes_max: int) -> None:
         """Widen the table's columns where values need it, or find out why that fails."""
@@ -184,16 +235,34 @@ class TopicBatch:
         return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
 
     def take(self, reports: Sequence[Report]) -> bool:
-        """Apply the tasks' reports; False if they found new fields, so that everything has to be repeated."""
-        found = [report.fields for report in reports if report.fields is not None]
+        """Apply the tasks' reports; False if everything has to be repeated, after `make_room`."""
+        found = [one for report in reports for one in report.found]
+        need = next((report.widening for report in reports if report.widening is not None), None)
+        if not found and need is None:
+            self.reports.extend(reports)
+            return True
+        # Nothing of this topic is committed yet, and the other tasks' files lack the new fields.
+        self._discard(reports)
         if found:
-            self.fields = settled(grown_by(self.fields, found), self.fields)
-            self.widening = next((report.widening for report in reports if report.widening is not None), None)
-            # Nothing of this topic is committed yet, and the other tasks' files lack the new fields.
-            self._discard(reports)
-            return False
-        self.reports.extend(reports)
-        return True
+            # What tasks found after these messages depends on the new fields.
+            self._grow(found)
+        else:
+            self.widening = need
+            self.large = frozenset().union(*(report.large for report in reports))
+        return False
+
+    def _grow(self, found: Sequence[NewFields]) -> None:
+        """Add new fields."""
+        self.rounds += 1
+        evolution = self.evolution()
+        if self.rounds > ROUNDS_MAX:
+            # Everything before the first of them is known.
+            first = min(found, key=lambda one: evolution.position(one.partition, one.offset))
+            if not self._is_first(first.partition, first.offset):
+                self._end_before(first.partition, first.offset)
+                return
+        evolution.add(found)
+        self.found = evolution.messages
 
     def discard(self) -> None:
         """Delete everything that tasks wrote; only for a batch whose commit was never tried."""

@@ -21,8 +21,8 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, NullType
 from millstream.core.errors import InvalidSetting, SchemaRegistryError
 from millstream.core.schema import RegistryCode
 from millstream.pipelines.jobs.batch_loop import BatchLoop
-from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import grown
+from millstream.pipelines.jobs.land.decoding import documents
+from millstream.pipelines.jobs.land.inference import decide, grown
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, ranges_between
 from millstream.pipelines.source.rows import read_range
@@ -141,7 +141,7 @@ def find_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
     values = [value for one in sample_ranges(loop, topic) for value in _payloads(one, loop.options)]
     if not values:
         return None
-    return Decoder(pa.schema([]), evolves=True).decode(pa.array(values, pa.binary())).found
+    return decide(documents(values), known=pa.schema([]), detects=False).fields
 
 
 def registered_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:

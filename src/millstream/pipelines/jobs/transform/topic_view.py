@@ -19,8 +19,8 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.jobs.batch_loop import BatchLoop, batch_of_job, numbers_of, reading_options
-from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
-from millstream.pipelines.jobs.land.inference import joined_schemas
+from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder, documents
+from millstream.pipelines.jobs.land.inference import decide, grown, joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -257,7 +257,7 @@ def decoding(
             parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
             if payloads is not None:
                 decoded = payloads(batch)
-                _record_findings(decoded, known, view.topic, accumulator)
+                _record_findings(decoded, batch, view, accumulator)
                 parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
                 fields = zip(known.names, decoded.columns.flatten(), strict=True)
                 parts |= {(Origin.FIELD, name): array for name, array in fields}
@@ -271,11 +271,19 @@ def _has_fields(kind: DataType) -> bool:
     return isinstance(kind, StructType) or (isinstance(kind, ArrayType) and _has_fields(kind.elementType))
 
 
-def _record_findings(decoded: Decoded, known: pa.Schema, topic: str, accumulator: FindingsAccumulator) -> None:
+def _record_findings(
+    decoded: Decoded, batch: pa.RecordBatch, view: TopicView, accumulator: FindingsAccumulator
+) -> None:
     undecoded = len(decoded.reasons) - decoded.reasons.null_count
-    is_new = decoded.found != known
-    if undecoded or is_new:
-        accumulator.note(topic, Finding(undecoded, decoded.found if is_new else None))
+    fields = None
+    if decoded.found:
+        known = to_arrow(view.fields)
+        if view.by_schema:
+            fields = grown(known, joined_schemas(found for _row, found in decoded.found))
+        else:
+            fields = decide(documents(batch.column("value").to_pylist()), known=known, detects=False).fields
+    if undecoded or fields is not None:
+        accumulator.note(view.topic, Finding(undecoded, fields))
 
 
 def _nothing(batches: Iterable[pa.RecordBatch]) -> Rows:
