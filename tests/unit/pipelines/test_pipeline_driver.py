@@ -41,6 +41,7 @@ class Scene:
     def __init__(self) -> None:
         self.scripts: dict[str, Script] = {}
         self.sent: list[DriverEvent] = []
+        self.exit_codes: list[int] = []
         self._news = threading.Condition()
         self.driver = Driver(
             OPTIONS,
@@ -50,6 +51,7 @@ class Scene:
             jobs={PipelineKind.LAND: self._make},
             report_s=0.0,
             backoff_s=0.001,
+            leave=self.exit_codes.append,
         )
 
     def script(self, name: str, *lines: Step | Exception) -> Script:
