@@ -24,12 +24,12 @@ class ReservedPort:
     listens, connections are refused.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self) -> None:
         holds = socket.socket()
         holds.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holds.bind((host, 0))
+        holds.bind(("127.0.0.1", 0))
         self.number = int(holds.getsockname()[1])
-        self.address = f"{host}:{self.number}"
+        self.address = f"127.0.0.1:{self.number}"
         weakref.finalize(self, holds.close)
 
 

@@ -39,10 +39,10 @@ def check_integer(name: str, value: object, least: int = 0, error: type[InvalidR
         raise error(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def check_number(name: str, value: object, least: float = 0.0, error: type[InvalidRequest] = InvalidRequest) -> None:
+def check_number(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """Require a finite number."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
-        raise error(f"{name} must be a number of at least {least:g}, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise error(f"{name} must be a number of at least 0, not {value!r}")
 
 
 def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:

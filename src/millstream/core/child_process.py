@@ -16,6 +16,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from millstream.core.backoff import Backoff
 from millstream.core.tasks import within
@@ -171,13 +172,19 @@ async def read_message(process: Process) -> bytes:
 
 def serve_requests(respond: Callable[[bytes], bytes]) -> None:
     """Respond, in a child, to requests on the standard input one by one, until the broker closes it."""
-    requests, responses = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        size = int.from_bytes(head, "big")
-        if size > MESSAGE_BYTES_MAX or len(body := requests.read(size)) < size:
-            return
-        responses.write(frame_message(respond(body)))
-        responses.flush()
+    while (body := read_framed(sys.stdin.buffer)) is not None:
+        sys.stdout.buffer.write(frame_message(respond(body)))
+        sys.stdout.buffer.flush()
+
+
+def read_framed(stream: IO[bytes]) -> bytes | None:
+    """Return the body of the next message of a stream; None at its end."""
+    head = stream.read(LENGTH_BYTES)
+    size = int.from_bytes(head, "big")
+    if len(head) < LENGTH_BYTES or size > MESSAGE_BYTES_MAX:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None
 
 
 def processes_of_session(session: int) -> list[tuple[int, int]]:

@@ -474,9 +474,12 @@ def _risks_of_staying(load: ClusterLoad, node: NodeId, staying: Sequence[str]) -
     return [f"{_counted(len(staying), 'partition')} will lack a replica while node {node} is down"]
 
 
-def _describe_partitions(partitions: Sequence[PartitionLoad], most: int = 5) -> str:
-    more = f" and {len(partitions) - most} more" if len(partitions) > most else ""
-    return ", ".join(map(str, partitions[:most])) + more
+_NAMED_MAX: Final = 5
+
+
+def _describe_partitions(partitions: Sequence[PartitionLoad]) -> str:
+    more = f" and {len(partitions) - _NAMED_MAX} more" if len(partitions) > _NAMED_MAX else ""
+    return ", ".join(map(str, partitions[:_NAMED_MAX])) + more
 
 
 def _counted(number: int, noun: str) -> str:

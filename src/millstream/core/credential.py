@@ -155,9 +155,7 @@ def check_password(password: str) -> None:
         raise InvalidRequest(f"a password has at least {PASSWORD_CHARACTERS_MIN} characters")
 
 
-def new_credentials(
-    user: str, password: str, mechanisms: Iterable[str] = SCRAM_MECHANISMS
-) -> tuple[ScramCredential, ...]:
+def new_credentials(user: str, password: str) -> tuple[ScramCredential, ...]:
     check_user_name(user)
     check_password(password)
     return tuple(
@@ -168,7 +166,7 @@ def new_credentials(
             salt=salt,
             iterations=ITERATIONS,
         )
-        for mechanism in mechanisms
+        for mechanism in SCRAM_MECHANISMS
     )
 
 

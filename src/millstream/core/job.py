@@ -250,24 +250,24 @@ def code_hash(code: str, lock: str) -> str:
     return sha256(f"{sha256(code.encode()).hexdigest()}\n{lock}".encode()).hexdigest()[:16]
 
 
-def check_code(code: str, *, entry: str = ENTRY, file_name: str = "job.py") -> None:
+def check_code(code: str, *, file_name: str = "job.py") -> None:
     """Raise `InvalidSetting` unless this is Python that defines the function to call."""
     try:
         tree = ast.parse(code, filename=file_name)
     except (SyntaxError, ValueError) as error:
         raise InvalidSetting(f"the code is not Python: {error}") from None
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == entry:
+        if isinstance(node, ast.FunctionDef) and node.name == ENTRY:
             given = node.args
             positional = len(given.posonlyargs) + len(given.args)
             if given.vararg is None and not positional - len(given.defaults) <= 2 <= positional:
                 raise InvalidSetting(
-                    f"line {node.lineno}: {entry} has to take two arguments: {entry}(spark, millstream)"
+                    f"line {node.lineno}: {ENTRY} has to take two arguments: {ENTRY}(spark, millstream)"
                 )
             return
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == entry:
-            raise InvalidSetting(f"line {node.lineno}: {entry} must not be async")
-    raise InvalidSetting(f"the code defines no function {entry}: begin with `def {entry}(spark, millstream):`")
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == ENTRY:
+            raise InvalidSetting(f"line {node.lineno}: {ENTRY} must not be async")
+    raise InvalidSetting(f"the code defines no function {ENTRY}: begin with `def {ENTRY}(spark, millstream):`")
 
 
 def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:

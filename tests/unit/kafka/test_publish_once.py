@@ -170,7 +170,7 @@ async def test_a_duplicate_is_acknowledged_together_with_the_original() -> None:
     await asyncio.sleep(0)
     batch = bytes(encode_batch([fixture.record("a")]))
     with pytest.raises(RequestTimedOut):
-        await fixture.api.handle(PublishOnceRequest("orders", 0, batch, None, 1))
+        await fixture.api.handle(PublishOnceRequest("orders", 0, batch, 1))
     assert not first.done()
     assert not again.done()
     partition.read_for_follower(NodeId(2), offset=partition.log.end_offset, last_epoch=5, leader_epoch=5, max_bytes=1)
@@ -178,20 +178,17 @@ async def test_a_duplicate_is_acknowledged_together_with_the_original() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "window_ms", "error"),
+    ("batch", "error"),
     [
-        (encode_batch([NewRecord(None, b"x")]), None, InvalidRequest),
-        (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))], producer_id=7), None, InvalidBatch),
-        (2 * encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), None, InvalidBatch),
-        (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), WINDOW_MS + 1, InvalidRequest),
+        (encode_batch([NewRecord(None, b"x")]), InvalidRequest),
+        (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))], producer_id=7), InvalidBatch),
+        (2 * encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), InvalidBatch),
     ],
 )
-async def test_messages_that_cannot_be_deduplicated_are_refused(
-    batch: bytearray, window_ms: int | None, error: type[Exception]
-) -> None:
+async def test_messages_that_cannot_be_deduplicated_are_refused(batch: bytearray, error: type[Exception]) -> None:
     fixture = PublishOnceFixture()
     with pytest.raises(error):
-        await fixture.api.handle(PublishOnceRequest("orders", 0, bytes(batch), window_ms))
+        await fixture.api.handle(PublishOnceRequest("orders", 0, bytes(batch)))
     assert fixture.stored() == []
 
 

@@ -25,14 +25,13 @@ from millstream.broker.log.cleaner import (
     MapResult,
 )
 from millstream.broker.log.files import DiskFiles
+from millstream.core.child_process import frame_message, read_framed
 
 NICENESS = 10
 BYTES_PER_S_MAX = 64 * 1024 * 1024
 """The maximum read rate, for mapping and copying together, so that the disk stays usable for others."""
 
 _PAUSE_S = 0.01
-_LENGTH_BYTES = 4
-_MESSAGE_BYTES_MAX = 1 << 30
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
@@ -61,19 +60,8 @@ Response = MapResponse | CleanResponse | Failure
 
 def write_message(stream: IO[bytes], message: object) -> None:
     """Send one message."""
-    body = msgspec.msgpack.encode(message)
-    stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+    stream.write(frame_message(msgspec.msgpack.encode(message)))
     stream.flush()
-
-
-def read_message(stream: IO[bytes]) -> bytes | None:
-    """Return the body of the next message; None at the end of the stream."""
-    head = stream.read(_LENGTH_BYTES)
-    size = int.from_bytes(head, "big")
-    if len(head) < _LENGTH_BYTES or size > _MESSAGE_BYTES_MAX:
-        return None
-    body = stream.read(size)
-    return body if len(body) == size else None
 
 
 class RateLimit:
@@ -110,13 +98,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     requests, responses = sys.stdin.buffer, sys.stdout.buffer
-    request = read_message(requests)
+    request = read_framed(requests)
     if request is None:
         return
     cleaner = Cleaner(DiskFiles(), msgspec.msgpack.decode(request, type=CompactionPass), RateLimit())
     try:
         write_message(responses, _run(cleaner.map_keys))
-        while (asked := read_message(requests)) is not None:
+        while (asked := read_framed(requests)) is not None:
             group = msgspec.msgpack.decode(asked, type=int)
             write_message(responses, _run(lambda group=group: cleaner.clean(group)))  # type: ignore[misc]
     except (CleaningCancelled, BrokenPipeError):

@@ -34,13 +34,13 @@ from millstream.broker.log.cleaner_child import (
     Failure,
     MapResponse,
     Response,
-    read_message,
     write_message,
 )
 from millstream.broker.log.files import DiskFiles, Files
 from millstream.broker.log.log import Log
 from millstream.broker.log.retention import awaits_landing
 from millstream.broker.log.segment import RELATIVE_OFFSET_MAX, Index, Segment, cleaned_path
+from millstream.core.child_process import read_framed
 from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.metric import Metric, counter, gauge
@@ -130,7 +130,7 @@ class ChildWorker:
         body = None
         with suppress(BrokenPipeError):
             write_message(child.stdin, request)
-            body = read_message(child.stdout)
+            body = read_framed(child.stdout)
         if body is None:
             if self._cancelled:
                 raise CleaningCancelled("the store is closing")

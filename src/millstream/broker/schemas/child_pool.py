@@ -64,7 +64,6 @@ class ChildPool:
         module: str,
         *,
         noun: str,
-        workers: int = WORKERS_MAX,
         response_s: float = RESPONSE_S_MAX,
         idle_s: float = IDLE_S,
         start_s: float = START_S_MAX,
@@ -74,7 +73,7 @@ class ChildPool:
         self.response_s = response_s
         self._idle_s = idle_s
         self._start_s = start_s
-        self._turns = asyncio.Semaphore(workers)
+        self._turns = asyncio.Semaphore(WORKERS_MAX)
         self._slow_turns = asyncio.Semaphore(SLOW_WORKERS_MAX)
         self._waiting = 0
         self._slow_waiting = 0

@@ -30,7 +30,7 @@ from millstream.broker.schemas.annotations import (
     with_version,
     without_version,
 )
-from millstream.broker.schemas.child_pool import IDLE_S, RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
+from millstream.broker.schemas.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.broker.schemas.worker import (
     MESSAGE_BYTES_MAX,
     CheckRequest,
@@ -74,8 +74,8 @@ WORKER_MODULE: Final = "millstream.broker.schemas.worker"
 class SchemaExaminer:
     """Parses and compares schemas of all formats."""
 
-    def __init__(self, *, examine_s: float = RESPONSE_S_MAX, idle_s: float = IDLE_S) -> None:
-        self._children = ChildPool(WORKER_MODULE, noun="schemas", response_s=examine_s, idle_s=idle_s)
+    def __init__(self, *, examine_s: float = RESPONSE_S_MAX) -> None:
+        self._children = ChildPool(WORKER_MODULE, noun="schemas", response_s=examine_s)
 
     async def parse(self, schema: SchemaText) -> ParsedTexts:
         """Return the canonical and the normalized text of a schema; raise `SchemaRegistryError` if it is invalid."""

@@ -54,9 +54,9 @@ class SchemaRule(NamedTuple):
 class SchemaRules:
     """Checks the records of all topics with a rule."""
 
-    def __init__(self, registry: SchemaRegistry, children: ChildPool | None = None) -> None:
+    def __init__(self, registry: SchemaRegistry) -> None:
         self._registry = registry
-        self._children = children or ChildPool(MODULE, noun="record batches")
+        self._children = ChildPool(MODULE, noun="record batches")
         self._rules: dict[tuple[str, str, str], SchemaRule] = {}
         self._is_compiled = False
         self._compiling: asyncio.Task[None] | None = None

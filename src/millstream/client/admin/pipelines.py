@@ -213,12 +213,12 @@ class PipelineClient:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
         return int(found[0])
 
-    async def run_log(self, name: str, run: int = 0, *, bytes_max: int = 256 * 1024) -> dict[str, Any]:
+    async def run_log(self, name: str, run: int = 0) -> dict[str, Any]:
         """Return the end of a run's output, from the node that has it: `run`, `text` and `is_truncated`.
 
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
-        responses = await self._request_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
+        responses = await self._request_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run))
         found = [response for response in responses if response["run"]]
         if not found:
             what = f"run {run}" if run else "the last run"

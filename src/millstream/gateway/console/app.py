@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -106,7 +106,6 @@ class ConsoleApp:
         settings: ConsoleSettings | None = None,
         *,
         is_tls: bool = False,
-        routes: Iterable[PageRoute] = ROUTES,
     ) -> None:
         self._services = services
         self._site = site
@@ -120,7 +119,7 @@ class ConsoleApp:
         self.tasks = Tasks(self.recent.clear)
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
-        for route in routes:
+        for route in ROUTES:
             self._tree.add(route, route)
 
     def start(self) -> None:

@@ -192,9 +192,8 @@ class QueueSums(NamedTuple):
 class History:
     """Samples the cluster with the node's own credentials."""
 
-    def __init__(self, services: Services, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._clock = clock
         self.totals = Series()
         self.topics: dict[str, Series] = {}
         """By name: the busiest every ten seconds, the others every minute."""
@@ -236,7 +235,7 @@ class History:
     async def _run(self) -> None:
         await self._wait_for_visit(FULL_S)
         while True:
-            started = self._clock()
+            started = time.monotonic()
             try:
                 await self._sample(started)
             except MillstreamError as error:
@@ -248,7 +247,7 @@ class History:
             if self._visited.is_set():
                 # Rates need two samples; the second follows at once, for the first visitor.
                 pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
-                await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
+                await asyncio.sleep(max(1.0, pause_s - (time.monotonic() - started)))
             else:
                 await self._wait_for_visit(max(FULL_S, self._full_cost_s / UNVISITED_COST_MAX))
 

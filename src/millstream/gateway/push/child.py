@@ -22,7 +22,7 @@ from millstream.broker.push_board import PushBoard, PushReport
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+from millstream.core.child_process import SupervisedChild
 from millstream.core.errors import MillstreamError
 from millstream.core.setting import seal_problem
 from millstream.core.subscription import Subscription
@@ -58,9 +58,8 @@ class PushChild(SupervisedChild):
         security: SecurityState | None = None,
         log_level: str = "info",
         log_format: str = "text",
-        backoff_min_s: float = BACKOFF_MIN_S,
     ) -> None:
-        super().__init__(backoff_min_s=backoff_min_s)
+        super().__init__()
         self._kafka_address = kafka_address
         self._declared = declared
         self._board = board

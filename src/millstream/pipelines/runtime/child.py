@@ -105,7 +105,6 @@ class PipelineChild(SupervisedChild):
         security: SecurityState | None = None,
         module: str = MODULE,
         backoff_min_s: float = BACKOFF_S_MIN,
-        silent_s: float = SILENT_S,
         spare_s: float | None = None,
     ) -> None:
         """`missing` returns why nothing can be run here: what has to be installed or set.
@@ -121,7 +120,7 @@ class PipelineChild(SupervisedChild):
         self._missing = missing
         self._security = security
         self._module = module
-        self._silent_s = silent_s
+        self._silent_s = SILENT_S
         self._spare_s = spare_s
         self._spare: Process | None = None
         self._stepped: set[str] = set()

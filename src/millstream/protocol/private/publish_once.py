@@ -19,7 +19,6 @@ from millstream.core.errors import ProtocolViolation, QuotaExceeded
 from millstream.core.ids import NodeId
 from millstream.core.topic import partition_for_key
 from millstream.protocol.private.message import decode, encode
-from millstream.protocol.records.batch import COMPRESSION_NONE
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -36,9 +35,6 @@ class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
     topic: str
     partition: int
     batch: bytes
-    window_ms: int | None = None
-    """How long ago the same message may have been published; None means the topic's setting, which is also the maximum.
-    """
     timeout_ms: int = TIMEOUT_MS
 
 
@@ -71,9 +67,6 @@ async def publish_once(
     partition: int,
     records: Sequence[NewRecord],
     *,
-    window_ms: int | None = None,
-    timeout_ms: int = TIMEOUT_MS,
-    compression: int = COMPRESSION_NONE,
     patience_s: float = PATIENCE_S,
 ) -> list[Placed]:
     """Publish messages with `message-id` headers to a partition, each once; return when they are acknowledged.
@@ -81,8 +74,7 @@ async def publish_once(
     They are sent again if a response is lost or the leader is gone; also if the client's quota is exhausted, after the
     time that the broker asks for, unless that exceeds the patience.
     """
-    batch = bytes(encode_batch(records, compression=compression))
-    body = encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
+    body = encode(PublishOnceRequest(topic, partition, bytes(encode_batch(records))))
 
     async def attempt(leader: NodeId) -> PublishOnceResponse:
         frame = await client.private(leader, PUBLISH_ONCE_KEY, body)

@@ -1,14 +1,13 @@
 """PublishOnce (key 32038), version 0: stores messages that are not stored yet, by their ids.
 
-    [topic, partition, one record batch, window ms or nil, timeout ms]
+    [topic, partition, one record batch, timeout ms]
     response, when they are acknowledged by all:
     [error, message, for each record [offset, timestamp ms, is new], throttle ms]
 
 Every record has a `message-id` header. A message whose id was stored in the partition within the window, by any client,
 is not stored again: the response holds its position. The batch must not belong to an idempotent producer or a
-transaction, since duplicates are removed from it. The window is the topic's `deduplication.window.ms` unless a shorter
-one is given. Requests of a client over its `producer_byte_rate` are refused with THROTTLING_QUOTA_EXCEEDED;
-`throttle ms` is how long to wait.
+transaction, since duplicates are removed from it. The window is the topic's `deduplication.window.ms`. Requests of a
+client over its `producer_byte_rate` are refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is how long to wait.
 """
 
 from __future__ import annotations
@@ -98,14 +97,13 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
-        window_ms = _deduplication_window_ms(request.window_ms, partition.log.settings.deduplication_window_ms)
         records = _read_messages(request.batch, partition.log.clock.now_ms())
         settings = partition.log.settings
         if self._rules is not None and settings.validates_schemas:
             await self._rules.check(request.batch, settings)
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
-                results, end = await self._publish(partition, records, request.batch, window_ms)
+                results, end = await self._publish(partition, records, request.batch, settings.deduplication_window_ms)
                 waiting = partition.acknowledged(AppendedRange(Offset(0), Offset(end), -1, Offset(0), False), _ACKS_ALL)
                 if waiting is not None:
                     await waiting
@@ -171,17 +169,6 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
     def _drop_ids(self, partition: Partition) -> None:
         gone = self._ids.pop(partition, None)
         self._forgotten += 0 if gone is None else gone.forgotten
-
-
-def _deduplication_window_ms(asked_ms: int | None, most_ms: int) -> int:
-    if asked_ms is None:
-        return most_ms
-    if not 0 < asked_ms <= most_ms:
-        raise InvalidRequest(
-            f"duplicates are recognized within {most_ms} ms, not {asked_ms}; set the topic's "
-            "deduplication.window.ms for a longer time"
-        )
-    return asked_ms
 
 
 def _read_messages(batch: bytes, now_ms: int) -> list[Record]:

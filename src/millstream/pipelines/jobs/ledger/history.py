@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import pyarrow.dataset as ds
@@ -36,11 +36,9 @@ _COLUMNS: Final = (
 Trace = dict[str, Any]
 
 
-def add_history(
-    document: Trace, lake: str, options: Mapping[str, str] | None = None, *, adds_deleted: bool = True
-) -> Trace:
+def add_history(document: Trace, lake: str, *, adds_deleted: bool = True) -> Trace:
     """Complete a trace with the events of the table; with `adds_deleted`, deleted subscriptions are added."""
-    table = LedgerTable(ledger_storage(lake, options))
+    table = LedgerTable(ledger_storage(lake))
     rows = _rows(table, document["topic_id"], document["partition"], document["offset"])
     lives: dict[str, list[Trace]] = {}
     for row in rows:
