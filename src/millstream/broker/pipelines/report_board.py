@@ -341,35 +341,13 @@ class PipelineBoard:
             "1 for the current state of a pipeline: waiting, idle, starting, running, retrying, parked or stopped.",
             [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
         )
-        yield _counter("rows", "Messages that a pipeline has read.", [_sample(one.name, one.rows) for one in reports])
-        yield _gauge(
-            "rows_per_second",
-            "Messages that a pipeline reads per second.",
-            [_sample(one.name, one.rows_per_s) for one in reports],
-        )
         now_ms = time.time() * 1000
+        for kind, name, text, value in _VALUES:
+            yield kind(name, text, [_sample(one.name, value(one)) for one in reports])
         yield _gauge(
             "failing_seconds",
             "Seconds since a pipeline began to fail; 0 while it succeeds.",
             [_sample(one.name, _seconds(one.failing_ms, now_ms)) for one in reports],
-        )
-        yield _counter(
-            "batches", "Batches that a pipeline has completed.", [_sample(one.name, one.batches) for one in reports]
-        )
-        yield _counter(
-            "restarts",
-            "Restarts of a pipeline after a failure.",
-            [_sample(one.name, one.restarts) for one in reports],
-        )
-        yield _counter(
-            "stalls",
-            "Batches of a pipeline that were cancelled because they made no progress.",
-            [_sample(one.name, one.stalls) for one in reports],
-        )
-        yield _gauge(
-            "stalled_seconds",
-            "Seconds that the current batch has made no progress.",
-            [_sample(one.name, one.stalled_s) for one in reports],
         )
         yield _counter(
             "counted",
@@ -381,11 +359,7 @@ class PipelineBoard:
             "Other last values of jobs, by name, such as what the last audit of a ledger found.",
             [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.levels.items())],
         )
-        yield _counter(
-            "driver_restarts",
-            "Restarts of the Spark driver of this node.",
-            [Sample(self.restarts)],
-        )
+        yield _counter("driver_restarts", "Restarts of the Spark driver of this node.", [Sample(self.restarts)])
 
 
 def _seconds(since_ms: int, now_ms: float) -> float:
@@ -402,3 +376,14 @@ def _counter(name: str, help_text: str, samples: Iterable[Sample]) -> Metric:
 
 def _sample(pipeline: str, value: float, **more: str) -> Sample:
     return Sample(value, (("pipeline", pipeline), *more.items()))
+
+
+_VALUES: Final[tuple[tuple[Callable[..., Metric], str, str, Callable[[PipelineReport], float]], ...]] = (
+    (_counter, "rows", "Messages that a pipeline has read.", lambda one: one.rows),
+    (_gauge, "rows_per_second", "Messages that a pipeline reads per second.", lambda one: one.rows_per_s),
+    (_counter, "batches", "Batches that a pipeline has completed.", lambda one: one.batches),
+    (_counter, "restarts", "Restarts of a pipeline after a failure.", lambda one: one.restarts),
+    (_counter, "stalls", "Batches of a pipeline that were cancelled for lack of progress.", lambda one: one.stalls),
+    (_gauge, "stalled_seconds", "Seconds that the current batch has made no progress.", lambda one: one.stalled_s),
+)
+"""The metrics that are a field of each report."""

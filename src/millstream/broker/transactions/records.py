@@ -86,7 +86,7 @@ def transaction_record(transaction: Transaction) -> StateRecord:
         (_LAST_EPOCH_TAG, transaction.last_epoch.to_bytes(2, "big", signed=True), NO_EPOCH),
         (_PREPARED_TAG, b"\x01" if is_prepared else b"\x00", 0),
     ]
-    _write_tags(writer, [(tag, content) for tag, content, absent in tags if _number(content) != absent])
+    writer.tags({tag: content for tag, content, absent in tags if _number(content) != absent})
     return StateRecord(_transaction_key(transaction.transactional_id), bytes(writer.buffer))
 
 
@@ -99,7 +99,7 @@ def query_record(query: str, last: LastBatch) -> StateRecord:
     writer.int16(_QUERY_VERSION)
     writer.int64(last.batch)
     writer.int64(last.updated_ms)
-    _write_tags(writer, [(_ENDED_RUN_TAG, last.ended_run.encode())] if last.ended_run else [])
+    writer.tags({_ENDED_RUN_TAG: last.ended_run.encode()} if last.ended_run else {})
     return StateRecord(_query_key(query), bytes(writer.buffer))
 
 
@@ -175,14 +175,6 @@ def _read_partitions(reader: Reader) -> Iterable[TopicPartition]:
         reader.skip_tags()
         for index in indexes:
             yield TopicPartition(topic, PartitionIndex(index))
-
-
-def _write_tags(writer: Writer, tags: list[tuple[int, bytes]]) -> None:
-    writer.uvarint(len(tags))
-    for tag, content in tags:
-        writer.uvarint(tag)
-        writer.uvarint(len(content))
-        writer.buffer += content
 
 
 def _number(content: bytes) -> int:

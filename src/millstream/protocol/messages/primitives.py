@@ -8,7 +8,7 @@ copied. A `Writer` fills one growing buffer. Both serve one message: `flexible` 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from uuid import UUID
 
@@ -285,6 +285,14 @@ class Writer:
         """Append an empty list of tagged fields; nothing if not flexible."""
         if self.flexible:
             self.buffer.append(0)
+
+    def tags(self, tags: Mapping[int, bytes | bytearray]) -> None:
+        """Append tagged fields."""
+        self.uvarint(len(tags))
+        for tag, content in tags.items():
+            self.uvarint(tag)
+            self.uvarint(len(content))
+            self.buffer += content
 
     def _length(self, length: int, width: struct.Struct) -> None:
         if self.flexible:

@@ -104,13 +104,7 @@ def group_tombstones(group_id: str) -> list[StateRecord]:
 def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
     writer = begin_flexible_value()
     writer.int32(epoch)
-    if metadata_hash:
-        writer.uvarint(1)
-        writer.uvarint(_METADATA_HASH_TAG)
-        writer.uvarint(8)
-        writer.int64(metadata_hash)
-    else:
-        writer.no_tags()
+    writer.tags({_METADATA_HASH_TAG: metadata_hash.to_bytes(8, "big", signed=True)} if metadata_hash else {})
     return _record(ConsumerKey(Kind.GROUP, group_id), writer)
 
 
@@ -198,14 +192,8 @@ def subscription_record(group_id: str, member_id: str, subscription: Subscriptio
     writer.string(subscription.expression)
     writer.int32(subscription.rebalance_timeout_ms)
     writer.string(subscription.assignor)
-    if subscription.classic is None:
-        writer.no_tags()
-    else:
-        classic = _classic_bytes(subscription.classic)
-        writer.uvarint(1)
-        writer.uvarint(_CLASSIC_TAG)
-        writer.uvarint(len(classic))
-        writer.buffer += classic
+    classic = subscription.classic
+    writer.tags({} if classic is None else {_CLASSIC_TAG: _classic_bytes(classic)})
     return _record(ConsumerKey(Kind.SUBSCRIPTION, group_id, member_id), writer)
 
 
@@ -266,10 +254,7 @@ def _write_assignment(writer: Writer, assignment: Assignment, since: Since | Non
         if all(number in known for number in ordered):
             epochs = Writer(flexible=True)
             epochs.int32_array([known[number] for number in ordered])
-            writer.uvarint(1)
-            writer.uvarint(_EPOCHS_TAG)
-            writer.uvarint(len(epochs.buffer))
-            writer.buffer += epochs.buffer
+            writer.tags({_EPOCHS_TAG: epochs.buffer})
         else:
             writer.no_tags()
 

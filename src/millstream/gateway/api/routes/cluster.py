@@ -135,16 +135,10 @@ class PlanState(msgspec.Struct, frozen=True):
     state: str
 
 
-class NodeToUndrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The node that may get leaders and replicas again."""
+class DrainedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drained node."""
 
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class Undrained(msgspec.Struct, frozen=True):
-    """A node that is no longer drained."""
-
-    node: int
 
 
 async def status(services: Services, request: Request[NoFields, NoFields]) -> ClusterDescription:
@@ -190,10 +184,10 @@ async def stop_plan(services: Services, request: Request[NoFields, PlanToCancel]
     return PlanState(cancelled.plan_id, cancelled.state)
 
 
-async def undrain_node(services: Services, request: Request[NoFields, NodeToUndrain]) -> Undrained:
+async def undrain_node(services: Services, request: Request[NoFields, DrainedNode]) -> DrainedNode:
     """Let a node get leaders and replicas again."""
     await undrain(services.client, request.body.node)
-    return Undrained(request.body.node)
+    return request.body
 
 
 ROUTES: Final = (
@@ -215,7 +209,7 @@ ROUTES: Final = (
         "/cluster/undrain",
         "Let a drained node get leaders and replicas again",
         undrain_node,
-        Undrained,
-        body=NodeToUndrain,
+        DrainedNode,
+        body=DrainedNode,
     ),
 )
