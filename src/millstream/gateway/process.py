@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import resource
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -34,15 +36,80 @@ from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.credentials import adopt_node_credentials
 from millstream.protocol.wire.node_status import BrokerStatusPipe
 
+_logger = logging.getLogger(__name__)
+
 DRAIN_S = 3
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop; clients that connect and hang up all the time must
 not block health checks."""
 HANDSHAKE_S = 10.0
-OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
+HANDSHAKES_MAX = 256
+"""TLS handshakes in progress. Their buffers take up to 256 KiB each, and clients that never finish one must not keep
+others out."""
+ACCEPT_RETRY_S = 0.1
+OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX) + HANDSHAKES_MAX
 """Client connections, and the connections to brokers that requests wait on."""
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections, so that none is closed while a request is being sent."""
+
+
+class TlsAcceptor:
+    """Accepts connections that begin with a TLS handshake; beyond the maximum, the oldest handshake is abandoned."""
+
+    def __init__(self, listening: socket.socket, tls: ssl.SSLContext, connect: Callable[[], asyncio.Protocol]) -> None:
+        self._listening = listening
+        self._tls = tls
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._is_closed = False
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept nothing more, and abandon the handshakes; connections stay open."""
+        self._is_closed = True
+        self._loop.remove_reader(self._listening)
+        for task in self._handshakes:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the handshakes have ended."""
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _resume(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_ROUND):
+            try:
+                accepted, _address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _logger.error("connections cannot be accepted", extra={"error": str(error)})
+                self._loop.remove_reader(self._listening)
+                self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._handshake(accepted))
+            self._handshakes[task] = None
+            task.add_done_callback(self._on_handshake_done)
+            if len(self._handshakes) > HANDSHAKES_MAX:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+
+    def _on_handshake_done(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+
+    async def _handshake(self, accepted: socket.socket) -> None:
+        # Clients that do not trust the certificate, and port scanners, fail.
+        with suppress(OSError):
+            await self._loop.connect_accepted_socket(
+                self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+            )
 
 
 class Server(uvicorn.Server):
@@ -70,22 +137,19 @@ class Server(uvicorn.Server):
         """Called first on stop, to release requests that wait for messages."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does, but with a deadline for the TLS handshake."""
+        """Listen as uvicorn does, but with limits on TLS handshakes."""
         config, loop = self.config, asyncio.get_running_loop()
 
         def create_protocol() -> asyncio.Protocol:
             return Protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        self.servers = [
-            await loop.create_server(
-                create_protocol,
-                sock=listening,
-                ssl=config.ssl,
-                ssl_handshake_timeout=None if config.ssl is None else HANDSHAKE_S,
-                backlog=config.backlog,
-            )
-            for listening in sockets or ()
-        ]
+        servers: list[Any] = []
+        for listening in sockets or ():
+            if isinstance(config.ssl, ssl.SSLContext):
+                servers.append(TlsAcceptor(listening, config.ssl, create_protocol))
+            else:
+                servers.append(await loop.create_server(create_protocol, sock=listening, backlog=config.backlog))
+        self.servers = servers
         self.started = True
 
     async def main_loop(self) -> None:
@@ -130,7 +194,7 @@ async def serve(
     # A gateway that was killed during a dry run left its folder behind.
     tidying = asyncio.create_task(asyncio.to_thread(remove_left_behind))
     try:
-        doubles = [listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)]
+        doubles = [listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)] if tls is None else []
         await server.serve(sockets=[listening, *doubles, *([] if registry is None else [registry])])
     finally:
         await pages.close()

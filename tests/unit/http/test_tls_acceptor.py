@@ -1,0 +1,47 @@
+"""TLS handshakes of the HTTP gateway: a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from millstream.broker.security.tls import FollowedTls, TlsFiles
+from millstream.gateway import process
+from millstream.gateway.process import TlsAcceptor
+from millstream.protocol.wire.credentials import client_tls
+from millstream_testing.security import Certificates
+
+
+class Greeting(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"hello")
+        transport.close()
+
+
+async def test_silent_clients_neither_add_up_nor_keep_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(process, "HANDSHAKE_S", 1000.0)
+    certificates = Certificates(tmp_path)
+    files = TlsFiles(certificate=str(certificates.node), key=str(certificates.node_key))
+    listening = socket.create_server(("127.0.0.1", 0))
+    host, port = listening.getsockname()
+    acceptor = TlsAcceptor(listening, FollowedTls(files).context, Greeting)
+    silent = [await asyncio.open_connection(host, port) for _ in range(20)]
+    reader, writer = await asyncio.open_connection(host, port, ssl=client_tls(certificates.ca))
+    assert await reader.read() == b"hello"
+    for abandoned, _ in silent[:16]:
+        with suppress(ConnectionResetError):
+            assert await abandoned.read() == b""
+    assert not any(kept.at_eof() for kept, _ in silent[17:])
+    acceptor.close()
+    await acceptor.wait_closed()
+    listening.close()
+    for _, one in [*silent, (reader, writer)]:
+        one.close()
