@@ -62,6 +62,8 @@ class ListenerConfig:
     address: str
     advertise: str = ""
     auth: str = NO_AUTHENTICATION
+    tls: bool = False
+    """Whether it uses those of the node's files for TLS that it does not name itself."""
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
@@ -76,12 +78,26 @@ class ListenerConfig:
         """Whether clients have to say who they are."""
         return self.auth == AUTHENTICATION_REQUIRED
 
+    def with_files_of(self, node: ListenerConfig) -> ListenerConfig:
+        """Use another listener's files for TLS where this one names none."""
+        return dataclasses.replace(
+            self,
+            tls_cert=self.tls_cert or node.tls_cert,
+            tls_key=self.tls_key or node.tls_key,
+            tls_client_ca=self.tls_client_ca or node.tls_client_ca,
+        )
+
     def check(self) -> None:
         """Raise `InvalidSetting` unless it can be listened on."""
         name = "kafka" if self.name == DEFAULT_LISTENER else f"the address of listener {self.name!r}"
         parse_address(self.address, name=name)
         if self.auth not in (NO_AUTHENTICATION, AUTHENTICATION_REQUIRED):
             raise InvalidSetting(f"auth of listener {self.name!r} must be none or required, not {self.auth!r}")
+        if self.tls and not self.tls_cert:
+            raise InvalidSetting(
+                f"listener {self.name!r} has tls = true, but neither it nor the node has a certificate; give tls-cert "
+                "and tls-key"
+            )
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidSetting(f"listener {self.name!r} needs both a certificate (tls-cert) and its key (tls-key)")
         if self.tls_client_ca and not self.tls_cert:
@@ -670,7 +686,7 @@ class Config:
             tls_key=self.tls_key,
             tls_client_ca=self.tls_client_ca,
         )
-        return (first, *self.listeners)
+        return (first, *(one.with_files_of(first) if one.tls else one for one in self.listeners))
 
     @property
     def authorizes(self) -> bool:
@@ -816,7 +832,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name == _LISTENERS:
-            values[_LISTENERS] = _listeners(value, table, path)
+            values[_LISTENERS] = _listeners(value, path)
             continue
         if name not in declared:
             raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
@@ -825,8 +841,8 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     return values
 
 
-def _listeners(tables: Any, node: Mapping[str, Any], path: Path) -> tuple[ListenerConfig, ...]:
-    """Read `[[listeners]]`: with `tls = true` a listener uses the node's certificate."""
+def _listeners(tables: Any, path: Path) -> tuple[ListenerConfig, ...]:
+    """Read `[[listeners]]`."""
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(ListenerConfig)}
     found = []
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -840,10 +856,10 @@ def _listeners(tables: Any, node: Mapping[str, Any], path: Path) -> tuple[Listen
                 raise InvalidSetting(f"config file {path}: {name} of a listener must be a string, not {value!r}")
         if not {"name", "address"} <= given.keys():
             raise InvalidSetting(f"config file {path}: a listener needs a name and an address")
-        if table.get("tls"):
-            shared = {name: str(node.get(name, "")) for name in ("tls-cert", "tls-key", "tls-client-ca")}
-            given = {**shared, **given}
-        found.append(ListenerConfig(**{known[name]: value for name, value in given.items()}))
+        tls = table.get("tls", False)
+        if not isinstance(tls, bool):
+            raise InvalidSetting(f"config file {path}: tls of a listener must be true or false, not {tls!r}")
+        found.append(ListenerConfig(tls=tls, **{known[name]: value for name, value in given.items()}))
     return tuple(found)
 
 

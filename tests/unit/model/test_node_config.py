@@ -97,3 +97,21 @@ def test_a_range_of_ports_has_room_for_every_process() -> None:
             load(kafka, 4)
     with pytest.raises(InvalidSetting, match="kafka must be HOST:PORT"):
         load("127.0.0.1:9092-", 1)
+
+
+def test_a_listener_with_tls_uses_the_nodes_certificate_wherever_that_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "millstream.toml"
+    file.write_text('[[listeners]]\nname = "lan"\naddress = "127.0.0.1:0"\ntls = true\n')
+    files = {"tls-cert": "node.pem", "tls-key": "node.key"}
+    by_flags = Config.load(file=file, environment={}, flags=files)
+    by_environment = Config.load(
+        file=file, environment={"MILLSTREAM_TLS_CERT": "node.pem", "MILLSTREAM_TLS_KEY": "node.key"}
+    )
+    for loaded in (by_flags, by_environment):
+        lan = loaded.all_listeners[1]
+        assert (lan.tls_cert, lan.tls_key) == ("node.pem", "node.key")
+    with pytest.raises(InvalidSetting, match=r"listener 'lan' has tls = true, but neither it nor the node"):
+        Config.load(file=file, environment={})
+    file.write_text('[[listeners]]\nname = "lan"\naddress = "127.0.0.1:0"\ntls = "no"\n')
+    with pytest.raises(InvalidSetting, match="must be true or false"):
+        Config.load(file=file, environment={}, flags=files)
