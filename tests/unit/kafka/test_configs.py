@@ -20,7 +20,7 @@ from millstream.broker.kafka.apis.incremental_alter_configs import (
     SUBTRACT,
     IncrementalAlterConfigs,
 )
-from millstream.core.config import Config
+from millstream.core.config import Config, ListenerConfig
 from millstream.core.topic import CONSUMER_OFFSETS, TopicSettings
 from millstream_testing.api_requests import send_in_version, send_request
 
@@ -89,6 +89,20 @@ class TestDescribeConfigs:
         assert (configs["auto-create-topics"].value, configs["auto-create-topics"].config_type) == ("true", 1)
         assert configs["auto-create-topics"].config_source == 5
         assert configs["connections-max"].documentation
+
+    async def test_the_node_reports_its_addresses_as_kafka_does(
+        self, topics: Topics, membership: Membership, config: Config, groups: DeclaredGroups
+    ) -> None:
+        secured = ListenerConfig(
+            name="tls", address="0.0.0.0:9094", advertise="node-5:9094", auth="required", tls_cert="c", tls_key="k"
+        )
+        api = DescribeConfigs(topics, membership, config.replace(kafka="127.0.0.1:9092", listeners=(secured,)), groups)
+        names = ("advertised.listeners", "listeners")
+        (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", names))).results
+        assert {one.name: (one.value, one.config_source, one.read_only) for one in result.configs} == {
+            "listeners": ("PLAINTEXT://127.0.0.1:9092,SASL_SSL://0.0.0.0:9094", 4, True),
+            "advertised.listeners": ("PLAINTEXT://127.0.0.1:9092,SASL_SSL://node-5:9094", 4, True),
+        }
 
     async def test_the_node_reports_no_password(
         self, topics: Topics, membership: Membership, config: Config, groups: DeclaredGroups
@@ -247,7 +261,14 @@ class TestIncrementalAlterConfigs:
     async def test_a_refused_node_setting_says_where_to_change_it(
         self, api: IncrementalAlterConfigs, topics: Topics, name: str
     ) -> None:
-        names = ("log.retention.ms", "num.partitions", "default-retention-ms", "log.cleaner.threads", "no.such")
+        names = (
+            "log.retention.ms",
+            "num.partitions",
+            "default-retention-ms",
+            "log.cleaner.threads",
+            "listeners",
+            "no.such",
+        )
         versioned = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
         (node,) = (await send_request(api, versioned)).responses
         assert node.error_code is ErrorCode.invalid_request
@@ -255,6 +276,7 @@ class TestIncrementalAlterConfigs:
             "num.partitions: set default-partitions in the node's flags",
             "default-retention-ms: set log.retention.ms instead",
             "log.cleaner.threads: compaction runs in one separate process",
+            "listeners: set kafka, or add [[listeners]]",
             "no.such: a node has no such setting",
         ):
             assert way in node.error_message

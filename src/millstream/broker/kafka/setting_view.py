@@ -12,7 +12,7 @@ from millstream.broker.cluster.broker_settings import ALL_NODES, TOPIC_DEFAULTS,
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.topics import Topics
-from millstream.core.config import Config
+from millstream.core.config import Config, ListenerConfig
 from millstream.core.group import DECLARED
 from millstream.core.setting import Setting, settings_of, value_text, without_password
 from millstream.core.subscription import Subscription, SubscriptionSettings
@@ -75,6 +75,8 @@ _MISSING: Final[Mapping[str, str]] = MappingProxyType(
         "log.roll.hours": "set log.roll.ms",
         "log.flush.interval.messages": "set flush on topics, or default-flush in the node's configuration",
         "log.flush.interval.ms": "set flush on topics, or default-flush in the node's configuration",
+        "advertised.listeners": "set advertise in the node's configuration, and restart it",
+        "listeners": "set kafka, or add [[listeners]], in the node's configuration, and restart it",
         "leader.replication.throttled.rate": _THROTTLE,
         "follower.replication.throttled.rate": _THROTTLE,
         "replica.alter.log.dirs.io.max.bytes.per.second": "a node has one data folder",
@@ -187,6 +189,23 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
                 synonyms.insert(0, Synonym(kafka_name, value_text(value), SOURCE_NODE))
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
             yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=False)
+    yield from _addresses(config)
+
+
+def _addresses(config: Config) -> Iterator[SettingView]:
+    """Yield where this node listens, and what it tells clients to connect to, as Kafka's brokers show it."""
+    bound = [(_security_protocol(one), one.address, one.advertise or one.address) for one in config.all_listeners]
+    for name, value in (
+        ("listeners", ",".join(f"{protocol}://{address}" for protocol, address, _ in bound)),
+        ("advertised.listeners", ",".join(f"{protocol}://{address}" for protocol, _, address in bound)),
+    ):
+        declared = Setting(name=name, kind=str, default="", description=f"To change it: {_MISSING[name]}.")
+        yield SettingView(declared, (Synonym(name, value, SOURCE_NODE),), read_only=True)
+
+
+def _security_protocol(listener: ListenerConfig) -> str:
+    transport = "SSL" if listener.tls_cert else "PLAINTEXT"
+    return f"SASL_{transport}" if listener.requires_authentication else transport
 
 
 def how_to_change(name: str) -> str:
