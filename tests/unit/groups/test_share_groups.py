@@ -283,6 +283,14 @@ def test_another_node_continues_from_the_log(harness: ConsumerHarness) -> None:
     assert described(harness).members == ()
 
 
+def test_a_member_that_sends_its_topics_again_gets_its_assignment_again(harness: ConsumerHarness) -> None:
+    """It may have missed the response that told it."""
+    one = Sharer(harness, "one")
+    assigned = one.send_heartbeat().assignment
+    assert one.send_heartbeat().assignment is None
+    assert one.send_heartbeat(topics=one.topics).assignment == assigned == harness.partitions(orders={0, 1, 2, 3})
+
+
 def test_a_member_whose_record_was_lost_rejoins(harness: ConsumerHarness) -> None:
     one, two = Sharer(harness, "one"), Sharer(harness, "two")
     one.send_heartbeat()

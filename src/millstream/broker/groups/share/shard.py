@@ -96,7 +96,8 @@ class ShareShard:
             member_id=member.member_id,
             epoch=epoch,
             heartbeat_ms=request.heartbeat_ms,
-            assignment=assignment if request.epoch == JOIN_EPOCH or assignment != reported.assignment else None,
+            # A member that sends its topics again may have missed a response; Kafka's clients do so after an error.
+            assignment=assignment if request.topics is not None or assignment != reported.assignment else None,
         )
         self._record_reported(request.group_id, member.member_id, epoch, assignment)
         return records, response
