@@ -382,11 +382,14 @@ def test_numbers_that_a_double_would_round_do_not_fit_an_inferred_column(beside:
 def test_the_reason_not_to_widen_a_column_is_reported(evolves: bool) -> None:
     fixed = {("n",): "it is too large", ("o", "l", "[]"): "so it is"}
     decoder = Decoder(WHOLE, evolves=evolves, fixed=fixed)
-    decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
+    both = {"n": "x", "o": {"l": [0.5]}}
+    decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, both, {"n": 1}))
     assert (decoded.found, decoded.widening) == ((), None)
     assert decoded.reasons.to_pylist() == [
         "n: 0.5 is not of type long; n stays long: it is too large",
         "o.l[0]: 0.5 is not of type long; o.l[] stays long: so it is",
+        'n: "x" is not of type long',
+        # Only the reason of the field that is named.
         'n: "x" is not of type long',
         None,
     ]

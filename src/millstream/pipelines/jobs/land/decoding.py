@@ -632,19 +632,19 @@ class Decoder:
     def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, set[Place]]:
         """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
         row: dict[str, object] = {}
-        reason = None
+        reasons: dict[str, str] = {}
         values = picked(document, self._fields.names)
         for field in self._fields:
             try:
                 row[field.name] = value_for(values[field.name], field.type, field.name)
             except UndecodablePayload as misfit:
-                reason = reason or str(misfit)
-        if reason is None:
+                reasons[field.name] = str(misfit)
+        if not reasons:
             return row, _rounding(document, self._kind) if self._refuses_rounding else None, set()
-        return row, *self._widen_for(document, reason)
+        return row, *self._widen_for(document, *next(iter(reasons.items())))
 
-    def _widen_for(self, document: dict[str, Any], reason: str) -> tuple[str, set[Place]]:
-        """Return why a payload does not fit, and the paths with fractions that have to become double.
+    def _widen_for(self, document: dict[str, Any], name: str, reason: str) -> tuple[str, set[Place]]:
+        """Return why a field of a payload does not fit, and the paths with fractions that have to become double.
 
         As with new fields, it does not matter whether the payload fits then.
         """
@@ -653,8 +653,7 @@ class Decoder:
         for place in places - kept.keys() if self._evolves else ():
             if (number := _beyond_doubles(document, place)) is not None:
                 kept[place] = inexact_reason(number)
-        if kept:
-            place = min(kept)
+        for place in sorted(place for place in kept if place[0] == name)[:1]:
             reason = f"{reason}; {path_text(place)} stays long: {kept[place]}"
         return reason, places - kept.keys()
 
