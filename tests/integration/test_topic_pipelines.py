@@ -339,10 +339,11 @@ def test_rows_of_a_table_without_a_message_are_refused(shop: Shop, sql: str) -> 
 
 
 def test_unnamed_columns_are_seen_when_they_appear(shop: Shop) -> None:
-    shop.publish(shop.orders, [{"id": 1, "total": 2, "tier": "gold"}])
+    shop.publish(shop.orders, [{"id": 1, "total": 2, "tier": "gold", "large": 2**70 + 1}])
     job = TransformJob(shop.pipeline(f"SELECT * EXCEPT ({RECORD}, tier) FROM orders"), shop.context())
     assert job.step().rows == 1
-    shop.publish(shop.orders, [{"id": 2, "total": 3, "tier": "gold", "note": {"by": "me"}}, {"id": 3}])
+    more = {"tier": "gold", "note": {"by": "me"}, "price": 5}
+    shop.publish(shop.orders, [{"id": 2, "total": 3, **more}, {"id": 3, "price": 5.5}])
     taken = 0
     while taken < 2:
         # The first batch with a new field is repeated.
@@ -350,9 +351,9 @@ def test_unnamed_columns_are_seen_when_they_appear(shop: Shop) -> None:
     job.close()
     assert taken == 2
     assert sorted(shop.read(), key=lambda row: int(row["id"])) == [
-        {"key": b"1", "id": 1, "total": 2},
-        {"key": b"2", "id": 2, "total": 3, "note": {"by": "me"}},
-        {"key": b"3", "id": 3},
+        {"key": b"1", "id": 1, "total": 2, "large": 2**70 + 1},
+        {"key": b"2", "id": 2, "total": 3, "note": {"by": "me"}, "price": 5.0},
+        {"key": b"3", "id": 3, "price": 5.5},
     ]
 
 
