@@ -86,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(DOCUMENTS | ODD | st.none(), max_size=4), st.booleans())
 def test_a_payload_is_decoded_independently_of_its_batch(documents: list[Any], evolves: bool) -> None:
-    decoder = Decoder(FIELDS, evolves=evolves)
+    decoder = Decoder(FIELDS, evolves=evolves, refuses_rounding=evolves)
     values = payloads(*documents)
     together = decoder.decode(values)
     apart = decoder._decode_singly(values)
@@ -374,6 +374,10 @@ def test_numbers_that_a_double_would_round_do_not_fit_an_inferred_column(beside:
     refused = f"amount: {str(10**400)[:60]}… is not of type double"
     assert reasons[beside:] == [None, rounded, None, None, refused, None]
     assert not any(reasons[:beside])
+    lists = pa.schema([pa.field("l", pa.list_(pa.field("element", pa.struct([("x", pa.float64())]))))])
+    nested = [{"l": [{"x": 1}]}, {"l": None}, {"l": []}, {"l": [{"x": 1}, None, {"x": 2**60 + 1}]}] * (beside + 1)
+    reasons = Decoder(lists, evolves=True, refuses_rounding=True).decode(payloads(*nested)).reasons.to_pylist()
+    assert reasons == [None, None, None, f"l[].x: {2**60 + 1} would be rounded as double"] * (beside + 1)
     rows, reasons = decode({"amount": 2**53 + 1})
     assert (rows[0]["amount"], reasons) == (2.0**53, [None])
 

@@ -19,6 +19,8 @@ from datetime import date
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NamedTuple, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
@@ -444,6 +446,8 @@ _BLANK: Final = " \t\r\n"
 _MANY_DIGITS: Final = r"[\[:,\s-][0-9]{16,}[\]},\s]"
 """Whole numbers that doubles may round, as they are written in JSON."""
 
+_NO_ROWS: Final = np.zeros(0, np.int64)
+
 
 class Widening(NamedTuple):
     """The first row of a batch with fractions in long columns."""
@@ -525,9 +529,24 @@ class Decoder:
             return None
         others = self._spellings.in_texts(texts) if self._spellings is not None else frozenset()
         decoded = self._decode_text(text, values, others)
-        if decoded is None or (self._refuses_rounding and _may_be_rounded(decoded.columns, texts)):
+        if decoded is not None and self._refuses_rounding:
+            decoded = self._without_rounded(decoded, values, texts)
+        return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
+
+    def _without_rounded(self, decoded: Decoded, values: pa.Array, texts: pa.Array) -> Decoded | None:
+        """Add reasons for numbers that the parser has rounded."""
+        rows = pa.array(_rows_beyond(decoded.columns))
+        rows = rows.filter(pc.match_substring_regex(texts.take(rows), _MANY_DIGITS)) if len(rows) else rows
+        if not len(rows):
+            return decoded
+        try:
+            documents = [parsed(value) for value in values.take(rows).to_pylist()]
+        except Misfit:
             return None
-        return self._with_maps(decoded, values) if self._maps else decoded
+        reasons: list[str | None] = [None] * len(values)
+        for row, document in zip(rows.to_pylist(), documents, strict=True):
+            reasons[row] = _rounding(document, self._kind)
+        return replace(decoded, reasons=pa.array(reasons, pa.string()))
 
     def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
         """Add the columns of maps, which the parser does not read; None if a value is not an object."""
@@ -685,9 +704,8 @@ class SchemaDecoder:
         read = self._rows.read(values, headers)
         columns = columns_of(read, self._fields)
         reasons = read.reasons
-        if self._refuses_rounding and _is_beyond(columns):
-            kind = pa.struct(list(self._fields))
-            reasons = [why or _rounding(row, kind) for why, row in zip(reasons, read.rows, strict=True)]
+        for at in _rows_beyond(columns) if self._refuses_rounding else ():
+            reasons[at] = reasons[at] or _rounding(read.rows[at], columns.type)
         found: list[tuple[int, pa.Schema]] = []
         widening: Widening | None = None
         for row, schema in read.found if self._evolves else ():
@@ -773,19 +791,18 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _may_be_rounded(columns: pa.StructArray, texts: pa.Array) -> bool:
-    """Whether a double column may have a whole number that was rounded; decoding it alone shows whether it has."""
-    return _is_beyond(columns) and bool(pc.any(pc.match_substring_regex(texts, _MANY_DIGITS)).as_py())
-
-
-def _is_beyond(array: pa.Array) -> bool:
-    """Whether a double is so large that it may have been rounded."""
+def _rows_beyond(array: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the rows with doubles that are so large that they may have been rounded."""
     kind = array.type
     if pa.types.is_float64(kind):
-        return bool(pc.any(pc.greater_equal(pc.abs(array), float(EXACT_MAX))).as_py())
+        is_beyond = pc.greater_equal(pc.abs(array), float(EXACT_MAX)).fill_null(False)
+        return np.flatnonzero(is_beyond.to_numpy(zero_copy_only=False))
+    parts = [_NO_ROWS]
     if pa.types.is_struct(kind):
-        return any(_is_beyond(array.field(index)) for index in range(kind.num_fields))
-    return _is_beyond(array.values) if pa.types.is_list(kind) else False
+        parts = [_NO_ROWS, *map(_rows_beyond, array.flatten())]
+    elif pa.types.is_list(kind) and len(elements := _rows_beyond(array.flatten())):
+        parts = [pc.list_parent_indices(array).to_numpy()[elements]]
+    return np.unique(np.concatenate(parts))
 
 
 def _has_infinity(array: pa.Array) -> bool:
