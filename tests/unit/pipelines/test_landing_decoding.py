@@ -242,13 +242,17 @@ def test_the_first_message_with_a_field_is_found(beside: int) -> None:
         {"l": [{}]},
         {"l": [{"x": 1}, {"X": 2, "y": {"k": 5}}]},
         {"Z": 5, "A": 1},
-        {"a": 2.5},
+        {"a": 2.5, "nulls": [None, None]},
+        {"nulls": [None, 1, None]},
+        {"o": {"nulls": [None, {"nulls": [None, 1.5]}]}},
     ]
     known = pa.schema([pa.field("z", pa.int64())])
     decoded = Decoder(known, evolves=True).decode(payloads(*documents))
     assert [(row - beside, fields.names, str(fields.field(0).type)) for row, fields in decoded.found] == [
         (2, ["l"], "list<element: struct<x: int64, y: struct<k: int64>>>"),
         (3, ["A"], "int64"),
+        (5, ["nulls"], "list<element: int64>"),
+        (6, ["o"], "struct<nulls: list<element: struct<nulls: list<element: double>>>>"),
     ]
 
 
@@ -346,13 +350,13 @@ WHOLE = pa.schema(
 def test_integers_are_widened_for_fractions(document: Any, places: list[Any], beside: int) -> None:
     documents = payloads(*[{"n": 1}] * beside, document)
     widening = Decoder(WHOLE, evolves=True).decode(documents).widening
-    assert widening == (Widening(beside, frozenset(places)) if places else None)
+    assert widening == (Widening(beside, frozenset(places), frozenset(places)) if places else None)
     assert Decoder(WHOLE, evolves=False).decode(documents).widening is None
 
 
 def test_fields_found_beside_a_fraction_are_kept() -> None:
     decoded = Decoder(WHOLE, evolves=True).decode(payloads({"n": 0.5, "new": 1, "o": {"y": True}}))
-    assert decoded.widening == Widening(0, frozenset({("n",)}))
+    assert decoded.widening == Widening(0, frozenset({("n",)}), frozenset({("n",)}))
     assert grown_by(decoded, WHOLE) == pa.schema(
         [
             pa.field("n", pa.int64()),

@@ -149,7 +149,6 @@ PAYLOADS = st.dictionaries(NAMES, VALUES, max_size=5).map(lambda one: json.dumps
 
 
 Payloads = Sequence[bytes | None]
-Ends = dict[int, int]
 
 
 def land(
@@ -171,21 +170,8 @@ def land(
         starts = {number: offset for (_, number), offset in landed.items()}
         if all(starts.get(number, 0) >= end for number, end in wanted.items()):
             return order
-        source = Source(topic="t", topic_id=TOPIC_ID, first=dict.fromkeys(wanted, 0), end=wanted)
-        schema = table.schema()
-        batch = TopicBatch(
-            source=source,
-            table=table,
-            plans=plans(source, starts, from_latest=False),
-            fields=payload_fields(schema),
-            schema=schema,
-            fixed=table.fixed(),
-            first_partition=first_partition,
-            refuses_rounding=True,
-            decodes=True,
-            evolves=True,
-        )
-        if schema is None:
+        batch = batch_of(table, starts, wanted, first_partition)
+        if batch.schema is None:
             sample = documents_in(value for payloads in partitions for value in payloads[:sampled])
             found = decide(sample, known=batch.fields, detects=False)
             batch.fields = found.fields
@@ -197,6 +183,40 @@ def land(
         assert batch.commit()
         order += [(one.partition, offset) for one in batch.topic_ranges() for offset in range(one.start, one.end)]
         first_partition = batch.next_partition
+
+
+def batch_of(table: LakeTable, starts: dict[int, int], ends: dict[int, int], first_partition: int = -1) -> TopicBatch:
+    source = Source(topic="t", topic_id=TOPIC_ID, first=dict.fromkeys(ends, 0), end=ends)
+    schema = table.schema()
+    return TopicBatch(
+        source=source,
+        table=table,
+        plans=plans(source, starts, from_latest=False),
+        fields=payload_fields(schema),
+        schema=schema,
+        fixed=table.fixed(),
+        first_partition=first_partition,
+        refuses_rounding=True,
+        decodes=True,
+        evolves=True,
+    )
+
+
+def test_a_batch_is_not_repeated_for_each_new_column(tmp_path: Path) -> None:
+    table = open_table(str(tmp_path / "t"))
+    whole = [{f"a{number}": 0 for number in range(count + 1)} for count in range(20)]
+    payloads = [json.dumps(one).encode() for one in [*whole, *({name: 0.5} for name in whole[-1])]]
+    batch = batch_of(table, {}, {0: len(payloads)})
+    repeated = 0
+    while not batch.take(reports_of(batch, [payloads], tasks=3, piece=2)):
+        repeated += 1
+        batch.make_room()
+        batch.widen(in_this_process, 0)
+    assert batch.commit()
+    # Once for the new columns, and once for those that are double.
+    assert repeated == 2
+    columns, rows, refused = outcome(tmp_path)
+    assert (columns, len(rows), refused) == (dict.fromkeys(whole[-1], "double"), len(payloads), {})
 
 
 def reports_of(batch: TopicBatch, partitions: Sequence[Payloads], tasks: int, piece: int) -> list[Report]:

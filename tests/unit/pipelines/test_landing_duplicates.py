@@ -105,6 +105,7 @@ def test_reports_round_trip() -> None:
         Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
         Report(topic="b", found=(NewFields(1, 7, pa.schema([("x", pa.struct([("y", pa.int64())]))])),)),
         Report(topic="c", widening=WideningNeed(1, 7, [("x", "[]")]), large=frozenset({("x", "[]"), ("y",)})),
+        Report(topic="d", fractions=frozenset({("x", "[]"), ("y",)})),
     ]
     rows = to_arrow(reports).to_pylist()
     assert from_rows(cast("Any", [tuple(row.values()) for row in rows])) == reports

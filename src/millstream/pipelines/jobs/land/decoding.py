@@ -295,16 +295,16 @@ def _numbers(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[tuple
         yield above, kind, value
 
 
-def _wider(value: Any, kind: pa.DataType) -> set[Place]:
+def _wider(value: Any, kind: pa.DataType) -> frozenset[Place]:
     """Return the paths of long columns whose value here only a double can hold.
 
     An integer of more than 64 bits written with all its digits does not count: a double would not keep them.
     """
-    return {
+    return frozenset(
         place
         for place, column, number in _numbers(value, kind)
         if pa.types.is_int64(column) and isinstance(number, float) and not _is_long(_whole(number))
-    }
+    )
 
 
 def _rounding(value: Any, kind: pa.DataType) -> str | None:
@@ -454,6 +454,8 @@ class Widening(NamedTuple):
 
     row: int
     places: frozenset[Place]
+    all_places: frozenset[Place]
+    """The long columns with fractions in any row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,12 +512,12 @@ class Decoder:
         size = -(-len(values) // _CUTS)
         starts = range(0, len(values), size)
         parts = [self.decode(values.slice(start, size)) for start in starts]
-        widenings = ((start, part.widening) for start, part in zip(starts, parts, strict=True))
+        widenings = [(start, part.widening) for start, part in zip(starts, parts, strict=True)]
         return Decoded(
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
             tuple((start + row, one) for start, part in zip(starts, parts, strict=True) for row, one in part.found),
-            next((Widening(start + one.row, one.places) for start, one in widenings if one is not None), None),
+            _first_widening([(start + one.row, one.places, one.all_places) for start, one in widenings if one]),
             frozenset().union(*(part.dropped for part in parts)),
         )
 
@@ -541,7 +543,7 @@ class Decoder:
             return decoded
         try:
             documents = [parsed(value) for value in values.take(rows).to_pylist()]
-        except Misfit:
+        except UndecodablePayload:
             return None
         reasons: list[str | None] = [None] * len(values)
         for row, document in zip(rows.to_pylist(), documents, strict=True):
@@ -598,10 +600,13 @@ class Decoder:
             return ()
         known = {_lower(place) for place in leaf_places(self._fields)}
         places = [place for place in leaf_places(table.schema) if _lower(place) not in known]
-        firsts = {_first_row(table.column(place[0]).combine_chunks(), place[1:]) for place in places}
         try:
+            # Arrow's parser makes invalid arrays of new fields whose lists begin with null.
+            columns = table.select(sorted({place[0] for place in places}))
+            columns.validate(full=True)
+            firsts = {_first_row(columns.column(place[0]).combine_chunks(), place[1:]) for place in places}
             found = _found(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
-        except UndecodablePayload:
+        except (UndecodablePayload, pa.ArrowInvalid):
             return None
         fields = _after(self._fields, found)
         return found if grown(fields, table.schema) == fields else None
@@ -628,7 +633,7 @@ class Decoder:
         rows: list[dict[str, object]] = []
         reasons: list[str | None] = []
         documents: list[tuple[int, dict[str, Any]]] = []
-        widening: Widening | None = None
+        wide: list[tuple[int, frozenset[Place], frozenset[Place]]] = []
         for number, value in enumerate(values.to_pylist()):
             try:
                 document = parsed(value)
@@ -642,13 +647,15 @@ class Decoder:
             if self._evolves:
                 # Whether the payload fits does not matter: that depends on fields which may be new, too.
                 documents.append((number, document))
-                widening = widening or (Widening(number, frozenset(places)) if places else None)
+                wide.append((number, places, places))
         found = _found(self._fields, documents)
         fields = _after(self._fields, found)
         dropped = frozenset(name for _row, one in documents for name in dropped_fields(fields, fields_of(one)))
-        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), found, widening, dropped)
+        return Decoded(
+            pa.array(rows, self._kind), pa.array(reasons, pa.string()), found, _first_widening(wide), dropped
+        )
 
-    def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, set[Place]]:
+    def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, frozenset[Place]]:
         """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
         row: dict[str, object] = {}
         reasons: dict[str, str] = {}
@@ -659,10 +666,10 @@ class Decoder:
             except UndecodablePayload as misfit:
                 reasons[field.name] = str(misfit)
         if not reasons:
-            return row, _rounding(document, self._kind) if self._refuses_rounding else None, set()
+            return row, _rounding(document, self._kind) if self._refuses_rounding else None, frozenset()
         return row, *self._widen_for(document, *next(iter(reasons.items())))
 
-    def _widen_for(self, document: dict[str, Any], name: str, reason: str) -> tuple[str, set[Place]]:
+    def _widen_for(self, document: dict[str, Any], name: str, reason: str) -> tuple[str, frozenset[Place]]:
         """Return why a field of a payload does not fit, and the paths with fractions that have to become double.
 
         As with new fields, it does not matter whether the payload fits then.
@@ -707,13 +714,19 @@ class SchemaDecoder:
         for at in _rows_beyond(columns) if self._refuses_rounding else ():
             reasons[at] = reasons[at] or _rounding(read.rows[at], columns.type)
         found: list[tuple[int, pa.Schema]] = []
-        widening: Widening | None = None
+        wide: list[tuple[int, frozenset[Place], frozenset[Place]]] = []
         for row, schema in read.found if self._evolves else ():
             if (new := new_fields(_after(self._fields, found), schema)) is not None:
                 found.append((row, new))
             places = frozenset(narrower(self._fields, schema)) - self._fixed.keys()
-            widening = widening or (Widening(row, places) if places else None)
-        return Decoded(columns, pa.array(reasons, pa.string()), tuple(found), widening)
+            wide.append((row, places, places))
+        return Decoded(columns, pa.array(reasons, pa.string()), tuple(found), _first_widening(wide))
+
+
+def _first_widening(rows: Iterable[tuple[int, frozenset[Place], frozenset[Place]]]) -> Widening | None:
+    """Merge rows with fractions, in order."""
+    wide = [one for one in rows if one[1]]
+    return Widening(*wide[0][:2], frozenset().union(*(one[2] for one in wide))) if wide else None
 
 
 def _found(known: pa.Schema, documents: Iterable[tuple[int, dict[str, Any]]]) -> tuple[tuple[int, pa.Schema], ...]:

@@ -299,7 +299,7 @@ class LandJob:
             if batch.take([landing.report()]):
                 break
             if batch.widening is not None:
-                batch.doubles |= set(batch.widening.places)
+                batch.doubles |= batch.new_doubles | set(batch.widening.places)
         known = set() if batch.schema is None else set(batch.schema.names)
         return LandedSample(
             topic=batch.topic,

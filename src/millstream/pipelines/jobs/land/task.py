@@ -45,7 +45,7 @@ from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
 REPORT_COLUMNS: Final = (
     "topic string, rows long, lost long, files string, quarantined string, found binary, widening string, "
-    "large string, counts string, dropped string"
+    "fractions string, large string, counts string, dropped string"
 )
 """The columns of a task's reports, in Spark's notation."""
 
@@ -58,6 +58,7 @@ _SCHEMA: Final = pa.schema(
         pa.field("quarantined", pa.string()),
         pa.field("found", pa.binary()),
         pa.field("widening", pa.string()),
+        pa.field("fractions", pa.string()),
         pa.field("large", pa.string()),
         pa.field("counts", pa.string()),
         pa.field("dropped", pa.string()),
@@ -88,6 +89,8 @@ class Report:
     """The messages with fields that have no column; the task wrote nothing then, nor with `widening`."""
     widening: WideningNeed | None = None
     """Which message needs wider columns."""
+    fractions: frozenset[Place] = frozenset()
+    """The long columns with fractions."""
     large: frozenset[Place] = frozenset()
     """The new long columns with numbers that doubles cannot hold."""
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -107,6 +110,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
             "quarantined": to_json(report.quarantined),
             "found": _encode_found(report.found),
             "widening": json.dumps(report.widening),
+            "fractions": json.dumps(sorted(report.fractions)),
             "large": json.dumps(sorted(report.large)),
             "counts": json.dumps(dict(report.counts)),
             "dropped": json.dumps(sorted(report.dropped)),
@@ -116,7 +120,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str, str]]) -> list[Report]:
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str, str, str]]) -> list[Report]:
     """Decode reports."""
     return [
         Report(
@@ -127,11 +131,12 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str
             quarantined=tuple(from_json(quarantined)),
             found=_decode_found(found),
             widening=msgspec.json.decode(widening, type=WideningNeed | None),
+            fractions=msgspec.json.decode(fractions, type=frozenset[Place]),
             large=msgspec.json.decode(large, type=frozenset[Place]),
             counts=msgspec.json.decode(counts, type=dict[str, int]),
             dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
-        for topic, count, lost, files, quarantined, found, widening, large, counts, dropped in rows
+        for topic, count, lost, files, quarantined, found, widening, fractions, large, counts, dropped in rows
     ]
 
 
@@ -326,6 +331,7 @@ class Landing:
         self._decoders: dict[int, tuple[pa.Schema, Decode]] = {}
         self._has_new_fields = False
         self._widening: WideningNeed | None = None
+        self._fractions: set[Place] = set()
         self._large: set[Place] = set()
         self._rows = 0
         self._files: list[Written] = []
@@ -420,9 +426,10 @@ class Landing:
         if decoded.found:
             self._has_new_fields = True
             self._evolution.add(NewFields(partition, offsets[row].as_py(), fields) for row, fields in decoded.found)
-        if decoded.widening is not None and self._widening is None:
-            row, places = decoded.widening
-            self._widening = WideningNeed(partition, offsets[row].as_py(), sorted(places))
+        if decoded.widening is not None:
+            row, places, all_places = decoded.widening
+            self._widening = self._widening or WideningNeed(partition, offsets[row].as_py(), sorted(places))
+            self._fractions |= all_places
         for place in self._work.new_longs - self._large:
             numbers = values_at(decoded.columns, place)
             if numbers is not None and is_inexact(numbers):
@@ -505,8 +512,15 @@ class Landing:
         if self._must_repeat:
             self.abort()
             found = tuple(one for one in self._evolution.messages if one not in self._work.found)
-            need = self._widening
-            return Report(topic=self._topic, rows=self._rows, lost=lost, found=found, widening=need, large=large)
+            return Report(
+                topic=self._topic,
+                rows=self._rows,
+                lost=lost,
+                found=found,
+                widening=self._widening,
+                fractions=frozenset(self._fractions),
+                large=large,
+            )
         self._files.extend(self._work.writer.close())
         quarantined = tuple(self._work.quarantine.close())
         return Report(

@@ -85,8 +85,8 @@ class TopicBatch:
     """The messages with ids, those that are not landed too; None without deduplication."""
     widening: WideningNeed | None = None
     """The first message that needs wider columns, until `make_room`."""
-    large: frozenset[Place] = frozenset()
-    """The new long columns with numbers that doubles cannot hold; with `widening`."""
+    new_doubles: frozenset[Place] = frozenset()
+    """The new long columns with fractions, and without numbers that doubles cannot hold; with `widening`."""
     widened: int = 0
     """The number of columns that became double."""
     reports: list[Report] = field(default_factory=list)
@@ -182,11 +182,11 @@ class TopicBatch:
         need, self.widening = self.widening, None
         if need is None:
             return
-        places = frozenset(need.places)
-        if places <= self._new_longs() - self.large:
-            self.doubles |= places
+        if self.new_doubles:
+            # In any order of their numbers, these columns are double in the end.
+            self.doubles |= self.new_doubles
         elif self._is_first(need.partition, need.offset):
-            self.fields = retyped(self.fields, places, pa.float64())
+            self.fields = retyped(self.fields, need.places, pa.float64())
         else:
             self._end_before(need.partition, need.offset)
 
@@ -198,6 +198,8 @@ class TopicBatch:
         """End the batch before a message, with which the next one begins."""
         evolution = self.evolution()
         self.found = evolution.before(partition, offset)
+        # The fractions may be beyond the end.
+        self.doubles = frozenset()
         self.next_partition = partition
         last = evolution.position(partition, 0)
         self.admit(
@@ -248,7 +250,9 @@ class TopicBatch:
             self._grow(found)
         else:
             self.widening = need
-            self.large = frozenset().union(*(report.large for report in reports))
+            large = frozenset().union(*(report.large for report in reports))
+            fractions = frozenset().union(*(report.fractions for report in reports))
+            self.new_doubles = fractions & self._new_longs() - large
         return False
 
     def _grow(self, found: Sequence[NewFields]) -> None:
