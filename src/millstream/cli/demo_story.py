@@ -517,16 +517,19 @@ class Story:
             f"it is {end.state}, and the letters are {letters}",
         )
         self._account.step("Fixed, and redriven")
+        # Push may deliver a message more than once, and on a busy machine later than shipping has given it up.
+        await self._until(lambda: poison in self._webhook.orders)
+        pushed = self._webhook.orders[poison]
         self._shipping.is_corrected = True
         redriven = await self._letters(redrive=True)
         self._account.check(len(redriven) == 1, "shipping is fixed, and 1 letter is redriven to it", str(redriven))
         await self._until(lambda: self._shipped(range(poison, poison + 1)))
-        self._account.check(
-            self._webhook.orders[poison] == 1,
-            f"order {poison} is shipped; no other subscription got it again",
-            "others got it",
-        )
         await self._await_processed(everything)
+        self._account.check(
+            self._webhook.orders[poison] == pushed,
+            f"order {poison} is shipped; no other subscription got it again",
+            f"the webhook got it {self._webhook.orders[poison] - pushed} times more",
+        )
         self._check_billed(everything)
         self._account.check(not await self._letters(), "no letter is left", "there are letters")
 
