@@ -75,6 +75,17 @@ async def test_quotas_are_set_described_and_removed(quotas: ClientQuotas, versio
     assert shown(await send_in_version(show, version, describe())) == {ONE: {CONSUMER_BYTE_RATE: 2000.0}}
 
 
+async def test_a_user_may_have_a_quota_before_users_authenticate(quotas: ClientQuotas) -> None:
+    """As in Kafka: quotas are declared before a cluster is secured, and can be removed if that is undone."""
+    alice: Entity = (("user", "alice"), ("client-id", "one"))
+    for rate, stored in ((1.0, {alice: {PRODUCER_BYTE_RATE: 1.0}}), (None, {})):
+        (entry,) = (
+            await send_request(AlterClientQuotas(quotas), alter(alteration(alice, producer_byte_rate=rate)))
+        ).entries
+        assert entry.error_code is ErrorCode.none
+        assert shown(await send_request(DescribeClientQuotas(quotas), describe())) == stored
+
+
 async def test_a_validated_change_is_not_stored(quotas: ClientQuotas) -> None:
     versioned = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
     response = await send_request(AlterClientQuotas(quotas), versioned)
@@ -88,7 +99,6 @@ async def test_a_validated_change_is_not_stored(quotas: ClientQuotas) -> None:
         ((), {"producer_byte_rate": 1.0}, "is empty"),
         ((("ip", "10.0.0.1"),), {"connection_creation_rate": 1.0}, "by address are not available"),
         ((("team", "x"),), {"producer_byte_rate": 1.0}, "'team' is unknown"),
-        ((("user", "alice"),), {"producer_byte_rate": 1.0}, "every client is the user ANONYMOUS"),
         (ONE, {"request_percentage": 50.0}, "request_percentage is a quota of Kafka"),
         (ONE, {"controller_mutation_rate": 5.0}, "controller_mutation_rate is a quota of Kafka"),
         (ONE, {"producer_byte_rate": 0.0}, "greater than 0"),

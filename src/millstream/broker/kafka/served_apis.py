@@ -491,7 +491,7 @@ class ServedApis:
         yield RightsList()
         yield NoteReading()
         yield DescribeClientQuotas(self._parts.declared.quotas)
-        yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
+        yield AlterClientQuotas(self._parts.declared.quotas)
         security, rules = self._parts.declared.security, self._enforced_rules
         yield DescribeAcls(rules)
         yield CreateAcls(rules)

@@ -1,8 +1,8 @@
 """AlterClientQuotas (key 49), versions 0 and 1: sets and removes client quotas.
 
-An entity is a user, a client id or both, each by name or as the default (no name). Limits are `producer_byte_rate` and
-`consumer_byte_rate`, in bytes per second; Kafka's others are refused by name. Each entity is changed as a whole or not
-at all, and the change holds from the next request of its clients on.
+An entity is a user, a client id or both, each by name or as the default (no name); a user need not exist yet. Limits
+are `producer_byte_rate` and `consumer_byte_rate`, in bytes per second; Kafka's others are refused by name. Each entity
+is changed as a whole or not at all, and the change holds from the next request of its clients on.
 
 Version notes: 1 is flexible.
 """
@@ -22,16 +22,15 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import TIMED_OUT, UPDATE, Users, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError
-from millstream.core.quota import ANONYMOUS, DEFAULT, USER, QuotaEntity
+from millstream.core.quota import QuotaEntity
 
 
 class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]):
     key = 49
     versions = (0, 1)
 
-    def __init__(self, quotas: ClientQuotas, *, has_users: bool = False) -> None:
+    def __init__(self, quotas: ClientQuotas) -> None:
         self._quotas = quotas
-        self._has_users = has_users
 
     async def handle(self, request: AlterClientQuotasRequest, client: ClientInfo) -> AlterClientQuotasResponse:
         named = Counter(frozenset(_parts(entry)) for entry in request.entries)
@@ -40,7 +39,6 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
             code, message = ErrorCode.none, None
             try:
                 entity = QuotaEntity.of(_parts(entry))
-                self._check_user(entity)
                 if named[frozenset(_parts(entry))] > 1:
                     raise InvalidRequest(f"{entity} is named more than once in the request")
                 await self._quotas.alter(entity, _changes(entry), validate_only=request.validate_only)
@@ -49,14 +47,6 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
             entity_data = tuple(EntityData(entity_type=kind, entity_name=name) for kind, name in _parts(entry))
             entries.append(EntryData(error_code=code, error_message=message, entity=entity_data))
         return AlterClientQuotasResponse(throttle_time=NO_THROTTLE, entries=tuple(entries))
-
-    def _check_user(self, entity: QuotaEntity) -> None:
-        user = dict(entity.parts).get(USER)
-        if user not in (DEFAULT, ANONYMOUS) and not self._has_users:
-            raise InvalidRequest(
-                f"there is no user {user!r}: without authentication every client is the user {ANONYMOUS}; "
-                "set the quota for that user, for the default user, or by client id"
-            )
 
     @staticmethod
     def changes(
