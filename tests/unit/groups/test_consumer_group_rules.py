@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
 
+from millstream.broker.groups.consumer import reconciliation
 from millstream.broker.groups.consumer.group import ConsumerGroupState
-from millstream.broker.groups.consumer.member import NOTHING, MemberState, overlaps, size_of, union
+from millstream.broker.groups.consumer.member import NOTHING, Assignment, MemberState, overlaps, size_of, union
 from millstream.broker.groups.requests import HeartbeatResult
 from millstream.core.errors import (
     FencedMemberEpoch,
@@ -357,6 +359,24 @@ def test_an_expression_subscribes_to_every_topic_that_it_matches(harness: Consum
     harness.remove_topic("orders")
     harness.settle(matching)
     assert matching.owned == harness.partitions(**{"later.eu": {0, 1}})
+
+
+def test_an_expression_matches_only_topics_that_the_member_may_describe(
+    harness: ConsumerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconciliation, "RIGHTS_REFRESH_MS", 2000)
+    visible = {"orders"}
+    member = SimulatedConsumer("m0", expression=".*")
+
+    def heartbeat() -> Assignment | None:
+        response = harness.send(dataclasses.replace(member.request(), may_describe=visible.__contains__)).result()
+        member.handle_response(response)
+        return response.assignment
+
+    assert heartbeat() == harness.partitions(orders={0, 1, 2, 3})
+    visible.add("bills")
+    harness.advance_ms(2000)
+    assert heartbeat() == harness.partitions(orders={0, 1, 2, 3}, bills={0, 1})
 
 
 def test_names_and_expressions_together(harness: ConsumerHarness) -> None:

@@ -27,6 +27,8 @@ class ConsumerHeartbeat:
     owned: Assignment | None = None
     client_id: str = ""
     client_host: str = ""
+    may_describe: Callable[[str], bool] | None = None
+    """Whether the client may describe a topic, and so match it by an expression; None without authorization."""
 
     @property
     def is_full(self) -> bool:

@@ -59,9 +59,10 @@ class ConsumerGroup:
         self.has_old_topics = False
         self._classic_support: Counter[str] = Counter()
         self._owners: dict[tuple[UUID, int], str] = {}
-        # Soft: the version of the topics up to which this group, and each of its expressions, is current.
+        # Soft: the version of the topics up to which this group, and each of its expressions, is current; for the
+        # latter also when rights were checked.
         self.checked_version: int | None = None
-        self.checked_expressions: dict[str, int] = {}
+        self.checked_expressions: dict[str, tuple[int, int]] = {}
         self.refreshed_ms = 0
         self.target_computed_ms = 0
         self.empty_since_ms = 0

@@ -328,6 +328,9 @@ REFRESH_MS = 1000
 """The minimum interval at which new topics are matched against a group's expressions, so that many new topics cause one
 change."""
 
+RIGHTS_REFRESH_MS = 600_000
+"""How often expressions are matched again although there is no new topic: access rules may have changed."""
+
 EXPRESSIONS_AT_ONCE_MAX = 8
 """The number of expressions refreshed per heartbeat; later heartbeats of any member refresh the rest."""
 
@@ -352,6 +355,7 @@ class Reconciliation:
         after: ConsumerMember,
         context: GroupContext,
         records: list[StateRecord],
+        may_describe: Callable[[str], bool] | None = None,
     ) -> None:
         """`before` is the member as it was, or the static member that it replaces."""
         self.group = group
@@ -359,6 +363,7 @@ class Reconciliation:
         self.records = records
         self._before = before
         self._context = context
+        self._may_describe = may_describe
         self._now_ms = context.clock.now_ms()
         self._resolved: Mapping[str, Resolved] = group.resolved
         instance_id = after.instance_id
@@ -405,8 +410,9 @@ class Reconciliation:
         return True
 
     def _refresh_expressions(self) -> bool:
-        """Match new topics against the group's expressions; return whether some match that did not before."""
-        group, version = self.group, self._context.topics.version
+        """Match topics that the member may describe against the group's expressions; return whether matches changed."""
+        group = self.group
+        version = self._context.topics.version, self._now_ms // RIGHTS_REFRESH_MS
         used = [expression for _, expression in self._current_choices() if expression]
         stale = [one for one in dict.fromkeys(used) if group.checked_expressions.get(one) != version]
         due = self._now_ms - group.refreshed_ms >= REFRESH_MS
@@ -417,13 +423,15 @@ class Reconciliation:
             changed = self._refresh(expression, version) or changed
         return changed
 
-    def _refresh(self, expression: str, version: int) -> bool:
+    def _refresh(self, expression: str, version: tuple[int, int]) -> bool:
         found = self._context.expressions.matches(expression)
+        if self._may_describe is not None:
+            found = frozenset(filter(self._may_describe, found))
         known = self._resolved.get(expression)
         if known is not None and known.topics == found:
             self.group.checked_expressions[expression] = version
             return False
-        resolved = Resolved(found, version, self._now_ms)
+        resolved = Resolved(found, version[0], self._now_ms)
         self.records.append(expression_record(self.group.group_id, expression, resolved))
         self._resolved = {**self._resolved, expression: resolved}
         self.group.refreshed_ms = self._now_ms
@@ -571,7 +579,14 @@ class Heartbeats:
         before = self._find_or_create_member(group, member_id, request, records)
         after = before.saying(_updated_subscription(before.subscription, request))
         check_room(group, after, self._context)
-        reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
+        reconciliation = Reconciliation(
+            group,
+            before=before,
+            after=after,
+            context=self._context,
+            records=records,
+            may_describe=request.may_describe,
+        )
         member = reconciliation.run(request.owned)
         self._context.sessions.keep_alive(group.group_id, member)
         # A member that joins, or sends everything, may not know its assignment.

@@ -11,13 +11,14 @@ member (UNKNOWN_MEMBER_ID), an instance id that another process has not left (UN
 (FENCED_INSTANCE_ID), an unknown assignor (UNSUPPORTED_ASSIGNOR), a full group (GROUP_MAX_SIZE_REACHED), and a group
 that does not exist, or is a classic one that cannot become a consumer group (GROUP_ID_NOT_FOUND).
 
-Version 1 adds subscriptions by regular expression, in RE2's syntax (INVALID_REGULAR_EXPRESSION), and lets the member
-choose its id.
+Version 1 adds subscriptions by regular expression, in RE2's syntax (INVALID_REGULAR_EXPRESSION), which match only
+topics that the member may describe, and lets the member choose its id.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 from kio.schema.consumer_group_heartbeat.v1.request import ConsumerGroupHeartbeatRequest
@@ -35,6 +36,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
 from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
+from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest, UnsupportedAssignor
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -109,6 +111,7 @@ def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) ->
         client_id=client.client_id,
         # Kafka shows the address of a member in the form that Java prints.
         client_host=f"/{client.host}",
+        may_describe=None if client.rights is None else partial(client.rights.topic, Operation.DESCRIBE),
     )
 
 
