@@ -47,7 +47,7 @@ HANDSHAKES_MAX = 256
 """TLS handshakes in progress. Their buffers take up to 256 KiB each, and clients that never finish one must not keep
 others out."""
 ACCEPT_RETRY_S = 0.1
-OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX) + HANDSHAKES_MAX
+OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX + HANDSHAKES_MAX)
 """Client connections, and the connections to brokers that requests wait on."""
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections, so that none is closed while a request is being sent."""

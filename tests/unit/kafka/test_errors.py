@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from kio.schema.elect_leaders.v1.request import ElectLeadersRequest
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import error_code, error_message
+from millstream.broker.kafka.api import Api, ClientInfo, error_code, error_message
 from millstream.core import errors
+from millstream.protocol.messages.codec import build_request
 from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code, no_coordinator_error
+from millstream_testing.api_requests import send_request
 
 # These never reach a client, so their codes do not matter.
 INTERNAL: set[type[errors.MillstreamError]] = {
@@ -45,6 +50,38 @@ def test_every_error_that_clients_can_cause_has_a_code(kind: type[errors.Millstr
     code = error_code(blank(kind))
     assert code not in (ErrorCode.unknown_server_error, ErrorCode.none)
     assert error_message(blank(kind)) == "said"
+
+
+class FailingElection(Api[ElectLeadersRequest, Any]):
+    """Fails as a whole; only version 1 of its response has a field for that."""
+
+    key = 43
+    versions = (0, 1)
+    changes = None
+
+    def __init__(self, error: errors.MillstreamError) -> None:
+        self._error = error
+
+    async def handle(self, request: ElectLeadersRequest, client: ClientInfo) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("version", "error"),
+    [(1, errors.ProtocolViolation("it ends the connection")), (0, errors.PolicyViolation("it is not a success"))],
+)
+async def test_an_error_that_a_response_cannot_report_ends_the_connection(
+    version: int, error: errors.MillstreamError
+) -> None:
+    request = build_request("elect_leaders", version, topic_partitions=None, timeout=timedelta(seconds=1))
+    with pytest.raises(type(error)):
+        await send_request(FailingElection(error), request)
+
+
+async def test_an_error_of_a_whole_request_has_its_code_in_the_response() -> None:
+    request = build_request("elect_leaders", 1, topic_partitions=None, timeout=timedelta(seconds=1))
+    response = await send_request(FailingElection(errors.PolicyViolation("refused")), request)
+    assert response.error_code is ErrorCode.policy_violation
 
 
 def test_long_messages_are_truncated() -> None:

@@ -28,7 +28,14 @@ from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
-from millstream.core.errors import InvalidAssignment, MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
+from millstream.core.errors import (
+    InvalidAssignment,
+    MillstreamError,
+    ProtocolViolation,
+    RequestTimedOut,
+    UnknownTopic,
+    UnknownTopicId,
+)
 from millstream.core.quota import ANONYMOUS
 from millstream.core.topic import Topic
 from millstream.protocol.messages.codec import (
@@ -210,10 +217,10 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
         """Respond to a request that failed as a whole; overridden by APIs whose response has no field for that."""
         kind = load_response_class(self.key, self.versions[1])
+        if not _reports_errors(kind):
+            raise error
         reported = {"error_code": error_code(error), "error_message": error_message(error)}
         known = {field.name: reported[field.name] for field in fields(kind) if field.name in reported}
-        if "error_code" not in known:
-            raise error
         response: ResponseT = build_message(kind, known)
         return response
 
@@ -230,10 +237,21 @@ class Api(ABC, Generic[RequestT, ResponseT]):
                 work = guard_of(self.key)(self, upgraded, client, client.rights)
                 cls = type(self)
                 response = await record_changes(cls.__name__, cls.changes, upgraded, client.rights, work)
+        except ProtocolViolation:
+            # It ends the connection.
+            raise
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
+            if _reports_errors(type(response)) and not _reports_errors(load_response_class(self.key, version)):
+                # An older version has no field for it, and would report a success.
+                raise
         return self.downgrade(version, response)
+
+
+def _reports_errors(kind: type) -> bool:
+    """Whether a response has a field for an error of the whole request."""
+    return any(field.name == "error_code" for field in fields(kind))
 
 
 class VersionedApi(Api[Versioned[M], ResponseT], Generic[M, ResponseT]):

@@ -11,6 +11,7 @@ from typing import Any, Final
 from millstream.broker.cluster.broker_settings import ALL_NODES, TOPIC_DEFAULTS, BrokerSettings
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.declared_state import DeclaredGroups
+from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config, ListenerConfig
 from millstream.core.group import DECLARED
@@ -166,7 +167,9 @@ def cluster_settings(settings: BrokerSettings) -> Iterator[SettingView]:
             yield SettingView(DYNAMIC[name], (Synonym(name, value, SOURCE_ALL_BROKERS),), read_only=False)
 
 
-def node_settings(config: Config, topic_defaults: TopicSettings, settings: BrokerSettings) -> Iterator[SettingView]:
+def node_settings(
+    config: Config, node: Node, topic_defaults: TopicSettings, settings: BrokerSettings
+) -> Iterator[SettingView]:
     """Yield every setting of this node, with the names that Kafka's tools expect.
 
     `topic_defaults` are those of the node's configuration.
@@ -189,16 +192,21 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
                 synonyms.insert(0, Synonym(kafka_name, value_text(value), SOURCE_NODE))
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
             yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=False)
-    yield from _addresses(config)
+    yield from _addresses(config, node)
 
 
-def _addresses(config: Config) -> Iterator[SettingView]:
+def _addresses(config: Config, node: Node) -> Iterator[SettingView]:
     """Yield where this node listens, and what it tells clients to connect to, as Kafka's brokers show it."""
-    bound = [(_security_protocol(one), one.address, one.advertise or one.address) for one in config.all_listeners]
-    for name, value in (
-        ("listeners", ",".join(f"{protocol}://{address}" for protocol, address, _ in bound)),
-        ("advertised.listeners", ",".join(f"{protocol}://{address}" for protocol, _, address in bound)),
-    ):
+    listeners, advertised = [], []
+    for one in config.all_listeners:
+        address, protocol = one.address, _security_protocol(one)
+        endpoint = node.endpoints.get(one.name)
+        if endpoint is not None and not one.advertise:
+            # The real port, if the configured one is 0.
+            address = f"{address.rpartition(':')[0]}:{endpoint[1]}"
+        listeners.append(f"{protocol}://{address}")
+        advertised.append(f"{protocol}://{one.advertise or address}")
+    for name, value in (("listeners", ",".join(listeners)), ("advertised.listeners", ",".join(advertised))):
         declared = Setting(name=name, kind=str, default="", description=f"To change it: {_MISSING[name]}.")
         yield SettingView(declared, (Synonym(name, value, SOURCE_NODE),), read_only=True)
 

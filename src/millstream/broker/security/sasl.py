@@ -290,8 +290,10 @@ class _Bearer:
             raise AuthenticationFailed("a message of OAUTHBEARER cannot be read")
         verified = await self._authenticator.verify(BearerToken(text=token.strip()))
         name = verified.principal.removeprefix(user_principal(""))
-        if _decode_name(authorized) not in ("", ",", f"a={name},"):
-            raise AuthenticationFailed(f"the token is of {verified.principal}, which cannot act for another principal")
+        if _decode_name(authorized.removesuffix(",").removeprefix("a=")) not in ("", name):
+            raise AuthenticationFailed(
+                f"the token belongs to {verified.principal}, and cannot be used for another principal"
+            )
         return b"", verified
 
 

@@ -405,7 +405,7 @@ class Delivery:
         """Write pending changes without waiting for others: a response with messages waits for them."""
         self._shared_until = 0.0
         if self._write_timer is not None and self._closed is None:
-            self._write_pending()
+            self._write_due()
 
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""

@@ -218,7 +218,8 @@ class ParkedLease(Parked):
                 self._grants, self._error = [], error
         for write in writes:
             write.listen(self._on_stored)
-        self._respond_if_done()
+        if self._grants is not None:
+            self._respond_or_hasten()
         return cast("Buffers", self.buffers) if self.is_resolved else self
 
     def abandon(self) -> None:
@@ -238,18 +239,21 @@ class ParkedLease(Parked):
     def _on_granted(self, grant: Grant | None) -> None:
         self._wait = None
         self._grants = [] if grant is None else [grant]
-        self._respond_if_done()
+        self._respond_or_hasten()
 
     def _on_stored(self, _error: MillstreamError | None) -> None:
         self._unstored -= 1
         self._respond_if_done()
 
-    def _respond_if_done(self) -> None:
-        if self._grants is None:
-            return
+    def _respond_or_hasten(self) -> None:
+        """Respond to a request that no longer waits for messages, or begin the writes that it waits for."""
         if self._unstored:
             for delivery in self._deliveries:
                 delivery.hasten_write()
+        self._respond_if_done()
+
+    def _respond_if_done(self) -> None:
+        if self._grants is None or self._unstored:
             return
         grants, self._grants = self._grants, None
         try:

@@ -77,7 +77,7 @@ class _ExpressionMatches:
 class Expressions:
     """The expressions of all groups. A name is matched against an expression once, not each time topics change.
 
-    An expression must match the whole name. Like in Kafka, it can match internal topics.
+    An expression must match the whole name. As in Kafka, it can match internal topics.
     """
 
     def __init__(self, topics: TopicView) -> None:

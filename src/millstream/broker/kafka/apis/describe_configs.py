@@ -100,7 +100,8 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             if name != str(self._membership.me.node_id):
                 raise InvalidRequest(f"this is node {self._membership.me.node_id}; ask node {name} for its settings")
             replication = min(self._config.default_replication, len(self._membership.nodes()))
-            return node_settings(self._config, self._topics.static_defaults_for(replication), settings)
+            defaults = self._topics.static_defaults_for(replication)
+            return node_settings(self._config, self._membership.me, defaults, settings)
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             check_group_name(name)
             # An undeclared group has the defaults, as in Kafka.

@@ -88,9 +88,9 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
             return None
         if not request.wait_ms:
             return None
-        _check(request)
         if client.rights is not None:
             check_needs(_needed_rights(subscription.name, subscription.topics), client.rights)
+        _check(request)
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
         if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
             return None
