@@ -188,7 +188,8 @@ def test_topics_are_searched_while_typing(console: Console) -> None:
     watched = console.page("/topics")
     watched.page.get_by_label("Search by name").press_sequentially("orde")
     expect(watched.page.get_by_role("rowheader")).to_have_text(["orders"])
-    assert "search=orde" in watched.page.url
+    # What was typed first may have been searched for already.
+    expect(watched.page).to_have_url(re.compile("search=orde"))
     save_screenshot(watched.page, "topics")
     assert watched.problems == []
 

@@ -324,11 +324,7 @@ class Topics:
         return self._view.states.get(partition)
 
     async def confirm_leader(self, partition: Partition, epoch: Epoch) -> None:
-        """Raise `NotLeader` unless this node leads a partition in an epoch, which the coordination store decides.
-
-        A node learns late that another was elected. Until then it can acknowledge nothing, but it can refuse batches
-        because of what its successor has stored.
-        """
+        """Raise `NotLeader` if the coordination store names another leader, of which this node may not know yet."""
         key = keys.partition_key((partition.topic.topic_id, PartitionIndex(partition.index)))
         entry = (await self._coordination.read(key)).entries.get(key)
         state = None if entry is None else PartitionState.from_json(entry.value)
