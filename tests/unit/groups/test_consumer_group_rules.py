@@ -379,6 +379,25 @@ def test_an_expression_matches_only_topics_that_the_member_may_describe(
     assert heartbeat() == harness.partitions(orders={0, 1, 2, 3}, bills={0, 1})
 
 
+def test_members_with_different_rights_do_not_change_the_matches_of_an_expression_in_turn(
+    harness: ConsumerHarness,
+) -> None:
+    rights = {"m0": {"orders"}, "m1": {"orders", "bills"}}
+    both = [SimulatedConsumer(name, expression=".*") for name in rights]
+    epochs = set()
+    for turn in range(8):
+        # The other one is the first whose heartbeat looks for topics again.
+        for member in both if turn % 2 or not turn else reversed(both):
+            may_describe = rights[member.member_id].__contains__
+            response = harness.send(dataclasses.replace(member.request(), may_describe=may_describe)).result()
+            member.handle_response(response)
+            member.apply_assignment()
+        harness.advance_ms(1000)
+        if turn >= 4:
+            epochs.add(tuple(member.epoch for member in both))
+    assert len(epochs) == 1
+
+
 def test_names_and_expressions_together(harness: ConsumerHarness) -> None:
     both = SimulatedConsumer("m0", "bills", expression="ord.*")
     named = SimulatedConsumer("m1", "orders")

@@ -414,7 +414,8 @@ class Reconciliation:
         group = self.group
         version = self._context.topics.version, self._now_ms // RIGHTS_REFRESH_MS
         used = [expression for _, expression in self._current_choices() if expression]
-        stale = [one for one in dict.fromkeys(used) if group.checked_expressions.get(one) != version]
+        checked = group.checked_expressions
+        stale = [one for one in dict.fromkeys(used) if one not in self._resolved or checked.get(one) != version]
         due = self._now_ms - group.refreshed_ms >= REFRESH_MS
         stale = [one for one in stale if due or one not in self._resolved]
         own = self.member.subscription.expression
@@ -428,8 +429,9 @@ class Reconciliation:
         if self._may_describe is not None:
             found = frozenset(filter(self._may_describe, found))
         known = self._resolved.get(expression)
+        # Also if they changed: another member may have other rights, and must not change them back.
+        self.group.checked_expressions[expression] = version
         if known is not None and known.topics == found:
-            self.group.checked_expressions[expression] = version
             return False
         resolved = Resolved(found, version[0], self._now_ms)
         self.records.append(expression_record(self.group.group_id, expression, resolved))
