@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-PRODUCE, LATENCY, REQUESTS, START = "produce", "latency", "requests", "start"
-KINDS = (PRODUCE, LATENCY, REQUESTS, START)
+PRODUCE, LATENCY, REQUESTS, FIXED, START = "produce", "latency", "requests", "fixed", "start"
+KINDS = (PRODUCE, LATENCY, REQUESTS, FIXED, START)
 
 ALWAYS, INTERVAL, OS = "always", "interval", "os"
 FLUSHES = (ALWAYS, INTERVAL, OS)

@@ -5,7 +5,8 @@
 BEFORE and AFTER are commits, or folders with a checkout; without AFTER it is this checkout. In each round of a line
 both servers are measured once, and which one is first alternates. A row shows the median of both, and the ratio of
 after to before with its 95% confidence interval, from the rounds as pairs. A line is worse if the whole interval is
-above 1; the exit code is then 1. The client and the method are those of `benchmarks.run`.
+above 1; the exit code is then 1. The client and the method are those of `benchmarks.run`; the lines with fixed requests
+(`benchmarks.fixed_requests`) send both versions the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 from benchmarks import cases, machine, reader
-from benchmarks.cases import ALWAYS, FAST, REQUESTS, SAFE, Case
+from benchmarks.cases import ALWAYS, FAST, FIXED, REQUESTS, SAFE, Case
 from benchmarks.run import turns
 from benchmarks.subject import Measured
 from benchmarks.subjects import Millstream, TlsListener
@@ -45,6 +46,9 @@ LINES = (
     replace(FAST, tls=True),
     Case(kind=REQUESTS, flush=ALWAYS, partitions=1),
     Case(kind=REQUESTS, flush=cases.OS, partitions=1),
+    replace(SAFE, kind=FIXED),
+    replace(FAST, kind=FIXED),
+    replace(FAST, kind=FIXED, size_bytes=100),
 )
 _ROOT = Path(__file__).resolve().parent.parent
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

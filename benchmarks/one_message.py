@@ -9,7 +9,8 @@ a response; the server's CPU time, context switches and wake-ups of its loop for
 another working tree alternately with this one, in the same run, since a shared machine is never idle for long.
 
 `--floor` measures a publish without workers, and its lower bounds at that rate: a sync of a file, and a round trip to
-the limit server that stores nothing.
+the limit server that stores nothing. It also measures what the rate itself costs: the CPU time of a fixed piece of
+Python work, which needs neither the network nor the disk, back to back and at that rate.
 
 `--trace` sends messages one by one through a server with timed steps, and prints the median of each step. `--strace`
 counts the system calls for each message, where strace may attach.
@@ -74,6 +75,9 @@ TRACE_PAUSE_S: Final = 0.003
 END_S_MAX: Final = 10.0
 IDLE_S_MAX: Final = 30.0
 IDLE_POLL_S: Final = 0.5
+WORK: Final = (
+    "def f(a, b=1, *c, **d):\n    x = [i * 2 for i in range(3) if i]\n    return {'a': (b, c)} if x else f'{a}'\n" * 2
+)
 ROOT: Final = Path(__file__).parent.parent
 _SIZE: Final = struct.Struct(">i")
 _ADMIN_S_MAX: Final = 30.0
@@ -528,6 +532,20 @@ def sync_at_rate(folder: Path, rate_per_s: int, seconds: float) -> np.ndarray[An
     return took_ms
 
 
+def work_at_rate(rate_per_s: int, seconds: float) -> float:
+    """Return the CPU time in µs of compiling the same text, at a rate, or back to back if the rate is 0."""
+    count = int((rate_per_s or 1_000) * seconds)
+    schedule = Schedule(time.monotonic_ns(), rate_per_s or 1, count)
+    took_s = 0.0
+    for number in range(count):
+        if rate_per_s:
+            time.sleep(max(0.0, (schedule.due_at(number) - time.monotonic_ns()) / NS_PER_S))
+        began = time.thread_time()
+        compile(WORK, "work", "exec")
+        took_s += time.thread_time() - began
+    return took_s * 1e6 / count
+
+
 def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
     """Measure a publish, a sync and a round trip in turn."""
     with ExitStack() as stack:
@@ -540,7 +558,9 @@ def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
         limits["this tree"] = stack.enter_context(opened(own, "floor", given.flush, 0))
         for rate in given.rates:
             rounds: dict[str, list[list[float]]] = {}
+            work: list[tuple[float, float]] = []
             for _ in range(given.rounds):
+                work.append((work_at_rate(0, given.seconds), work_at_rate(rate, given.seconds)))
                 synced = sync_at_rate(folder, rate, given.seconds)
                 rounds.setdefault("a bare fdatasync", []).append([percentile(synced, 50), percentile(synced, 99)])
                 for name, load in limits.items():
@@ -553,6 +573,8 @@ def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
                 medians = [statistics.median(column) for column in zip(*measured, strict=True)]
                 table.rows.append([name, *(f"{value:.2f}" for value in medians)])
             console.print(table.rich())
+            hot, cold = (statistics.median(column) for column in zip(*work, strict=True))
+            console.print(f"CPU of the same Python work: {hot:.0f} µs back to back, {cold:.0f} µs at {rate:,}/s")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -33,7 +33,7 @@ LATENCY_TIMES: Final = 2
 BACKLOG: Final = 20_000
 """The backlog at which publishers pause."""
 THROUGHPUT: Final = tuple(QueueCase(size, workers) for size in (100, 1024) for workers in (1, 10, 100))
-LATENCY: Final = tuple(QueueCase(1024, 10, rate) for rate in (1_000, 5_000))
+LATENCY: Final = tuple(QueueCase(1024, 10, rate) for rate in (100, 1_000, 5_000))
 PARTS: Final = ("throughput", "latency", "backlog")
 _WARM: Final = QueueCase(1024, 10)
 _WIDTH: Final = 180

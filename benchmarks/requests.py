@@ -27,14 +27,14 @@ def first_response(address: str, topic: str) -> float:
     """Return the seconds until a new client has metadata of its topic, which that request creates."""
     began = time.perf_counter()
     with connect(address) as peer:
-        _wait_for_topic(peer, topic)
+        wait_for_topic(peer, topic)
     return time.perf_counter() - began
 
 
 def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
     """Measure messages one after the other, then with many in flight, for some seconds each."""
     with connect(target.address) as peer:
-        _wait_for_topic(peer, target.topic)
+        wait_for_topic(peer, target.topic)
         request = produce_frame(target.topic, case.size_bytes)
         for _ in range(200):
             _exchange(peer, request)
@@ -109,16 +109,17 @@ def request_frame(key: int, version: int, body: bytes) -> bytes:
     return struct.pack(">i", len(header) + len(body)) + header + body
 
 
-def _text(value: str) -> bytes:
+def text(value: str) -> bytes:
+    """Return a string with its length."""
     return struct.pack(">h", len(value)) + value.encode()
 
 
-def _wait_for_topic(peer: socket.socket, topic: str) -> None:
+def wait_for_topic(peer: socket.socket, topic: str) -> None:
     """Request metadata until the topic exists; the first request may create it."""
-    request = request_frame(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
+    request = request_frame(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + text(topic) + b"\x01")
     for _ in range(_METADATA_ATTEMPTS_MAX):
         response = _exchange(peer, request)
-        if struct.pack(">h", 0) + _text(topic) in response:
+        if struct.pack(">h", 0) + text(topic) in response:
             return
         time.sleep(_METADATA_PAUSE_S)
     raise TimeoutError("the server did not create the topic")
@@ -128,6 +129,6 @@ def produce_frame(topic: str, size_bytes: int) -> bytes:
     """Return a Produce request with one message."""
     record = NewRecord(key=None, value=bytes(size_bytes), timestamp_ms=int(time.time() * 1000))
     batch = bytes(encode_batch([record]))
-    body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + _text(topic)
+    body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + text(topic)
     body += struct.pack(">iii", 1, 0, len(batch)) + batch
     return request_frame(_PRODUCE, _PRODUCE_VERSION, body)

@@ -1,7 +1,7 @@
 """`make bench-spark`: `format("millstream")`, Parquet, a row-by-row source and Spark's own connector to Kafka.
 
-    python -m benchmarks.spark [--quick] [--share OF_THE_ROWS] [--rounds N] [--codec NAME] [--ways NAMES] [--only TEXT]
-        [--out FILE]
+    python -m benchmarks.spark [--quick] [--share OF_THE_ROWS] [--rounds N] [--codec NAME] [--variants NAMES]
+        [--only TEXT] [--out FILE]
 
 The same rows with the same columns are read from a topic or from Parquet with the same codec, and dropped or written to
 Parquet; and they are written from Parquet to a topic or to Parquet. Each round measures every variant once in the same
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the rows; what is fixed weighs more with few")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--codec", default="none", help="none, gzip, snappy, lz4 or zstd; of topics and of Parquet")
-    parser.add_argument("--ways", default="", help="beginnings of the names of ways; default: all")
+    parser.add_argument("--variants", default="", help="beginnings of the names of variants; default: all")
     parser.add_argument("--only", default="", help="measure only lines whose title has this, such as `100 B, written`")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Self
 
-from benchmarks import latency, reader, requests, throughput
-from benchmarks.cases import ALWAYS, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
+from benchmarks import fixed_requests, latency, reader, requests, throughput
+from benchmarks.cases import ALWAYS, FIXED, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
 from benchmarks.names import DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import kafka
 from benchmarks.processes import resident_of, resident_of_tree, tree_of
@@ -69,6 +69,8 @@ class KafkaSubject(Subject):
                 return latency.measure(target, case, seconds)
             if case.kind == REQUESTS:
                 return requests.measure(target, case, seconds)
+            if case.kind == FIXED:
+                return fixed_requests.measure(target, case, seconds)
             stored, produced = throughput.produce(target, case, seconds)
             found = {PRODUCED: produced}
             if case.consumes:
