@@ -500,12 +500,15 @@ class Broker:
             data=self._data,
             machine=() if self._machine is None else self._machine.nodes,
         )
+        producer_ids = ProducerIds(core.node.declarations)
+        if not self._is_single:
+            self._supervise("producer ids", producer_ids.run())
         parts = module.ApiDependencies(
             config=config,
             clock=clock,
             topics=core.node.topics,
             membership=core.membership,
-            producer_ids=ProducerIds(core.node.declarations),
+            producer_ids=producer_ids,
             declared=core.node.declared,
             plans=None if self._is_single else core.node.plans,
             knowledge=self._listeners.knowledge,

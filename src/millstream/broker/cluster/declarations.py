@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from uuid import UUID
@@ -203,20 +204,44 @@ _BLOCK = 1000
 
 
 class ProducerIds:
-    """Hands out producer ids from blocks taken from the catalog."""
+    """Hands out producer ids from blocks taken from the catalog.
+
+    While `run` runs, the next block is taken when half of one is used, so that producers can begin while the catalog is
+    unavailable.
+    """
 
     def __init__(self, declarations: Declarations) -> None:
         self._declarations = declarations
-        self._next = 0
-        self._end = 0
+        self._ids: deque[int] = deque()
+        self._is_low = asyncio.Event()
+        self._is_low.set()
         self._lock = asyncio.Lock()
 
     async def next(self) -> ProducerId:
         """Return a producer id that was never used before."""
+        while not self._ids:
+            await self._refill(1)
+        taken = self._ids.popleft()
+        if len(self._ids) <= _BLOCK // 2:
+            self._is_low.set()
+        return ProducerId(taken)
+
+    async def run(self) -> None:
+        """Take blocks ahead; runs forever."""
+        backoff = Backoff()
+        while True:
+            await self._is_low.wait()
+            try:
+                await self._refill(_BLOCK // 2 + 1)
+                self._is_low.clear()
+                backoff.reset()
+            except CatalogUnavailable:
+                # The declarations report it. A producer that needs an id meanwhile tries on its own.
+                await backoff.pause()
+
+    async def _refill(self, least: int) -> None:
+        """Take another block unless there are at least so many ids."""
         async with self._lock:
-            if self._next == self._end:
+            if len(self._ids) < least:
                 first = await self._declarations.call(Catalog.take_producer_ids, _BLOCK)
-                self._next, self._end = first, first + _BLOCK
-            taken = self._next
-            self._next += 1
-            return ProducerId(taken)
+                self._ids.extend(range(first, first + _BLOCK))
