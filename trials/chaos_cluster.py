@@ -4,7 +4,7 @@
 
 The trial and its checks are `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in network
 namespaces and on their own file systems; otherwise links are relays, and no disk is filled. The exit code is 1, and the
-seed is printed, when a message was lost, doubled, out of order or skipped, when replicas differ, or when the cluster
+seed is printed, when a message was lost, duplicated, out of order or skipped, when replicas differ, or when the cluster
 did not recover.
 """
 

@@ -11,7 +11,7 @@ One machine, which starts with three broker processes, has all of these loads at
 In each round every load waits until it has recovered from the last kill. Then a broker process, the supervisor or all
 processes are killed with SIGKILL, and the machine starts with another number of processes after the latter two; some
 rounds add a clean stop and a start with yet another number. The exit code is 1, and the seed is printed, when a message
-was lost, doubled or out of order, or when the machine did not recover.
+was lost, duplicated or out of order, or when the machine did not recover.
 """
 
 from __future__ import annotations

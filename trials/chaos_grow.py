@@ -3,7 +3,7 @@
     python -m trials.chaos_grow [--kills N] [--seed N] [--keep FOLDER]
 
 The trial and its checks are `src/millstream_testing/grow_trial.py`. The exit code is 1, and the seed is printed, when a
-message was lost, doubled, out of order or accepted twice, when replicas differ, or when a step did not complete.
+message was lost, duplicated, out of order or accepted twice, when replicas differ, or when a step did not complete.
 """
 
 from __future__ import annotations

@@ -121,11 +121,11 @@ class Trial:
     def check(self) -> list[str]:
         """Return all violations."""
         lost = sorted(self.acknowledged - self.accepted - self.uncertain)
-        doubled = sorted(name for name, positions in self.positions.items() if len(positions) > 1)
+        duplicated = sorted(name for name, positions in self.positions.items() if len(positions) > 1)
         return [
             *self.violations,
             *(f"{name} was acknowledged and never accepted" for name in lost),
-            *(f"{name} is stored at {sorted(self.positions[name])}" for name in doubled),
+            *(f"{name} is stored at {sorted(self.positions[name])}" for name in duplicated),
             *(bug for node in self._cluster for bug in tracebacks(node)),
         ]
 

@@ -13,7 +13,7 @@ class Kind(StrEnum):
     """What can be wrong with a history."""
 
     LOST = "lost"
-    DOUBLED = "doubled"
+    DUPLICATED = "duplicated"
     REORDERED = "reordered"
     SKIPPED = "skipped"
     INCONSISTENT = "inconsistent"

@@ -11,7 +11,7 @@ A message is its producer and a sequence that the producer counts up with each m
 called `group/member`: each must read in order, and together they must miss nothing. Findings:
 
     lost          acknowledged, but never read
-    doubled       one message at two offsets, although its producer is idempotent
+    duplicated    one message at two offsets, although its producer is idempotent
     reordered     a producer's messages are stored in a different order than they were sent
     skipped       a reader went past an offset without reading it
     inconsistent  an acknowledged offset that is not where the message is, two messages at one offset,
@@ -72,7 +72,7 @@ class Report:
             f"{self.sent:,} sent, {self.acknowledged:,} acknowledged, {self.read:,} read, {self.rewound:,} rewound"
         ]
         if self.ok:
-            lines.append("nothing lost, doubled, reordered, skipped, inconsistent or phantom")
+            lines.append("nothing lost, duplicated, reordered, skipped, inconsistent or phantom")
         lines.extend(f"{kind}: {count:,}" for kind, count in self.counts.items())
         lines.extend(f"  {finding}" for finding in self.findings)
         return "\n".join(lines)
@@ -310,7 +310,7 @@ class _Check:
         self._find_lost()
         self._find_wrong_places()
         certain = self._find_conflicts()
-        first = self._find_doubled(certain)
+        first = self._find_duplicated(certain)
         self._find_reordered(first)
         self._find_skipped()
         return self._report
@@ -380,16 +380,16 @@ class _Check:
         certain: Integers = self._placed[~_in_rows(self._placed[:, :2], one[:, :2])]
         return certain
 
-    def _find_doubled(self, placed: Integers) -> Integers:
+    def _find_duplicated(self, placed: Integers) -> Integers:
         """Find messages at two offsets; return the first position of each message."""
         by_message = placed[np.lexsort((placed[:, 1], placed[:, 0], placed[:, 2]))]
         again = ~_starts(by_message[:, 2:])
         idempotent = ~np.isin(by_message[:, 2] >> SEQUENCE_BITS, list(self._history._repeating))
-        doubled = by_message[again & idempotent]
+        duplicated = by_message[again & idempotent]
         self._add(
-            Kind.DOUBLED,
-            doubled,
-            lambda row: f"{self._describe(doubled[row, 2])} is at {self._places_of(doubled[row, 2])}",
+            Kind.DUPLICATED,
+            duplicated,
+            lambda row: f"{self._describe(duplicated[row, 2])} is at {self._places_of(duplicated[row, 2])}",
         )
         first: Integers = by_message[~again]
         return first

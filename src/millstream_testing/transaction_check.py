@@ -8,7 +8,7 @@ Findings about a recorded history (`transaction_history.py`):
                         its committed offsets are not, or the other way round
     lost                a committed transaction left nothing; a source message before the group's offset was never
                         processed
-    doubled             a message at two offsets; two messages for one source message
+    duplicated          a message at two offsets; two messages for one source message
     skipped             a reader skipped a message that it should have seen, or a program one of its source
     went back           a reader got an earlier offset, or a group's committed offset went back
     reordered           a producer's messages are stored in a different order than they were sent
@@ -73,7 +73,9 @@ class Report:
         )
         lines = [f"{transactions}; {self.visible:,} messages visible, polled {self.polled:,} times"]
         if self.ok:
-            lines.append("nothing torn, lost, doubled, skipped, out of order, read too early or read although aborted")
+            lines.append(
+                "nothing torn, lost, duplicated, skipped, out of order, read too early or read although aborted"
+            )
         lines.extend(f"{kind}: {count:,}" for kind, count in self.counts.items())
         lines.extend(f"  {finding}" for finding in self.findings)
         return "\n".join(lines)
@@ -111,7 +113,7 @@ class _Check:
         self._find_wrong_polls()
         self._find_wrong_inputs()
         self._find_wrong_offsets()
-        effects = self._find_doubled_effects()
+        effects = self._find_duplicate_effects()
         if self._complete:
             self._find_torn()
             self._find_wrong_effects(effects)
@@ -162,7 +164,7 @@ class _Check:
             if self._first.setdefault(message, position) == position:
                 continue
             self._add_once(
-                Kind.DOUBLED, position, f"{self._describe(message)} is at {_format(self._first[message])} too"
+                Kind.DUPLICATED, position, f"{self._describe(message)} is at {_format(self._first[message])} too"
             )
         for message, position in self._first.items():
             output = self._output(message)
@@ -331,7 +333,7 @@ class _Check:
         detail = f"transaction {key[1]} of {key[0]} {ended}, and {len(missing)} of its {total} messages are missing"
         self._report.add(Kind.TORN if torn else Kind.LOST, (outputs[0].topic, outputs[0].partition, -1), detail)
 
-    def _find_doubled_effects(self) -> dict[tuple[Source, str], int]:
+    def _find_duplicate_effects(self) -> dict[tuple[Source, str], int]:
         """Map source messages to their outputs in each topic, and find duplicates."""
         effects: dict[tuple[Source, str], int] = {}
         for message, position in self._visible.items():
@@ -342,7 +344,7 @@ class _Check:
             other = effects.setdefault((source, output.topic), message)
             if other != message:
                 what = f"{self._describe(message)} and {self._describe(other)} at {_format(self._visible[other])}"
-                self._report.add(Kind.DOUBLED, position, f"{what} both come from {_format(source)}")
+                self._report.add(Kind.DUPLICATED, position, f"{what} both come from {_format(source)}")
         return effects
 
     def _find_wrong_effects(self, effects: Mapping[tuple[Source, str], int]) -> None:

@@ -149,7 +149,7 @@ def read_all(cluster: ServerGroup, topic: str, partitions: int = 3) -> list[byte
     return found
 
 
-def check_nothing_lost_or_doubled(cluster: ServerGroup, topic: str, load: Load) -> None:
+def check_nothing_lost_or_duplicated(cluster: ServerGroup, topic: str, load: Load) -> None:
     load.finish()
     assert load.errors == []
     assert Counter(read_all(cluster, topic)) == Counter(load.acknowledged)
@@ -166,7 +166,7 @@ def test_nothing_is_lost_or_duplicated_when_the_leader_is_killed(cluster: Server
     cluster[killed].start()
     load.run(lambda: in_sync(admin, topic))
     load.more(200)
-    check_nothing_lost_or_doubled(cluster, topic, load)
+    check_nothing_lost_or_duplicated(cluster, topic, load)
 
 
 def test_a_rolling_restart_causes_no_client_errors(cluster: ServerGroup, topic: str) -> None:
@@ -178,7 +178,7 @@ def test_a_rolling_restart_causes_no_client_errors(cluster: ServerGroup, topic: 
         load.more(100)
         node.start()
         load.run(lambda: in_sync(admin, topic))
-    check_nothing_lost_or_doubled(cluster, topic, load)
+    check_nothing_lost_or_duplicated(cluster, topic, load)
 
 
 def test_a_group_continues_when_its_coordinator_is_killed(cluster: ServerGroup, topic: str) -> None:

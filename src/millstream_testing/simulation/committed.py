@@ -81,7 +81,7 @@ class Committed:
         sequence = header.base_sequence
         if not header.is_control:
             if sequence != expected:
-                kind = "doubled or out of order" if sequence < expected else "lost"
+                kind = "duplicated or out of order" if sequence < expected else "lost"
                 raise Violation(
                     f"{self.name}: producer {producer} has sequence {sequence} committed instead of {expected} ({kind})"
                 )

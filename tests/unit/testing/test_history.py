@@ -112,7 +112,7 @@ def test_a_lost_message_is_found(scenario: Scenario, data: st.DataObject) -> Non
 def test_a_duplicate_message_is_found_unless_its_producer_may_repeat(scenario: Scenario, data: st.DataObject) -> None:
     message, partition, _ = choose_acked(data.draw, scenario)
     scenario.logs[partition].append(message)
-    assert scenario.counts() == {Kind.DOUBLED: 1}
+    assert scenario.counts() == {Kind.DUPLICATED: 1}
     scenario.repeating.add(message[0])
     assert scenario.counts() == {}
 

@@ -26,8 +26,8 @@ def test_partitions_and_keys_may_come_in_any_order() -> None:
 def test_missing_duplicate_foreign_and_reordered_messages_are_reported() -> None:
     assert faults_of(map(moved, WANTED[1:]), WANTED) == ["Place(partition=0, offset=0) is missing"]
     assert faults_of(map(moved, WANTED), WANTED[:-1]) == ["Place(partition=1, offset=3) does not belong there"]
-    doubled = faults_of(map(moved, [*WANTED, WANTED[-1]]), WANTED)
-    assert doubled[0] == "Place(partition=1, offset=3) is there 2 times"
+    duplicated = faults_of(map(moved, [*WANTED, WANTED[-1]]), WANTED)
+    assert duplicated[0] == "Place(partition=1, offset=3) is there 2 times"
     swapped = [WANTED[1], WANTED[0], *WANTED[2:]]
     assert faults_of(map(moved, swapped), WANTED) == [
         "Place(partition=0, offset=0) with the key b'a' stands behind Place(partition=0, offset=1)"

@@ -218,7 +218,7 @@ def test_a_partially_visible_transaction_without_a_response_is_torn(scenario: Sc
     counts = scenario.counts()
     assert counts.pop(Kind.TORN) == 1
     # Its source was processed again, unless this was the last attempt.
-    assert set(counts) <= {Kind.DOUBLED}
+    assert set(counts) <= {Kind.DUPLICATED}
 
 
 @given(scenarios())
@@ -258,7 +258,7 @@ def test_an_unprocessed_source_behind_the_group_is_lost(scenario: Scenario) -> N
 def test_a_message_at_two_offsets_is_found(scenario: Scenario, data: st.DataObject) -> None:
     one, entry = choose(scenario, data, "committed")
     scenario.logs[_where(one, entry)].append(Entry(entry.message, visible=True, visible_at=next(scenario.clock)))
-    assert scenario.counts() == {Kind.DOUBLED: 1}
+    assert scenario.counts() == {Kind.DUPLICATED: 1}
 
 
 def _where(one: TransactionBegun, entry: Entry) -> Where:
@@ -273,7 +273,7 @@ def test_a_source_that_was_processed_twice_is_found(scenario: Scenario, data: st
     scenario.end(scenario.begin("zombie", 1, consumed.partition, first=consumed.first), "without a response, committed")
     observed_offsets = scenario.observed_offsets.pop()
     scenario.position[consumed.partition] = max(scenario.position[consumed.partition], observed_offsets.offset)
-    assert scenario.counts() == {Kind.DOUBLED: 2}
+    assert scenario.counts() == {Kind.DUPLICATED: 2}
 
 
 @given(scenarios(), st.data(), st.sampled_from(["audit", "other", "all"]))

@@ -144,7 +144,7 @@ class Run:
             for number, is_committed in partition.outcomes.items():
                 if is_committed:
                     committed.setdefault(self.parts[number], set()).add(number)
-        assert all(len(numbers) == 1 for numbers in committed.values()), f"doubled: {committed}"
+        assert all(len(numbers) == 1 for numbers in committed.values()), f"duplicated: {committed}"
         last = self.coordinator.shard.batches.last_batch_of(QUERY)
         assert set(committed) <= {(batch, part) for batch in range(last + 1) for part in range(PARTS)}
 

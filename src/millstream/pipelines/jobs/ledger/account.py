@@ -144,7 +144,7 @@ class Account:
 
     def __post_init__(self) -> None:
         self._outcomes: Outcomes = np.zeros(self.size, np.uint8)
-        self._doubled: Outcomes = np.zeros(self.size, np.uint8)
+        self._duplicated: Outcomes = np.zeros(self.size, np.uint8)
         self._low = self.base
         self._is_on = False
         # Missing frames since the last window: the row of the batch before which they are missing, and their numbers.
@@ -177,7 +177,7 @@ class Account:
         codes, starts, ends = codes[relevant], starts[relevant], ends[relevant]
         if len(codes):
             self._low = min(self._low, int(starts.min()))
-            apply_events(codes, starts, ends, self._outcomes, self._doubled, self.base)
+            apply_events(codes, starts, ends, self._outcomes, self._duplicated, self.base)
 
     def _apply_one(self, events: pa.Table, at: int, code: int, offset: int) -> None:
         if code == WINDOW:
@@ -286,7 +286,7 @@ class Account:
         outcomes[:begin] = UNRECORDED
         outcomes[after:] = UNRECORDED
         if self.delivery == EXACTLY_ONCE:
-            again = (self._doubled == 1) & (outcomes != UNRECORDED)
+            again = (self._duplicated == 1) & (outcomes != UNRECORDED)
             self._find_all("duplicated", again, 0, "it was accepted or leased again after it had been accepted")
         self._find_all("expired", outcomes == EXPIRED, 0, "retention deleted it before it was accepted")
 

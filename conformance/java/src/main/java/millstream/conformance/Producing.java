@@ -254,7 +254,7 @@ final class Producing implements Trial.Suite {
         }
     }
 
-    /** A producer and a consumer live through a restart: nothing lost, nothing doubled, in order. */
+    /** A producer and a consumer live through a restart: nothing lost, nothing duplicated, in order. */
     private void survives(String kind) throws Exception {
         String topic = clients.topic(1);
         List<Future<RecordMetadata>> sent = new ArrayList<>();
