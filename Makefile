@@ -73,7 +73,7 @@ bench-cluster: $(DEV_STAMP) ## Measure three nodes against one, failover over 50
 bench-upsert: $(DEV_STAMP) ## Measure what batches of changes to random keys cost an upsert table, beside deltalake's MERGE (a minute; BENCH_ARGS="--keys 10000000": 5)
 	@$(BIN)/python -m benchmarks.upsert $(BENCH_ARGS)
 
-bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and reading what is committed, also against Apache Kafka (10 minutes; BENCH_ARGS=--quick: 2)
+bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and reading committed messages, also against Apache Kafka (10 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.transactions $(BENCH_ARGS)
 
 bench-queues: $(DEV_STAMP) ## Measure subscriptions as queues against RabbitMQ, NATS JetStream and Redis (10 minutes; BENCH_ARGS=--quick: 4)

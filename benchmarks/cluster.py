@@ -87,16 +87,16 @@ def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
     if worst is not None:
         good = sum(each >= SHARE_MIN for each in shares)
-        summary = f"{good} of {len(shares)} lines; least {worst[0]:.0%}"
-        share = Target(share.what, share.wanted, good == len(shares), summary, worst[1].case.name)
+        summary = f"{good} of {len(shares)} lines; lowest {worst[0]:.0%}"
+        share = Target(share.metric, share.target, good == len(shares), summary, worst[1].case.name)
     slow = Target("failover, p99", f"below {FAILOVER_S_MAX:g} s", None, "")
     if failovers:
         p99 = percentile(failovers, 99)
-        slow = Target(slow.what, slow.wanted, p99 < FAILOVER_S_MAX, f"{p99:.2f} s over {len(failovers)} kills")
+        slow = Target(slow.metric, slow.target, p99 < FAILOVER_S_MAX, f"{p99:.2f} s over {len(failovers)} kills")
     rest = Target("CPU of a node at rest", f"below {IDLE_PERCENT_MAX:g} % of a core", None, "")
     used = [value for name, value in many.items() if name.endswith("CPU %")]
     if used:
-        rest = Target(rest.what, rest.wanted, max(used) < IDLE_PERCENT_MAX, f"most {max(used):.2f} %")
+        rest = Target(rest.metric, rest.target, max(used) < IDLE_PERCENT_MAX, f"highest {max(used):.2f} %")
     return [share, slow, rest]
 
 
@@ -107,8 +107,8 @@ def _share(line: Line) -> float | None:
 
 def _throughput(results: Results) -> Table:
     names = results.subjects(PRODUCED)
-    columns = ["line", *names, "three of one", *(f"CPU s/GB: {name}" for name in names)]
-    table = Table("Produce at most, MB/s, acks=all", columns)
+    columns = ["line", *names, "three / one", *(f"CPU s/GB: {name}" for name in names)]
+    table = Table("Maximum produce rate, MB/s, acks=all", columns)
     for line in results.lines(PRODUCED):
         cpu = [sum(line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")) for name in names]
         rates = [f"{line.value(name, 'MB/s') or 0:.1f}" for name in names]
@@ -138,14 +138,14 @@ def _failover(failovers: Sequence[float]) -> Table:
 
 
 def _partitions(many: Numbers, partitions: int) -> Table:
-    table = Table(f"{partitions:,} partitions on three nodes, replication 3", ["what", "found"])
+    table = Table(f"{partitions:,} partitions on three nodes, replication 3", ["metric", "measured"])
     table.rows.extend([name, f"{value:,.2f}"] for name, value in many.items())
     return table
 
 
 def _verdict(verdict: Sequence[Target]) -> Table:
-    table = Table("Targets", ["target", "wanted", "verdict", "found", "where"], words=5)
-    table.rows.extend([each.what, each.wanted, each.mark, each.found, each.where] for each in verdict)
+    table = Table("Targets", ["metric", "target", "verdict", "measured", "where"], words=5)
+    table.rows.extend([each.metric, each.target, each.mark, each.measured, each.where] for each in verdict)
     return table
 
 
@@ -158,7 +158,8 @@ def _as_json(
         "failover s": list(failovers),
         "partitions": many,
         "targets": [
-            {"target": one.what, "wanted": one.wanted, "reached": one.reached, "found": one.found} for one in verdict
+            {"metric": one.metric, "target": one.target, "reached": one.reached, "measured": one.measured}
+            for one in verdict
         ],
     }
 

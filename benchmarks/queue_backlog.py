@@ -134,10 +134,10 @@ def measure() -> dict[str, float]:
             # With every tenth message leased, all others come from the backlog.
             short = MIDDLE if spread else SHORT
             costs = [uvloop.run(_measure(server, backlog, spread, found)) for backlog in (short, LONG)]
-            kind = "every tenth leased, in runs of nine" if spread else "not looked at yet"
+            kind = "every tenth leased, in runs of nine" if spread else "not scanned yet"
             for backlog, cost in zip((short, LONG), costs, strict=True):
-                found[f"µs of the server for a message, behind {backlog:,} ({kind})"] = cost
-            found[f"times the cost behind {LONG:,} of that behind {short:,} ({kind})"] = costs[1] / costs[0]
+                found[f"server µs per message, behind a backlog of {backlog:,} ({kind})"] = cost
+            found[f"cost ratio, behind a backlog of {LONG:,} / {short:,} ({kind})"] = costs[1] / costs[0]
         server.stop()
     return found
 
@@ -157,7 +157,7 @@ async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, 
             before = await _resident(server)
             await bench.lease_each_tenth(backlog - AT_ONCE)
             if backlog == LONG:
-                found["a million messages, every tenth leased, add MB"] = (await _resident(server) - before) / 1e6
+                found["memory of a million messages, every tenth leased, MB"] = (await _resident(server) - before) / 1e6
         cost = await bench.cost_us()
         await SubscriptionClient(client).delete(topic)
     admin.delete_topics([topic])[topic].result(30)

@@ -46,35 +46,35 @@ class QueueResults:
         return median(one[what] for one in rounds) if rounds else None
 
 
-def summary(found: QueueResults, line: str) -> str:
+def summary(results: QueueResults, line: str) -> str:
     """Return one line of progress."""
     is_timed = line.endswith("/s")
     cells = []
-    for subject in found.subjects:
-        value = found.median(line, subject, "p99 ms" if is_timed else "messages/s")
+    for subject in results.subjects:
+        value = results.median(line, subject, "p99 ms" if is_timed else "messages/s")
         if value is not None:
             cells.append(f"{subject} {value:,.1f} ms" if is_timed else f"{subject} {value:,.0f}/s")
     return f"{line}: {', '.join(cells)}"
 
 
-def tables(found: QueueResults) -> list[Table]:
+def tables(results: QueueResults) -> list[Table]:
     """Return all tables that have rows."""
-    rates = [line for line in found.lines if not line.endswith("/s")]
-    timed = [line for line in found.lines if line.endswith("/s")]
+    rates = [line for line in results.lines if not line.endswith("/s")]
+    timed = [line for line in results.lines if line.endswith("/s")]
     made = [
-        _machine(found),
-        _subjects(found),
-        _lines(found, "Published, delivered and accepted: messages/s", rates, ("messages/s",), 0),
-        _lines(found, "CPU seconds per million messages: server / client", rates, _CPU),
+        _machine(results),
+        _subjects(results),
+        _lines(results, "Published, delivered and accepted: messages/s", rates, ("messages/s",), 0),
+        _lines(results, "CPU seconds per million messages: server / client", rates, _CPU),
         _lines(
-            found,
+            results,
             "From the scheduled time of a message to its receipt by a worker: p50 / p99 in ms",
             timed,
             ("p50 ms", "p99 ms"),
         ),
-        _lines(found, "CPU seconds per million messages at a rate: server / client", timed, _CPU),
-        _backlog(found),
-        _verdict(found),
+        _lines(results, "CPU seconds per million messages at a rate: server / client", timed, _CPU),
+        _backlog(results),
+        _verdict(results),
     ]
     return [table for table in made if table.rows]
 
@@ -83,55 +83,55 @@ _CPU: Final = ("server CPU s/M", "client CPU s/M")
 _LATE: Final = ("p50 ms", "p99 ms")
 
 
-def _machine(found: QueueResults) -> Table:
-    facts = found.machine | {"measured": found.time} if found.time else found.machine
+def _machine(results: QueueResults) -> Table:
+    facts = results.machine | {"measured": results.time} if results.time else results.machine
     return Table("Queues: the machine", ["", ""], 2, [[name, str(value)] for name, value in facts.items()])
 
 
-def _subjects(found: QueueResults) -> Table:
-    rows = [[name, *described] for name, described in found.subjects.items()]
-    rows += [[name, "", "", f"not measured: {reason}"] for name, reason in found.missing.items()]
+def _subjects(results: QueueResults) -> Table:
+    rows = [[name, *described] for name, described in results.subjects.items()]
+    rows += [[name, "", "", f"not measured: {reason}"] for name, reason in results.missing.items()]
     return Table("Queues: servers and durability", ["", "version", "durable", "client"], 4, rows)
 
 
-def _lines(found: QueueResults, title: str, lines: list[str], what: tuple[str, ...], digits: int = 1) -> Table:
-    table = Table(title, ["line", *found.subjects])
+def _lines(results: QueueResults, title: str, lines: list[str], what: tuple[str, ...], digits: int = 1) -> Table:
+    table = Table(title, ["line", *results.subjects])
     for line in lines:
         cells = []
-        for subject in found.subjects:
-            values = [found.median(line, subject, one) for one in what]
+        for subject in results.subjects:
+            values = [results.median(line, subject, one) for one in what]
             cells.append(" / ".join(f"{value:,.{digits}f}" for value in values if value is not None))
         table.rows.append([line, *cells])
     return table
 
 
-def _backlog(found: QueueResults) -> Table:
-    rows = [[name, f"{value:,.1f}"] for name, value in found.backlog.items()]
+def _backlog(results: QueueResults) -> Table:
+    rows = [[name, f"{value:,.1f}"] for name, value in results.backlog.items()]
     return Table("A backlog", ["", ""], 1, rows)
 
 
-def _verdict(found: QueueResults) -> Table:
-    table = Table("Queues: targets", ["target", "wanted", "verdict", "found"], 4)
+def _verdict(results: QueueResults) -> Table:
+    table = Table("Queues: targets", ["metric", "target", "verdict", "measured"], 4)
     for ours in (SHARE, OWN, SDK):
         for peer in (QUORUM, CLASSIC, REDIS):
-            _compare(table, found, ours, peer, 1.0)
-        _compare(table, found, ours, NATS, LEVEL_MIN)
-    for name, value in found.backlog.items():
+            _compare(table, results, ours, peer, 1.0)
+        _compare(table, results, ours, NATS, LEVEL_MIN)
+    for name, value in results.backlog.items():
         if name.endswith("MB"):
             reached = value < MEMORY_BYTES_MAX / 1e6
             table.rows.append([name, "below 100 MB", _word(reached), f"{value:,.1f}"])
-        elif name.startswith("times"):
+        elif name.startswith("cost ratio"):
             table.rows.append([name, f"at most {COST_TIMES_MAX}", _word(value <= COST_TIMES_MAX), f"{value:,.2f}"])
     return table
 
 
-def _compare(table: Table, found: QueueResults, ours: str, peer: str, least: float) -> None:
+def _compare(table: Table, results: QueueResults, ours: str, peer: str, least: float) -> None:
     for what, is_better_high in (("messages/s", True), ("p50 ms", False), ("p99 ms", False)):
         ratios = {}
-        for line in found.lines:
+        for line in results.lines:
             if line.endswith("/s") == is_better_high:
                 continue
-            pairs = zip(found.lines[line].get(ours, []), found.lines[line].get(peer, []), strict=False)
+            pairs = zip(results.lines[line].get(ours, []), results.lines[line].get(peer, []), strict=False)
             each = [a[what] / b[what] if is_better_high else b[what] / a[what] for a, b in pairs if a[what] and b[what]]
             if each:
                 ratios[line] = median(each)
@@ -141,10 +141,10 @@ def _compare(table: Table, found: QueueResults, ours: str, peer: str, least: flo
         reached = sum(ratio >= least for ratio in ratios.values())
         table.rows.append(
             [
-                f"{ours}, {what}, of {peer}" if is_better_high else f"{ours}, {what}: {peer}'s of ours",
+                f"{what}, {ours} / {peer}" if is_better_high else f"{what}, {peer} / {ours}",
                 f"at least {least:.0%}",
                 _word(reached == len(ratios)),
-                f"{reached} of {len(ratios)} lines; least {ratios[worst]:.0%} ({worst})",
+                f"{reached} of {len(ratios)} lines; lowest {ratios[worst]:.0%} ({worst})",
             ]
         )
 

@@ -51,7 +51,7 @@ def tables(results: Results) -> Iterator[Table]:
     yield _durability(results)
     for direction in (PRODUCED, CONSUMED):
         subjects = results.subjects(direction)
-        title = f"{direction.capitalize()} at most: MB/s (million messages/s)"
+        title = f"Maximum {direction} rate: MB/s (million messages/s)"
         yield _by_line(results, title, subjects, _rate, "MB/s", direction)
     for direction in (PRODUCED, CONSUMED):
         subjects = results.subjects(direction)
@@ -100,7 +100,7 @@ def _by_line(
     """Return a table with a row for each line and a column for each server."""
     table = Table(title, ["line", *subjects])
     if compared is not None:
-        table.header += ["of the limit", "of Kafka"]
+        table.header += ["% of limit", "% of Kafka"]
     for line in results.lines(direction):
         cells = [cell(line, name) if name in line.rounds else NOTHING for name in subjects]
         if compared is not None:
@@ -170,7 +170,7 @@ def _in_flight(line: Line, subject: str) -> str:
 
 def _memory(results: Results) -> Table:
     """Return the memory and startup time of each server."""
-    header = ["server", "start s", "first response after s", "at rest MB", "peak under load MB", "of it children's MB"]
+    header = ["server", "start s", "first response after s", "at rest MB", "peak under load MB", "of which children MB"]
     table = Table("Start, and memory of the whole process tree (resident)", header)
     for name in results.subjects():
         started = next(results.lines(STARTED), None)
@@ -189,15 +189,15 @@ def _peak(results: Results, name: str) -> tuple[str, str]:
 
 
 def _verdict(results: Results) -> Table:
-    table = Table("Targets", ["target", "wanted", "verdict", "found", "furthest from the target"], words=5)
+    table = Table("Targets", ["metric", "target", "verdict", "measured", "furthest from the target"], words=5)
     for target in targets(results):
-        table.rows.append([target.what, target.wanted, target.mark, target.found, target.where])
+        table.rows.append([target.metric, target.target, target.mark, target.measured, target.where])
     return table
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
     """Return the facts about the machine."""
-    table = Table("Measured on", ["what", "which"], words=2)
+    table = Table("Measured on", ["property", "value"], words=2)
     for name, value in facts.items():
         parts = [f"{one} {two}" for one, two in value.items()] if isinstance(value, dict) else [str(value)]
         table.rows.append([name, ", ".join(parts)])

@@ -221,7 +221,7 @@ def lines(compared: Found) -> list[Table]:
     tables = []
     for title, found in compared.items():
         first = next(iter(found.values()))
-        table = Table(title, ["", "million rows/s", "CPU s per million", "the first to this: rate", "CPU"])
+        table = Table(title, ["", "million rows/s", "CPU s per million", "rate, first / this", "CPU, first / this"])
         for name, rounds in found.items():
             row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
             table.rows.append([*row, *(f"{ratio(first, rounds, number):.2f}" for number in ("rows/s", "CPU s/M"))])
@@ -231,7 +231,7 @@ def lines(compared: Found) -> list[Table]:
 
 def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
     """Return the table of targets."""
-    table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
+    table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
     for load, found in copies.items():
         share = ratio(found[LANDED], found[COPIED], "rows/s")
         verdict = "reached" if share > 1 else "not reached"
@@ -251,8 +251,8 @@ def report(facts: dict[str, Any], tables: Sequence[Table]) -> str:
 _METHOD: Final = (
     "These numbers are from `make bench-spark`, which runs all variants in turn in one session and discards the first "
     "turn; the tables show medians of the rounds. CPU is that of the driver, the JVM, the Python workers and the "
-    "broker together. The copy has the same rows, columns, codec (zstd), size of row groups and statistics; both end "
-    "when what they wrote is committed."
+    "broker together. Landing is compared with Spark copying the same rows from Parquet to Parquet: the copy has the "
+    "same columns, codec (zstd), row group size and statistics, and both end with a commit."
 )
 
 

@@ -25,7 +25,7 @@ def test_a_run_records_its_measurements(
     assert found["machine"]["cores"]
     assert {line["direction"] for line in found["lines"]} == {"produce", "consume"}
     assert all(line["subjects"]["limit"]["median"]["messages/s"] > 0 for line in found["lines"])
-    assert "Produce at most" in (tmp_path / "bench.md").read_text()
+    assert "Maximum produce rate" in (tmp_path / "bench.md").read_text()
     assert (tmp_path / "produce.png").exists()
     assert "Targets" in capsys.readouterr().out
     assert run.main(["--show", str(tmp_path / "bench.json"), "--out", str(tmp_path / "again")]) == 0

@@ -42,7 +42,7 @@ def test_a_missed_target_is_reported() -> None:
     slow = server(second=rounds(70, 140, 280), committed=rounds(900, 900, 900))
     goals = transactions.targets({MILLSTREAM: slow, KAFKA: server()})
     assert [goal.reached for goal in goals] == [False, False, True, False, False]
-    assert goals[0].found == "0.70 times, CPU 1.00 times"
+    assert goals[0].measured == "0.70 times, CPU 1.00 times"
 
 
 def test_the_first_server_alternates_between_rounds() -> None:
