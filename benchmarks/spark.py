@@ -181,11 +181,11 @@ def measure_loads(
 
 def check(rows: Rows, variant: Variant) -> None:
     """Check that a variant reads what was written."""
-    wanted = summed(rows.input("input" if variant.rows == rows.load.rows else "part"))
-    got = summed(variant.read())
-    if got != wanted:
+    expected = summed(rows.input("input" if variant.rows == rows.load.rows else "part"))
+    read = summed(variant.read())
+    if read != expected:
         raise WrongRows(
-            f"{variant.name} reads {got[0]} rows with the sum {got[1]}; {wanted[0]} with {wanted[1]} it were"
+            f"{variant.name} reads {read[0]} rows with the sum {read[1]}, not {expected[0]} with {expected[1]}"
         )
 
 
@@ -303,7 +303,9 @@ def ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers], number: str) -> fl
 def lines(found: Found) -> Iterator[Table]:
     """Yield a table for each load and task."""
     for (load, task), by_variant in found.items():
-        table = Table(f"{load}, {task}", ["", "million rows/s", "CPU s per million", "ours to this: rate", "CPU"])
+        table = Table(
+            f"{load}, {task}", ["", "million rows/s", "CPU s per million", "rate, ours / this", "CPU, ours / this"]
+        )
         ours = by_variant.get(OURS, [])
         for name, rounds in by_variant.items():
             row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
@@ -322,7 +324,7 @@ def trigger_table(found: dict[str, list[Numbers]]) -> Table:
 
 def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
     """Return the table of targets."""
-    table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
+    table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
     for (load, task), by_variant in found.items():
         for name, least in LEAST.items():
             # Row-by-row code is usually a source; such a sink is shown, but has no target.
