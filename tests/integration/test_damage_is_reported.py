@@ -47,7 +47,7 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     running = millstream("doctor", "--json")
     assert (running.code, details(running.document, "damage")) == (1, lost)
     (partition,) = millstream("topic", "describe", "harmed", "--json").document["partitions"]
-    assert partition["damage"] == [{"first": 0, "next": end_of_first}, {"first": start_of_active, "next": 9}]
+    assert partition["damage"] == [{"start": 0, "end": end_of_first}, {"start": start_of_active, "end": 9}]
     assert f"DAMAGED  {lost[0]}" in millstream("topic", "describe", "harmed").out
     assert "\nmillstream_log_damaged_ranges 2.0\n" in server.metrics()
 

@@ -154,7 +154,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
         assert (checked.code, details) == (1, reported)
         (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
-        assert partition["damage"] == [{"first": one.start, "next": one.stop} for one in lost]
+        assert partition["damage"] == [{"start": one.start, "end": one.stop} for one in lost]
         shown = millstream("tail", TOPIC, "--from", "start", "--json")
         assert [one["offset"] for one in shown.documents] == sorted(got)
         metrics = server.metrics()
@@ -196,7 +196,7 @@ def test_unreadable_sectors_are_found_and_skipped(tmp_path: Path, monkeypatch: p
         assert {**got, **rest} == {offset: value_of(offset) for offset in range(BATCH_OFFSETS) if offset not in lost}
         asyncio.run(drain(broker.kafka_address, "plain", {}, set(lost)))
         (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
-        assert partition["damage"] == [{"first": lost.start, "next": lost.stop}]
+        assert partition["damage"] == [{"start": lost.start, "end": lost.stop}]
     finally:
         broker.stop_and_wait()
 

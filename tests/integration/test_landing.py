@@ -329,8 +329,8 @@ def test_messages_before_and_after_a_topic_is_recreated_are_landed(setup: Landin
     assert run(job)[-1].rows == 0
     setup.create(topic)
     second = setup.publish(topic, numbered(20, 100))
-    assert run(job)[0].counts["remade"] == 1
-    assert run(job)[0].counts["remade"] == 0
+    assert run(job)[0].counts["recreated"] == 1
+    assert run(job)[0].counts["recreated"] == 0
     job.close()
     assert setup.landed(topic) == sorted(first + second)
     ids = deltalake.DeltaTable(str(setup.lake / topic)).to_pyarrow_table(columns=["topic_id"]).column(0)

@@ -267,7 +267,7 @@ def test_publish_and_pull_over_http_get_retry_after(server: Server, topic: str) 
     for refused in (put[1], put[3], *got[1:]):
         assert int(refused.headers["retry-after"]) > 60
     assert (declared.status_code, settled.status_code, settled.json()["failed"], len(leases)) == (201, 200, 0, 1)
-    assert "millstream_http_turned_away_total 4" in counted
+    assert "millstream_http_rejected_total 4" in counted
 
 
 def test_quotas_survive_a_restart(start_server: Any) -> None:

@@ -17,7 +17,7 @@ from millstream_testing.server import Server
 
 
 def _found(findings: list[Finding]) -> list[tuple[int, str]]:
-    return [(one.kept.offset, one.kind) for one in findings]
+    return [(one.receipt.offset, one.kind) for one in findings]
 
 
 async def test_a_book_reports_messages_that_the_log_has_lost(

@@ -160,12 +160,12 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
 
 
 def _receipt(finding: Finding) -> dict[str, Any]:
-    kept = finding.kept
+    receipt = finding.receipt
     return {
-        "id": kept.id,
-        "topic": kept.topic,
-        "partition": kept.partition,
-        "offset": kept.offset,
+        "id": receipt.id,
+        "topic": receipt.topic,
+        "partition": receipt.partition,
+        "offset": receipt.offset,
         "kind": finding.kind,
         "problem": finding.problem,
     }

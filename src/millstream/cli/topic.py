@@ -382,7 +382,7 @@ def _print_damage(described: dict[str, Any]) -> None:
     from millstream.client.admin.cluster_status import DamagedOffsets
 
     lost = [
-        DamagedOffsets(described["topic"], one["partition"], each["first"], each["next"])
+        DamagedOffsets(described["topic"], one["partition"], each["start"], each["end"])
         for one in described["partitions"]
         for each in one["damage"] or ()
     ]

@@ -67,7 +67,7 @@ class StoredReceipt(msgspec.Struct, frozen=True, array_like=False):
 class Finding(msgspec.Struct, frozen=True):
     """A message that the log does not hold as recorded in the book."""
 
-    kept: StoredReceipt
+    receipt: StoredReceipt
     problem: str
     kind: Kind = MISSING
 
@@ -77,7 +77,9 @@ class Finding(msgspec.Struct, frozen=True):
         return self.kind in (MISSING, CHANGED)
 
     def __str__(self) -> str:
-        return f"{self.kept.id} at {self.kept.topic}-{self.kept.partition}@{self.kept.offset}: {self.problem}"
+        return (
+            f"{self.receipt.id} at {self.receipt.topic}-{self.receipt.partition}@{self.receipt.offset}: {self.problem}"
+        )
 
 
 def digest_of(value: bytes | None) -> str:
@@ -172,12 +174,12 @@ async def check_book(client: Client, path: str | Path) -> ReceiptCheck:
 async def _check_part(client: Client, part: Iterable[StoredReceipt]) -> list[Finding]:
     by_partition: dict[tuple[str, str, int], dict[int, StoredReceipt]] = {}
     findings: list[Finding] = []
-    for kept in part:
-        known = by_partition.setdefault((kept.topic, kept.topic_id, kept.partition), {})
-        if kept.offset in known and known[kept.offset] != kept:
-            text = f"the receipt file has {known[kept.offset].id} at the same position"
-            findings.append(Finding(kept, text, CHANGED))
-        known[kept.offset] = kept
+    for receipt in part:
+        known = by_partition.setdefault((receipt.topic, receipt.topic_id, receipt.partition), {})
+        if receipt.offset in known and known[receipt.offset] != receipt:
+            text = f"the receipt file has {known[receipt.offset].id} at the same position"
+            findings.append(Finding(receipt, text, CHANGED))
+        known[receipt.offset] = receipt
     described = await client.metadata(sorted({topic for topic, _, _ in by_partition}))
     for topic, code in described.errors.items():
         error = error_from_code(code, None, about=f"topic {topic!r}")
@@ -187,7 +189,7 @@ async def _check_part(client: Client, part: Iterable[StoredReceipt]) -> list[Fin
         found = described.topics.get(topic)
         if found is None or str(found.topic_id) != topic_id:
             text = "its topic was deleted" + (" and created again" if found is not None else "")
-            findings += [Finding(kept, text, RECREATED) for kept in expected.values()]
+            findings += [Finding(receipt, text, RECREATED) for receipt in expected.values()]
         else:
             findings += await _check_partition(client, topic, partition, expected)
     return findings
@@ -219,12 +221,12 @@ async def _check_partition(
 def _within(expected: dict[int, StoredReceipt], bounds: OffsetRange) -> tuple[dict[int, StoredReceipt], list[Finding]]:
     """Divide receipts into those that the log may hold, and what is wrong with the others."""
     findings = []
-    for offset, kept in expected.items():
+    for offset, receipt in expected.items():
         if offset < bounds.start:
-            findings.append(Finding(kept, "retention has deleted it", EXPIRED))
+            findings.append(Finding(receipt, "retention has deleted it", EXPIRED))
         elif offset >= bounds.end:
-            findings.append(Finding(kept, f"the log ends before it, at offset {bounds.end}", MISSING))
-    return {offset: kept for offset, kept in expected.items() if bounds.start <= offset < bounds.end}, findings
+            findings.append(Finding(receipt, f"the log ends before it, at offset {bounds.end}", MISSING))
+    return {offset: receipt for offset, receipt in expected.items() if bounds.start <= offset < bounds.end}, findings
 
 
 async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
@@ -234,12 +236,12 @@ async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
     return OffsetRange(earliest, latest)
 
 
-def _compare(kept: StoredReceipt, record: Record | None) -> Finding | None:
+def _compare(receipt: StoredReceipt, record: Record | None) -> Finding | None:
     if record is None:
-        return Finding(kept, "the log has no message there", MISSING)
-    found = message_id(kept.topic_id, kept.partition, kept.offset, record.headers)
-    if found != kept.id:
-        return Finding(kept, f"the log has message {found!r} there", CHANGED)
-    if digest_of(record.value) != kept.digest:
-        return Finding(kept, "the log has another value there", CHANGED)
+        return Finding(receipt, "the log has no message there", MISSING)
+    found = message_id(receipt.topic_id, receipt.partition, receipt.offset, record.headers)
+    if found != receipt.id:
+        return Finding(receipt, f"the log has message {found!r} there", CHANGED)
+    if digest_of(record.value) != receipt.digest:
+        return Finding(receipt, "the log has another value there", CHANGED)
     return None

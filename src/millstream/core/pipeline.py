@@ -303,8 +303,8 @@ class LandSettings(PipelineSettings):
         minimum=1024,
         maximum=1024**3,
     )
-    replaced_kept_ms: int = setting(
-        "replaced.kept.ms",
+    replaced_retention_ms: int = setting(
+        "replaced.retention.ms",
         3600 * 1000,
         "With mode=upsert: how long replaced files are kept for queries that are reading them, in whole hours.",
         minimum=0,

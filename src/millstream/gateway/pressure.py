@@ -30,7 +30,7 @@ class Pressure:
         self._bytes_max = bytes_max
         self.requests = [0] * len(Lane)
         self.bytes = [0] * len(Lane)
-        self.turned_away = 0
+        self.rejected = 0
         self.responses: dict[int, int] = {}
         """The number of responses by status."""
 
@@ -46,12 +46,12 @@ class Pressure:
                 "Memory reserved for API requests in progress.",
                 [[sum(self.bytes), {}]],
             ),
-            _metric("millstream_http_answers_total", "counter", "API responses by status.", responses),
+            _metric("millstream_http_responses_total", "counter", "API responses by status.", responses),
             _metric(
-                "millstream_http_turned_away_total",
+                "millstream_http_rejected_total",
                 "counter",
                 "API requests rejected with 429.",
-                [[self.turned_away, {}]],
+                [[self.rejected, {}]],
             ),
         ]
 
@@ -72,7 +72,7 @@ class Pressure:
 
     def count(self, status: int) -> None:
         if status == HTTPStatus.TOO_MANY_REQUESTS:
-            self.turned_away += 1
+            self.rejected += 1
         self.responses[status] = self.responses.get(status, 0) + 1
 
     def leave(self, lane: Lane) -> None:

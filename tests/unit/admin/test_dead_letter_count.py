@@ -70,7 +70,7 @@ def _declared(name: str, dead_letter_topic: str, queues: list[dict[str, Any]]) -
         "settings": settings,
         "queues": queues,
         "push": [],
-        "kept": [],
+        "stored_queues": [],
     }
 
 

@@ -178,13 +178,13 @@ async def test_requests_beyond_the_limit_get_retry_after(
     scripted.go_on.set()
     assert (await first).json() == {"number": 600}
     assert (await http.put("/raw", content=b"x")).status_code == 200
-    assert (services.pressure.bytes, services.pressure.requests, services.pressure.turned_away) == (
+    assert (services.pressure.bytes, services.pressure.requests, services.pressure.rejected) == (
         [0, 0, 0],
         [0, 0, 0],
         2,
     )
     reported = {one["name"]: one["samples"] for one in services.pressure.metrics()}
-    assert reported["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
+    assert reported["millstream_http_responses_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
 
 
 async def test_long_polls_do_not_count_against_publishers(services: Services) -> None:

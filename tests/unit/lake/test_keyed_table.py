@@ -123,7 +123,7 @@ def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_pa
             reached = end
         if reached:
             check(folder, log[:reached])
-    table = KeyedTable(Storage.at(str(folder)), replaced_kept=timedelta(0))
+    table = KeyedTable(Storage.at(str(folder)), replaced_retention=timedelta(0))
     assert len(deltalake.DeltaTable(str(folder)).file_uris()) > 4, "buckets were split"
     assert table.vacuum() > 0
     check(folder, log)

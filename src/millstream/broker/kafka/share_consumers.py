@@ -82,7 +82,7 @@ class ShareOffsets:
             else:
                 response = await self._send(node.node_id, SubscriptionList.key, request, ListSubscriptionsResponse)
             for subscription in response.subscriptions:
-                stored |= {(topic, partition) for topic, partition in subscription["kept"]}
+                stored |= {(topic, partition) for topic, partition in subscription["stored_queues"]}
                 for queue in subscription["queues"]:
                     found[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
         return found, stored

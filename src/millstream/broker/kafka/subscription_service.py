@@ -92,14 +92,14 @@ class ShareTopics:
         self._ask_node = ask_node
         self._cached_topics: dict[UUID, tuple[float, tuple[str, ...]]] = {}
 
-    def kept(self) -> dict[UUID, list[tuple[str, int]]]:
-        """Return, by subscription, the queues that have begun and whose states this node keeps."""
-        kept: dict[UUID, list[tuple[str, int]]] = {}
+    def stored_queues(self) -> dict[UUID, list[tuple[str, int]]]:
+        """Return, by subscription, the queues that have begun and whose states this node stores."""
+        stored: dict[UUID, list[tuple[str, int]]] = {}
         for key in self._states.written():
             topic = self._topics.by_id(key.topic_id)
             if topic is not None:
-                kept.setdefault(key.subscription_id, []).append((topic.name, key.partition))
-        return kept
+                stored.setdefault(key.subscription_id, []).append((topic.name, key.partition))
+        return stored
 
     async def of(self, subscription: Subscription) -> tuple[str, ...]:
         """Return the topics of a subscription, as all nodes together know them."""
@@ -110,7 +110,7 @@ class ShareTopics:
         if known is not None and now_s < known[0]:
             return known[1]
         found = self.members(subscription.name) | {
-            topic for topic, _ in self.kept().get(subscription.subscription_id, ())
+            topic for topic, _ in self.stored_queues().get(subscription.subscription_id, ())
         }
         body = encode(ListSubscriptionsRequest([subscription.name]))
         for node in self._membership.nodes():
@@ -170,7 +170,7 @@ class SubscriptionService:
         """Yield the numbers of stored and open queues, and the metrics of subscriptions."""
         yield from self.push.metrics()
         opened = 0 if self._engine is None else self._engine.open_count
-        yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
+        yield gauge("millstream_queues_stored", "Queues whose state this node stores.", self.states.queues)
         yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
         text = "Records of the ledger that were deleted before they had landed."
         yield counter("millstream_ledger_overflowed", text, self.states.retention.overflows)

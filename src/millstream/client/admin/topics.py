@@ -76,7 +76,7 @@ async def describe_topic(
 def _damage_of(lost: list[DamagedOffsets] | None, partition: int) -> list[dict[str, int]] | None:
     if lost is None:
         return None
-    return [{"first": one.first, "next": one.next_offset} for one in lost if one.partition == partition]
+    return [{"start": one.first, "end": one.next_offset} for one in lost if one.partition == partition]
 
 
 _TOPIC_RESOURCE = 2

@@ -65,7 +65,7 @@ STAGED: Final = "changes"
 TOMBSTONES: Final = "_deleted"
 """The folders of bucket files, of staged changes (next to the table), and of remembered deletes."""
 
-REPLACED_KEPT: Final = timedelta(hours=1)
+REPLACED_RETENTION: Final = timedelta(hours=1)
 """How long replaced files are kept for running queries; a table is rewritten too often to keep them for a week."""
 STAGED_KEPT: Final = timedelta(days=1)
 """After this, staged files and remembered deletes that no commit names are deleted."""
@@ -95,11 +95,11 @@ class StoredBucket(NamedTuple):
 class KeyedTable(DeltaTable):
     """A `LakeTable` with one row per key."""
 
-    def __init__(self, storage: Storage, *, replaced_kept: timedelta = REPLACED_KEPT) -> None:
+    def __init__(self, storage: Storage, *, replaced_retention: timedelta = REPLACED_RETENTION) -> None:
         super().__init__(storage)
         self.log = DeltaLog(storage, partition_by=(), configuration=_CONFIGURATION)
         self._staged = storage.staged()
-        self._replaced_kept = replaced_kept
+        self._replaced_retention = replaced_retention
         self._merging: int | None = None
         """The version that the merge in progress is for."""
         self.routes: list[Bucket] = [ROOT]
@@ -240,7 +240,7 @@ class KeyedTable(DeltaTable):
         table = self.recover()
         if table is None:
             return 0
-        hours = math.ceil(self._replaced_kept / timedelta(hours=1))
+        hours = math.ceil(self._replaced_retention / timedelta(hours=1))
         replaced = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False)
         deleted = len(replaced) + super().vacuum(grace=grace)
         self.log.refresh()

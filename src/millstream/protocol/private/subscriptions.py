@@ -367,7 +367,7 @@ class SubscriptionClient:
         """
         request = ListSubscriptionsRequest(None if names is None else list(names), leases_max=leases_max)
         found = await self._describe_all(request, without_silent=without_silent)
-        closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
+        closed = {*places, *(tuple(place) for described in found.values() for place in described["stored_queues"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
@@ -403,7 +403,7 @@ class SubscriptionClient:
             for described in response.subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
-                    for part in known.keys() & {"queues", "push", "kept", "leases"}:
+                    for part in known.keys() & {"queues", "push", "stored_queues", "leases"}:
                         known[part] += described[part]
                     # Each node knows some topics of a share group.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]

@@ -250,20 +250,20 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         {"names": ["billing"], "open": [["orders", 0]], "leases_max": 0}, or null for all
         response: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
-        "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
-        "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "remaining_ms": …,
-        "worker": …, "client_id": …, "address": …}], "has_hidden_topics": false}]}
+        "stored_queues": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}],
+        "owner": "User:alice", "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …,
+        "deadline_ms": …, "remaining_ms": …, "worker": …, "client_id": …, "address": …}], "has_hidden_topics": false}]}
 
     Every node knows all subscriptions, but lists only the queues that it leads and has open, and those of a mirror's
-    copies whose states it stores, so a client asks all nodes. `kept` are the queues whose states it stores, for named
-    subscriptions; it opens and lists those of `open` that it leads. The topics of a share group without declared topics
-    are those of `kept`, and those that members subscribe to, if the node coordinates the group. `push` is the state of
-    the node's push process for the subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as
-    requested; client id and address are those of the last connection of the worker, empty if it has not connected since
-    the node leads the queue. Values of secret settings are never returned. `has_hidden_topics` is true if topics
-    that the client may not describe are left out, with their queues and leases, and the state of push. Settings need
-    DESCRIBE_CONFIGS on the subscription, or READ on it and no hidden topics; others see whether it is paused, and its
-    dead letter topic if they may describe that.
+    copies whose states it stores, so a client asks all nodes. `stored_queues` are the queues whose states it stores,
+    for named subscriptions; it opens and lists those of `open` that it leads. The topics of a share group without
+    declared topics are those of `stored_queues`, and those that members subscribe to, if the node coordinates the
+    group. `push` is the state of the node's push process for the subscription's endpoint. `leases` holds the oldest
+    leased ranges, at most as many as requested; client id and address are those of the last connection of the worker,
+    empty if it has not connected since the node leads the queue. Values of secret settings are never returned.
+    `has_hidden_topics` is true if topics that the client may not describe are left out, with their queues and leases,
+    and the state of push. Settings need DESCRIBE_CONFIGS on the subscription, or READ on it and no hidden topics;
+    others see whether it is paused, and its dead letter topic if they may describe that.
     """
 
     key = LIST_KEY
@@ -292,7 +292,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         else:
             wanted = [await self._subscriptions.find(name) for name in request.names]
             await self._open_queues(wanted, request.open)
-        begun = self._service.share_topics.kept()
+        begun = self._service.share_topics.stored_queues()
         queues: dict[UUID, list[Delivery]] = {}
         engine = self._service.loaded
         for delivery in () if engine is None else engine.deliveries:
@@ -308,7 +308,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
                 await asyncio.sleep(0)
             document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
             document["queues"] += copied.get(one.subscription_id, ())
-            described.append(document if request.names is not None else {**document, "kept": []})
+            described.append(document if request.names is not None else {**document, "stored_queues": []})
         if leases_max := max(0, min(request.leases_max, LEASES_MAX)):
             for one, document in zip(wanted, described, strict=True):
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
@@ -377,9 +377,9 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         subscription: Subscription,
         settings: SubscriptionSettings,
         queues: Mapping[UUID, Iterable[Delivery]],
-        kept: Sequence[tuple[str, int]],
+        stored_queues: Sequence[tuple[str, int]],
     ) -> dict[str, Any]:
-        known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in kept}
+        known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in stored_queues}
         now_ms = self._service.clock.now_ms()
         return {
             "name": subscription.name,
@@ -389,7 +389,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
             "queues": [_describe_queue(delivery, now_ms) for delivery in queues.get(subscription.subscription_id, ())],
-            "kept": kept,
+            "stored_queues": stored_queues,
             "push": self._push_status(subscription),
             "owner": subscription.owner.principal,
             "has_hidden_topics": False,
@@ -405,7 +405,7 @@ def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[st
     shown = {
         **described,
         "topics": [topic for topic in described["topics"] if is_visible(topic)],
-        "kept": [place for place in described["kept"] if is_visible(place[0])],
+        "stored_queues": [place for place in described["stored_queues"] if is_visible(place[0])],
     }
     for part in described.keys() & {"queues", "leases"}:
         shown[part] = [one for one in described[part] if is_visible(one["topic"])]

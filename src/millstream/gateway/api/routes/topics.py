@@ -121,10 +121,10 @@ class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DamagedOffsets(msgspec.Struct, frozen=True):
-    """Offsets that the disk lost, from `first` up to but excluding `next`."""
+    """A range of offsets that the disk lost; `end` is exclusive."""
 
-    first: int
-    next: int
+    start: int
+    end: int
 
 
 class PartitionDescription(msgspec.Struct, frozen=True):

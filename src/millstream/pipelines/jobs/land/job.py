@@ -354,8 +354,8 @@ class LandJob:
         self._check_event_time(source.topic, table)
         self._context.progress()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
-        is_remade = schema is not None and not offsets
-        if is_remade:
+        is_recreated = schema is not None and not offsets
+        if is_recreated:
             _logger.warning(
                 "pipeline %s: topic %s was recreated; the column %s distinguishes its messages from the old ones",
                 *(self._pipeline.name, source.topic, TOPIC_ID),
@@ -377,7 +377,7 @@ class LandJob:
             decodes=self._settings.decode != NO_DECODING,
             by_schema=self._settings.decode == BY_SCHEMA,
             evolves=self._settings.decode != NO_DECODING and self._given is None,
-            is_remade=is_remade,
+            is_recreated=is_recreated,
             expectations=self._settings.expectations,
             on_violation=self._settings.on_violation,
             lifts_cloud_events=self._settings.cloud_events,

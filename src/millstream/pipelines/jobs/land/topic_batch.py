@@ -77,7 +77,7 @@ class TopicBatch:
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """The offsets of repeated messages, by partition."""
-    is_remade: bool = False
+    is_recreated: bool = False
     """Whether the table holds only messages of an earlier topic of the same name."""
     ids: pa.Array | None = None
     """The ids of messages that are landed; None without deduplication."""
@@ -303,7 +303,7 @@ class TopicBatch:
             "bytes": sum(file.bytes for file in (*files, *quarantined)),
             "quarantined": sum(file.rows for file in quarantined),
             "duplicates": sum(map(len, self.left_out.values())),
-            "remade": int(self.is_remade),
+            "recreated": int(self.is_recreated),
             "widened": self.widened,
             "dropped-fields": len(self.dropped),
             "lost": sum(plan.lost for plan in self.plans.values()) + sum(report.lost for report in self.reports),

@@ -39,7 +39,7 @@ class UpsertJob(LandJob):
 
     def _open(self, topic: str) -> KeyedTable:
         storage = Storage.at(f"{self._lake}/{topic}", self._storage_options())
-        return KeyedTable(storage, replaced_kept=timedelta(milliseconds=self._settings.replaced_kept_ms))
+        return KeyedTable(storage, replaced_retention=timedelta(milliseconds=self._settings.replaced_retention_ms))
 
     def _batch(self, source: Source) -> TopicBatch:
         batch = super()._batch(source)
