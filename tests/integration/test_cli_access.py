@@ -155,7 +155,7 @@ def test_users_change_their_own_password_and_explain_their_own_rights(
 ) -> None:
     _add_user(run, "olga", "allow User:olga write topic:olgas")
     _become(monkeypatch, "olga")
-    hidden = "which rule decides is shown to those who may describe the cluster"
+    hidden = "showing which rule decides needs DESCRIBE on the cluster"
     assert run("acl", "explain", "User:olga", "write", "topic:olgas").lines == [f"allowed: {hidden}"]
     assert run("acl", "explain", "User:olga", "create", "topic:olgas").lines == [f"denied: {hidden}"]
     others = run("acl", "explain", "User:admin", "write", "topic:olgas").err

@@ -115,7 +115,7 @@ def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
         (("x", "--file", "f"), 2, "not both"),
         (("x", "--key", "a", "--key-separator", ":"), 2, "not both"),
         (("--file", "no-such-file"), 3, "cannot read no-such-file: No such file or directory"),
-        (("--file", "/"), 1, "/ is a folder; give a file"),
+        (("--file", "/"), 1, "/ is a folder; pass a file"),
         (("x", "--header", "nothing"), 2, "--header takes NAME=VALUE"),
         (("x", "--compression", "zip"), 2, "zip"),
     ],

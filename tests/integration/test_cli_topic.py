@@ -162,7 +162,7 @@ def test_an_invalid_address_is_a_usage_error(address: str) -> None:
 def test_the_address_of_http_is_recognized(server: Server) -> None:
     refused = CommandLine(server.http)("topic", "list")
     assert (refused.code, refused.out) == (4, "")
-    assert "an HTTP server responds there; give the Kafka address" in refused.err
+    assert "an HTTP server responds there; use the Kafka address" in refused.err
 
 
 def test_the_brokers_may_be_given_before_the_command(server: Server) -> None:

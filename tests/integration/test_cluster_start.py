@@ -81,7 +81,7 @@ def test_a_node_id_in_use_is_reported_with_its_holder(
 
 def test_a_folder_of_another_node_or_cluster_is_refused(cluster: ServerGroup, settings: dict[str, object]) -> None:
     other_node = serve(cluster[1].data, settings)
-    assert (other_node.code, "give --node-id 1" in other_node.err) == (5, True)
+    assert (other_node.code, "pass --node-id 1" in other_node.err) == (5, True)
     other_cluster = serve(cluster[1].data, settings | {"node-id": 1, "cluster": "other"})
     assert (other_cluster.code, f"--cluster {settings['cluster']}" in other_cluster.err) == (5, True)
 

@@ -262,7 +262,7 @@ def test_fields_beyond_the_limit_need_a_schema_or_a_map(keys: Keys, caplog: pyte
     assert count_of(steps, "dropped-fields") == 3
     assert "3 fields of" in caplog.text
     assert f"{last}, odd name) have no column" in caplog.text
-    assert "are not in the table; give the columns in `schema`" in caplog.text
+    assert "are not in the table; declare the columns in `schema`" in caplog.text
     schema = ", ".join(f"{name} long" for name in payload if name[0] in "if")
     keys.land(key="id", schema=schema, window=TimeWindow(0, 2**50))
     (row,) = keys.rows()

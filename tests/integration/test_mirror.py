@@ -590,7 +590,7 @@ def test_a_mirror_of_a_silent_source_is_created_with_a_warning(berlin: CommandLi
     made = berlin("mirror", "create", topic, "--from", "127.0.0.1:1")
     assert made.code == 0
     assert "not connected to its source yet" in made.err
-    assert f"`millstream mirror describe {topic}` shows its present state" in made.err
+    assert f"`millstream mirror describe {topic}` shows its current state" in made.err
     assert ("check that the source is running" in made.err, "millstream serve" in made.err) == (True, False), made.err
     assert f"`millstream mirror update {topic} --set from=HOST:PORT`" in described(berlin, topic)["error"]
     assert berlin("mirror", "delete", topic).code == 0

@@ -69,7 +69,7 @@ def test_an_audit_names_acknowledged_messages_that_are_lost(
     asyncio.run(_publish(server, book, range(3)))
     assert command("subscription", "create", "billing", "--topic", "orders", "--ledger", "--start", "start").code == 0
     report = command.process(*audit[:-1])
-    assert (report.code, report.lines[-2]) == (0, "3 receipts checked; 0 not as acknowledged."), report
+    assert (report.code, report.lines[-2]) == (0, "3 receipts checked; 0 do not match the log."), report
     server.stop()
     shutil.copytree(server.data, backup)
     server.start()

@@ -392,7 +392,7 @@ class Broker:
 
         config = self._config
         if not config.catalog:
-            raise InvalidSetting("with --etcd, all nodes share one catalog: give --catalog postgresql://…")
+            raise InvalidSetting("with --etcd, all nodes share one catalog: pass --catalog postgresql://…")
         address = EtcdAddress.of(config)
         coordination = EtcdStore(address, config.cluster, self._clock)
         self._undo.push_async_callback(coordination.close)

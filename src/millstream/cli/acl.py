@@ -210,7 +210,7 @@ def explain(
 
     found = call_broker(common, question)
     if isinstance(found, bool):
-        why = "which rule decides is shown to those who may describe the cluster"
+        why = "showing which rule decides needs DESCRIBE on the cluster"
         document: dict[str, object] = {"allowed": found, "super_user": None, "rule": None}
         print_result(document, f"{'allowed' if found else 'denied'}: {why}", as_json=common.as_json)
         return

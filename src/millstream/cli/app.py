@@ -134,10 +134,10 @@ def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
         name=PROGRAM,
         cls=InOrder,
         help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
-        epilog="Commands that ask a broker take --profile NAME, --tls, --tls-ca FILE, --tls-cert FILE, --tls-key FILE, "
-        "--user NAME, --password-file FILE and --token-file FILE, or MILLSTREAM_PROFILE, MILLSTREAM_TLS_CA, "
-        "MILLSTREAM_USER, MILLSTREAM_PASSWORD and MILLSTREAM_TOKEN. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, "
-        "4 unreachable, 5 conflict, 6 timed out, 130 interrupted.",
+        epilog="Commands that connect to a broker take --profile NAME, --tls, --tls-ca FILE, --tls-cert FILE, "
+        "--tls-key FILE, --user NAME, --password-file FILE and --token-file FILE, or MILLSTREAM_PROFILE, "
+        "MILLSTREAM_TLS_CA, MILLSTREAM_USER, MILLSTREAM_PASSWORD and MILLSTREAM_TOKEN. Exit codes: 0 ok, 1 failed, "
+        "2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, 130 interrupted.",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

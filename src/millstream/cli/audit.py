@@ -45,7 +45,7 @@ def audit(
     ] = None,
     receipts: Annotated[
         list[str] | None,
-        flag("--receipts", "FILE", "Also check the receipts that a publisher has kept; may be repeated."),
+        flag("--receipts", "FILE", "Also check the receipts that a publisher has stored; may be repeated."),
     ] = None,
     lake: Lake = None,
     master: Master = "",
@@ -91,7 +91,7 @@ def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
     pipeline, places = call_broker(common, question)
     lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
     if lake.startswith(places.data) and not os.path.isdir(places.data):
-        raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; give --lake")
+        raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; pass --lake")
     return lake, pipeline
 
 
@@ -190,7 +190,7 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
     total = counted(sum(row["published"] for row in report.rows), "message")
     if checked:
         wrong = sum(one.is_fault for _, one in receipts)
-        print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} not as acknowledged.")
+        print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} do not match the log.")
     print_line(
         f"{_verdict(report, adds_up=adds_up)} {total} accounted for in {report.seconds:.1f} s; "
         f"seal {report.seal[:16] or '-'}"

@@ -99,7 +99,7 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
             findings = [_check_response(brokers, took_s), *_check_leaders(metadata, minimums)]
             findings += await _status_findings(client, brokers)
     except (BrokerUnreachable, RequestTimedOut) as error:
-        advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
+        advice = "start it with: millstream serve; or pass its address with --brokers HOST:PORT"
         return [problem("broker", f"no broker responds at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
     except AuthenticationFailed as error:
         advice = "check --user, --password-file, --token-file and --tls-ca, or the profile"

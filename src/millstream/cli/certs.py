@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-app = typer.Typer(help="Create certificates for trying TLS.", no_args_is_help=True)
+app = typer.Typer(help="Create certificates for tests and private networks.", no_args_is_help=True)
 
 _CLIENT_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _OWN_FILES: Final = re.compile(r"ca|node(-\d+)?")
@@ -28,7 +28,7 @@ _HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-
 _AUTHORITY_DAYS: Final = 3650
 _CERTIFICATE_DAYS: Final = 825
 
-Folder = Annotated[Path, flag("--dir", "DIR", "Where the files go.")]
+Folder = Annotated[Path, flag("--dir", "DIR", "The folder for the files.")]
 
 
 @app.command("init")
@@ -67,7 +67,7 @@ def make_node_certificate(folder: Path, hosts: list[str], cluster: str, node_id:
     stem = "node" if node_id == 1 else f"node-{node_id}"
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}.key"
     if certificate.exists() or key.exists():
-        raise CommandFailed(f"{certificate} already exists; remove it first, or give another --dir", ExitCode.CONFLICT)
+        raise CommandFailed(f"{certificate} already exists; remove it first, or pass another --dir", ExitCode.CONFLICT)
     authority = _authority(folder / "ca.pem", folder / "ca.key")
     uri = NodeName(cluster=cluster, node_id=node_id).uri
     _issue(authority, f"node {node_id} of {cluster}", hosts, uri, certificate, key)
@@ -110,7 +110,7 @@ def _authority(certificate_file: Path, key_file: Path) -> _Authority:
     if key_file.exists() != certificate_file.exists():
         found, lacking = (key_file, certificate_file) if key_file.exists() else (certificate_file, key_file)
         raise CommandFailed(
-            f"{found} exists without {lacking.name}, and is not replaced; put the other file next to it, or give "
+            f"{found} exists without {lacking.name}, and is not replaced; put the other file next to it, or pass "
             "another --dir",
             ExitCode.CONFLICT,
         )
@@ -189,7 +189,7 @@ def _check_host(host: str) -> None:
     except ValueError:
         if len(host) > 253 or not _HOST_NAME.fullmatch(host):
             raise CommandFailed(
-                f"--host {host!r} is neither a name nor an address; give it without a port", ExitCode.USAGE
+                f"--host {host!r} is neither a name nor an address; pass it without a port", ExitCode.USAGE
             ) from None
 
 

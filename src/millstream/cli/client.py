@@ -52,7 +52,7 @@ def list_(
         as_json=common.as_json,
     )
     if found.omitted:
-        print_note(f"{counted(found.omitted, 'connection')} more that the nodes do not list.")
+        print_note(f"Not listed: {counted(found.omitted, 'more connection')}.")
 
 
 def _row(one: ConnectedClient) -> list[str | int | None]:

@@ -34,7 +34,7 @@ ROWS_MAX = 50
 DEFAULT_KAFKA_PORT = 9092
 DEFAULT_HTTP_PORT = 8080
 
-Nodes = Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="How many nodes.")]
+Nodes = Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="The number of nodes.")]
 Data = Annotated[
     Path, typer.Option("--data", metavar="DIR", help="The folder that holds everything; created if it does not exist.")
 ]
@@ -84,7 +84,7 @@ Locked = Annotated[
 ]
 
 app = Noun(
-    help="Start a cluster on this machine, show the status of one, move its partitions, and rebuild what etcd lost.",
+    help="Start a cluster on this machine, show the status of a cluster, move partitions, and rebuild lost etcd data.",
     no_args_is_help=True,
 )
 app.add_typer(cluster_plan.plan_app, name="plan")
@@ -337,7 +337,7 @@ def adopt(
     from millstream.core.config import Config
 
     if not data.is_dir():
-        raise NotFound(f"{data} does not exist; give the data folder of the machine with --data")
+        raise NotFound(f"{data} does not exist; pass the data folder of the machine with --data")
     if undo and dry_run:
         raise CommandFailed(
             "--dry-run shows what an adoption would do; it cannot be combined with --undo", ExitCode.USAGE
@@ -358,5 +358,5 @@ def adopt(
     flags = f"--data {data} {found.flags} --cluster {settings.cluster}"
     print_line(f"Start it with: millstream serve {flags} --etcd URL --catalog URL")
     if found.has_secrets:
-        print_line("The catalog has sealed secrets: give every node their keys with --secrets-key-file.")
+        print_line("The catalog has sealed secrets: start every node with their keys, using --secrets-key-file.")
     print_line("To go back before that: the same command with --undo. Afterwards, raise the replicas of topics.")

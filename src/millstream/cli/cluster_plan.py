@@ -216,8 +216,8 @@ def _print_progress(current: PlanResponse, copied: int = 0, *, as_json: bool) ->
         _print_state(document)
     if document["state"] == "done" and document["superseded"]:
         raise CommandFailed(
-            f"{counted(document['superseded'], 'partition')} changed otherwise meanwhile and "
-            f"{'was' if document['superseded'] == 1 else 'were'} left alone; compute another plan"
+            f"{counted(document['superseded'], 'partition')} {'was' if document['superseded'] == 1 else 'were'} "
+            "reassigned by other means and skipped; compute another plan"
         )
 
 

@@ -102,11 +102,11 @@ def _node_ids(numbers: Sequence[int]) -> list[NodeId]:
 
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
     if not inventories:
-        raise InvalidSetting("give the data folder of every node with --data, or its `cluster inventory` with --from")
+        raise InvalidSetting("pass the data folder of every node with --data, or its `cluster inventory` with --from")
     other = next((one for one in inventories if one.cluster not in ("", config.cluster)), None)
     if other is not None:
         raise ClusterMismatch(
-            f"node {other.node_id} belongs to the cluster {other.cluster!r}; give --cluster {other.cluster}"
+            f"node {other.node_id} belongs to the cluster {other.cluster!r}; pass --cluster {other.cluster}"
         )
 
 
@@ -117,6 +117,6 @@ def _check_safe(rebuilt: Rebuilt, *, accept_loss: bool) -> None:
     named = ", ".join(lacking[:_NAMED_MAX]) + (", …" if len(lacking) > _NAMED_MAX else "")
     raise CommandFailed(
         f"logs of some replicas of {counted(len(lacking), 'partition')} are missing, which may be the only ones with "
-        f"everything that was acknowledged: {named}; give the folders of all nodes, or "
+        f"everything that was acknowledged: {named}; pass the folders of all nodes, or "
         "--accept-loss if these are permanently lost"
     )

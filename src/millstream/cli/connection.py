@@ -74,7 +74,7 @@ def command_credentials() -> Credentials:
     token = "" if has_user and not has_token else _secret("--token-file", "MILLSTREAM_TOKEN")
     if user and token:
         names = "--user and --token-file" if has_user else "MILLSTREAM_USER and MILLSTREAM_TOKEN"
-        raise CommandFailed(f"give a user with its password, or a token, not both ({names})", ExitCode.USAGE)
+        raise CommandFailed(f"pass a user with its password, or a token, not both ({names})", ExitCode.USAGE)
     if not token and user in ("", profile.user):
         # An identity is taken as a whole.
         user = profile.user

@@ -81,12 +81,12 @@ _NO_LIMIT = 2**63 - 1
 def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Finding]:
     """Return all findings about a data folder."""
     if not folder.is_dir():
-        advice = "give the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
+        advice = "pass the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
     # On a machine with several broker processes, each has its own folder with logs.
     stores = [one for one in (folder, *sorted(folder.glob(f"{NODE_PREFIX}*"))) if (one / PARTITIONS_NAME).is_dir()]
     if not stores:
-        advice = "give the folder that millstream serve was started with"
+        advice = "pass the folder that millstream serve was started with"
         return [
             problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS_NAME}", advice, ExitCode.NOT_FOUND)
         ]

@@ -45,7 +45,7 @@ def show(
 ) -> None:
     """Show one message: key, headers, value, and its batch."""
     if raw and common.as_json:
-        raise typer.BadParameter("give --raw or --json, not both")
+        raise typer.BadParameter("pass --raw or --json, not both")
 
     at = _position(topic, partition, offset)
 
@@ -72,7 +72,7 @@ def _position(topic: str, partition: int | None, offset: int | None) -> Position
     if partition is None:
         return parse_position(topic)
     if offset is None:
-        raise typer.BadParameter("give TOPIC/PARTITION/OFFSET, or the topic, the partition and the offset")
+        raise typer.BadParameter("pass TOPIC/PARTITION/OFFSET, or the topic, the partition and the offset")
     return Position(topic, partition, offset)
 
 
@@ -96,7 +96,7 @@ def trace(
 ) -> None:
     """Show what became of a message in every subscription of its topic, from the broker and from the ledger."""
     if (topic is None) != (since is None):
-        raise typer.BadParameter("to find a message by its id, give --topic and --since")
+        raise typer.BadParameter("to find a message by its id, pass --topic and --since")
 
     async def question(client: Client) -> list[dict[str, Any]]:
         from millstream.client.admin.message_trace import find_by_id, trace_at, trace_message

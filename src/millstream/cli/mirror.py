@@ -123,10 +123,10 @@ def create(
         str, typer.Option(metavar="PATTERN", help="Mirror topics whose whole name matches.", show_default="all")
     ] = "",
     exclude: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Leave out topics whose whole name matches.", show_default=False)
+        str, typer.Option(metavar="PATTERN", help="Exclude topics whose whole name matches.", show_default=False)
     ] = "",
     rename: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Put this before the names of the copies.", show_default=False)
+        str, typer.Option(metavar="PREFIX", help="A prefix for the names of the copies.", show_default=False)
     ] = "",
     rate: Annotated[
         int, typer.Option(metavar="BYTES", min=0, help="The maximum bytes per second for each node; 0 means no limit.")
@@ -159,7 +159,7 @@ def create(
     if unconnected:
         problems = [
             f"It is not connected to its source yet, and keeps trying ({unconnected}); "
-            f"`millstream mirror describe {name}` shows its present state"
+            f"`millstream mirror describe {name}` shows its current state"
         ]
     notes = [one_line(problem) for problem in problems]
     print_noted({"mirror": name}, f"Mirror {name} copies from {source}.", notes, as_json=common.as_json)
@@ -218,7 +218,7 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
         **dict.fromkeys(unset or []),
     }
     if not changes:
-        raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
+        raise CommandFailed("pass --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
     _call_mirrors(common, lambda mirrors: mirrors.alter(name, changes))
     (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
     document, notes = {"mirror": name, "changed": sorted(changes)}, [one_line(note) for note in described["notes"]]

@@ -248,7 +248,7 @@ def update(
     flags = Flags(file=file, requirements=requirements, settings=settings)
     changes: dict[str, str | None] = {**flags.settings_of(PipelineKind.JOB), **dict.fromkeys(unset or [])}
     if not changes:
-        raise typer.BadParameter("nothing to change; give --set or --unset, or --file or --requirements for a job")
+        raise typer.BadParameter("nothing to change; pass --set or --unset, or --file or --requirements for a job")
     notes = call_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}

@@ -122,7 +122,7 @@ class Flags:
         flag(
             "--decode",
             "FORMAT",
-            "How payloads become columns: json by their fields, schema by their registered schemas, none not at all.",
+            "How payloads are decoded into columns: json, schema (by the registered schemas that they name) or none.",
         ),
     ] = None
     schema: Annotated[
@@ -131,7 +131,7 @@ class Flags:
             "--schema",
             "[TOPIC=]COLUMNS",
             'Columns of payloads, as in "id long, total double"; @FILE reads them. A transform needs the topic before '
-            'them, as in "orders=id long", and may have one for each topic. Default: as they are found.',
+            'them, as in "orders=id long", and may have one for each topic. Default: inferred from the payloads.',
         ),
     ] = None
     dedupe: Annotated[
@@ -139,7 +139,7 @@ class Flags:
     ] = None
     mode: Annotated[
         str | None,
-        flag("--mode", "MODE", "append (the default) has a row for every message, upsert one row for every key."),
+        flag("--mode", "MODE", "append (the default): one row per message; upsert: one row per key."),
     ] = None
     key: Annotated[
         list[str] | None,
@@ -171,12 +171,14 @@ class Flags:
     ] = None
     expect: Annotated[
         list[str] | None,
-        flag("--expect", "CONDITION", 'What messages should meet, as in "total >= 0"; may be repeated.'),
+        flag("--expect", "CONDITION", 'A condition that messages should meet, as in "total >= 0"; may be repeated.'),
     ] = None
     on_violation: Annotated[
         str | None,
         flag(
-            "--on-violation", "ACTION", "What happens to messages that do not: quarantine (the default), fail or count."
+            "--on-violation",
+            "ACTION",
+            "What to do with messages that do not meet --expect: quarantine (the default), fail or count.",
         ),
     ] = None
     partition_by: Annotated[
@@ -184,8 +186,8 @@ class Flags:
         flag(
             "--partition-by",
             "TIME",
-            "Partition the table by an event time: day(COLUMN) or hour(COLUMN), also of timestamp, the message's own. "
-            "Default: by the hour of landing.",
+            "Partition the table by an event time: day(COLUMN) or hour(COLUMN); the column "
+            "timestamp is the message's own time. Default: by the hour of landing.",
         ),
     ] = None
     table: Annotated[
@@ -230,9 +232,7 @@ class Flags:
     ] = False
     param: Annotated[
         list[str] | None,
-        flag(
-            "--param", "NAME=TEXT", "A text for the program, which finds it in millstream.parameters; may be repeated."
-        ),
+        flag("--param", "NAME=TEXT", "A parameter of the program, which is in millstream.parameters; may be repeated."),
     ] = None
     run_timeout: Annotated[
         str | None, flag("--run-timeout", "TIME", "How long an attempt may take, as in 30m. Default: 1d.")

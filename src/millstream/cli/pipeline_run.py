@@ -253,7 +253,7 @@ RunName = Annotated[
     flag(
         "--name",
         "NAME",
-        "The name of an undeclared pipeline, under which its next run continues. Default: from its topics.",
+        "The name of an undeclared pipeline, under which its next run continues. Default: derived from its topics.",
     ),
 ]
 
@@ -406,8 +406,8 @@ def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
     given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
     if given:
         raise typer.BadParameter(
-            f"{given[0]} applies only to a pipeline that is not declared; {kind_or_name!r} is run as it is; "
-            "change it with millstream pipeline update"
+            f"{given[0]} applies only to a pipeline that is not declared; {kind_or_name!r} runs as declared, "
+            "and is changed with millstream pipeline update"
         )
 
 
@@ -422,7 +422,7 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
     check_pipeline(name, kind, settings)
     check_rules(kind, rules)
     if kind is PipelineKind.ROUTE and not rules:
-        raise InvalidPipeline("give --rules: without rules, nothing is routed")
+        raise InvalidPipeline("pass --rules: without rules, nothing is routed")
     pipeline_id = uuid5(NAMESPACE_OID, f"millstream pipeline {name}")
     return Pipeline(pipeline_id=pipeline_id, name=name, kind=kind, overrides=settings, rules=tuple(rules))
 
@@ -517,7 +517,7 @@ class CommandRun:
         lands = self._pipeline.kind is PipelineKind.LAND
         is_needed = not lands if flag == "--folder" else lands and not self._pipeline.overrides.get("lake")
         if is_needed and of_node.startswith(places.data) and not os.path.isdir(places.data):
-            raise CommandFailed(f"the node stores it in {of_node}, which is not on this machine; give {flag}")
+            raise CommandFailed(f"the node stores it in {of_node}, which is not on this machine; pass {flag}")
         return of_node
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:

@@ -132,7 +132,7 @@ Schema = Annotated[
     flag(
         "--schema",
         "SUBJECT",
-        "Read messages as JSON documents, and store them as the latest schema of this subject encodes them.",
+        "Read messages as JSON documents, and encode them with the latest schema of this subject.",
     ),
 ]
 
@@ -180,9 +180,9 @@ def publish(
     definitely stored.
     """
     if value is not None and (file is not None or key_separator is not None):
-        raise typer.BadParameter("give VALUE, or --file and --key-separator, not both")
+        raise typer.BadParameter("pass VALUE, or --file and --key-separator, not both")
     if key is not None and key_separator is not None:
-        raise typer.BadParameter("give --key, or --key-separator, not both")
+        raise typer.BadParameter("pass --key, or --key-separator, not both")
     if key_separator == "":
         raise typer.BadParameter("--key-separator cannot be empty")
     order = _Order(
@@ -350,7 +350,7 @@ def _open_input(order: _Order) -> Iterator[int]:
         raise CommandFailed(f"cannot read {order.file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise CommandFailed(f"{order.file} is a folder; give a file with one message per line")
+            raise CommandFailed(f"{order.file} is a folder; pass a file with one message per line")
         yield descriptor
     finally:
         os.close(descriptor)

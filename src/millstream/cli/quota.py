@@ -32,7 +32,7 @@ def set_(entity: Entity, produce: Rate = None, consume: Rate = None, common: Com
     rates = {PRODUCER_BYTE_RATE: produce, CONSUMER_BYTE_RATE: consume}
     changes = {key: rate for key, rate in rates.items() if rate is not None}
     if not changes:
-        raise CommandFailed("give --produce, --consume or both", ExitCode.USAGE)
+        raise CommandFailed("pass --produce, --consume or both", ExitCode.USAGE)
     _change(QuotaEntity.parse(entity), changes, common)
 
 

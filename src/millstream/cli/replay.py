@@ -40,7 +40,9 @@ Until = Annotated[str | None, flag("--until", "TIME", "Only messages before a ti
 Rate = Annotated[str | None, flag("--rate", "N/s", "The maximum number of messages per second.")]
 Named = Annotated[
     str,
-    typer.Option("--name", metavar="NAME", help="The name under which it resumes. Default: from the other options."),
+    typer.Option(
+        "--name", metavar="NAME", help="The name under which it resumes. Default: derived from the other options."
+    ),
 ]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Only count what would be published.")]
 
@@ -65,7 +67,7 @@ def replay(
     """
     topic = from_topic or from_table
     if topic is None or (from_topic and from_table):
-        raise typer.BadParameter("give either --from-topic or --from-table")
+        raise typer.BadParameter("pass either --from-topic or --from-table")
     since_ms, until_ms = _time_ms(since, "--since"), _time_ms(until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
         raise typer.BadParameter("--since must be before --until")
@@ -108,7 +110,7 @@ def replay(
     if dry:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} would be published to {one_line(into)}."
     elif not done.examined:
-        text = f"Replay {one_line(order.title)} is complete already; give another --name to publish it again."
+        text = f"Replay {one_line(order.title)} is complete already; pass another --name to publish it again."
     else:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} were published to {one_line(into)}."
     print_result(document, text, as_json=common.as_json)
@@ -118,7 +120,7 @@ def _time_ms(text: str | None, flag: str) -> int | None:
     if text is None:
         return None
     if parse_age_ms(text.strip()) is not None:
-        raise typer.BadParameter(f"{flag} {text} would change when the replay resumes; give an absolute time")
+        raise typer.BadParameter(f"{flag} {text} would change when the replay resumes; pass an absolute time")
     with suppress(InvalidRequest):
         position = parse_position(text)
         if position.kind is Kind.TIME:

@@ -64,7 +64,7 @@ References = Annotated[
 @app.command("list")
 def list_(
     prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
-    deleted: Annotated[bool, typer.Option("--deleted", help="Include deleted ones.")] = False,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Include deleted subjects.")] = False,
     common: Common = COMMON,
 ) -> None:
     """List subjects with their latest version."""
@@ -155,7 +155,9 @@ def delete(
 
 @app.command("compatibility")
 def compatibility(
-    subject: Annotated[str, typer.Argument(help="The subject; without one, the default of all.")] = "",
+    subject: Annotated[
+        str, typer.Argument(help="The subject. Default: the level of all subjects without their own.")
+    ] = "",
     level: Annotated[
         str | None,
         typer.Option("--set", metavar="LEVEL", help=f"The new level: {', '.join(LEVELS)}, or {_DEFAULT}."),
@@ -283,7 +285,7 @@ def _context(name: str) -> str:
 def _type_of(file: Path, given: str | None) -> str:
     chosen = (given or _TYPES.get(file.suffix, "")).upper()
     if chosen not in SCHEMA_TYPES:
-        raise InvalidRequest(f"the type of {file.name} is unknown; give --type {', '.join(sorted(SCHEMA_TYPES))}")
+        raise InvalidRequest(f"the type of {file.name} is unknown; pass --type {', '.join(sorted(SCHEMA_TYPES))}")
     return chosen
 
 

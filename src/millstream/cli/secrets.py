@@ -60,7 +60,7 @@ def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
     write_keys(path, [*read_keys(path), key], replace=True)
     print_result(
         {"file": str(path), "key": key.key_id},
-        f"Added key {key.key_id} to {path}; it seals from now on. When every node has the file, run: "
+        f"Added key {key.key_id} to {path}; it seals secrets from now on. When every node has the file, run: "
         "millstream secrets reseal",
         as_json=as_json,
     )

@@ -75,7 +75,7 @@ def tail(
     behind an open transaction are shown once it has ended, or at once with --isolation uncommitted.
     """
     if raw and common.as_json:
-        raise typer.BadParameter("give --raw or --json, not both")
+        raise typer.BadParameter("pass --raw or --json, not both")
     begin = None if position is None else parse_position(position)
 
     async def question(client: Client) -> None:
@@ -113,8 +113,8 @@ def _print_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> N
     for index, (_, end) in written.items():
         if end > ends[index]:
             print_note(
-                f"Partition {index} continues to offset {end}, behind a transaction open since {ends[index]}; "
-                "--isolation uncommitted shows it."
+                f"Partition {index} continues to offset {end}, after a transaction that is open since offset "
+                f"{ends[index]}; --isolation uncommitted shows it."
             )
 
 

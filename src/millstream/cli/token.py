@@ -148,7 +148,9 @@ def _text(scope: list[ScopeRule]) -> str:
     for rule in scope:
         star = WILDCARD if rule.pattern == "prefixed" else ""
         allowed.setdefault(f"{rule.type}:{rule.name}{star}", []).append(rule.operation)
-    return "; ".join(f"{','.join(operations)} {what}" for what, operations in allowed.items()) or "all its owner may"
+    return (
+        "; ".join(f"{','.join(operations)} {what}" for what, operations in allowed.items()) or "all rights of its owner"
+    )
 
 
 def _time(moment_ms: int) -> str:

@@ -241,7 +241,7 @@ def alter(
     changes.update({key: text or None for key, text in given.items()})
     if not changes and partitions is None:
         raise typer.BadParameter(
-            "nothing to change; give --set, --unset, --partitions, --schema, --validate, --owner, --description or "
+            "nothing to change; pass --set, --unset, --partitions, --schema, --validate, --owner, --description or "
             "--contract"
         )
 

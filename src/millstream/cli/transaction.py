@@ -126,7 +126,7 @@ def abort(
         _abort_known(transactional_id, common)
         return
     if topic is None or partition is None or producer_id is None:
-        raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
+        raise typer.BadParameter("pass a transactional id, or --topic, --partition and --producer-id")
     confirm(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
     where = TopicPartition(topic, PartitionIndex(partition))
     _abort_hanging(where, producer_id, common, force=force)

@@ -183,7 +183,7 @@ def _check_new(name: str, is_known: bool, *, is_new: bool) -> None:
 
 def _password(from_stdin: bool, file: Path | None) -> str:
     if from_stdin and file is not None:
-        raise CommandFailed("give --password-stdin or --password-file, not both", ExitCode.USAGE)
+        raise CommandFailed("pass --password-stdin or --password-file, not both", ExitCode.USAGE)
     if file is not None:
         return read_text_file(file, flag="--password-file").rstrip("\r\n")
     if from_stdin:

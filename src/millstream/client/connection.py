@@ -318,7 +318,7 @@ def connect(
         timeout_s=timeout,
         connect_s=connect_timeout,
         waiting_max=_WAITING_MAX,
-        advice="start one with `millstream serve`, or give the address of a running one to millstream.connect",
+        advice="start one with `millstream serve`, or pass the address of a running one to millstream.connect",
         credentials=_credentials(**access),
     )
 
@@ -359,9 +359,9 @@ def _credentials(
 ) -> Credentials:
     """Raise for options that exclude each other; no message contains a secret."""
     if (user is None) != (password is None):
-        raise InvalidRequest("give user and password together")
+        raise InvalidRequest("pass user and password together")
     if user is not None and token is not None:
-        raise InvalidRequest("give a user with its password, or a token, not both")
+        raise InvalidRequest("pass a user with its password, or a token, not both")
     if isinstance(tls, ssl.SSLContext):
         context: ssl.SSLContext | None = tls
     elif isinstance(tls, bool):
@@ -380,7 +380,7 @@ def _credentials(
 def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:
     """Reject invalid options, by the name of the argument."""
     if not addresses:
-        raise InvalidRequest('give the address of a broker, as in millstream.connect("localhost:9092")')
+        raise InvalidRequest('pass the address of a broker, as in millstream.connect("localhost:9092")')
     for address in addresses:
         if not isinstance(address, str):
             raise InvalidRequest(f'an address must be a string such as "localhost:9092", not {address!r}')
@@ -756,7 +756,7 @@ _check_name = lru_cache(maxsize=1024)(check_topic_name)
 def _check_handler(handler: object) -> None:
     if not callable(handler):
         raise InvalidSubscription(
-            f"handler must be a function that takes a message, not {handler!r}; give it without calling it"
+            f"handler must be a function that takes a message, not {handler!r}; pass it without calling it"
         )
     try:
         signature = inspect.signature(handler)

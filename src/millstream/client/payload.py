@@ -89,7 +89,7 @@ def headers_of(
         if not isinstance(message_id, str) or not message_id:
             raise InvalidRequest(f"id must be a non-empty string, not {message_id!r}")
         if MESSAGE_ID in names:
-            raise InvalidRequest(f"a message has one id: give either id=… or the header {MESSAGE_ID!r}")
+            raise InvalidRequest(f"a message has one id: pass either id=… or the header {MESSAGE_ID!r}")
         headers.append((MESSAGE_ID, message_id.encode()))
     if delay is not None:
         headers.append((DELIVER_AT, str(due_ms(delay)).encode()))

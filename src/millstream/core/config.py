@@ -95,7 +95,7 @@ class ListenerConfig:
             raise InvalidSetting(f"auth of listener {self.name!r} must be none or required, not {self.auth!r}")
         if self.tls and not self.tls_cert:
             raise InvalidSetting(
-                f"listener {self.name!r} has tls = true, but neither it nor the node has a certificate; give tls-cert "
+                f"listener {self.name!r} has tls = true, but neither it nor the node has a certificate; set tls-cert "
                 "and tls-key"
             )
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -135,7 +135,7 @@ class Config:
     console_session_ms: int = setting(
         "console-session-ms",
         8 * 3600 * 1000,
-        "How long a user stays signed in to the console; not longer than the token used to sign in is valid.",
+        "How long a user stays signed in to the console, at most as long as the token used to sign in is valid.",
         minimum=60_000,
         maximum=30 * 86_400_000,
     )
@@ -158,7 +158,7 @@ class Config:
     advertise: str = setting(
         "advertise",
         "",
-        "The HOST:PORT that clients connect to, as this node advertises it. Empty means the address of `kafka`, or, if "
+        "The HOST:PORT that this node advertises to clients. Empty means the address of `kafka`, or, if "
         "that is every address of the machine (0.0.0.0), the one that the client connected to. A node of a cluster "
         "that listens on every address needs it.",
     )
@@ -776,8 +776,8 @@ class Config:
 
 
 _SPARE_BYTES_MIN: Final = 3_500_000_000
-"""The memory from which on a second pipeline driver is kept: that of machines with 4 GB, less what firmware and kernel
-take of it."""
+"""The memory from which a second pipeline driver is kept ready: that of machines with 4 GB, less what firmware and
+kernel take of it."""
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

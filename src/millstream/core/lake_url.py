@@ -24,4 +24,4 @@ def check_absolute_lake_url(url: str) -> None:
     """Also reject relative paths, which mean different folders in different processes."""
     check_lake_url(url)
     if "://" not in url and not url.startswith("/"):
-        raise InvalidSetting(f"give the whole path of the folder {url!r}, from / on, or a URL such as s3://bucket/path")
+        raise InvalidSetting(f"use the absolute path of folder {url!r}, or a URL such as s3://bucket/path")

@@ -187,7 +187,7 @@ class _Reader:
         if name.kind not in (Kind.WORD, Kind.NAME):
             raise self._error_at(
                 name,
-                "the name of a column is missing; one of other characters than letters and digits is in backquotes",
+                "a column name is missing; put a name with other characters than letters and digits in backquotes",
             )
         if name.kind is Kind.WORD and not name.text.isascii():
             raise self._error_at(name, f"write `{name.text}` in backquotes")

@@ -457,7 +457,7 @@ class LandSettings(PipelineSettings):
                 "`expect`, `maps` and `detect.types` are for decoded JSON payloads: set decode=json with them"
             )
         if self.maps and self.schema:
-            raise InvalidSetting("`maps` is for columns that are found; in `schema`, write them as map<string, string>")
+            raise InvalidSetting("`maps` is for inferred columns; in `schema`, declare them as map<string, string>")
         names = self.topic_names
         for name in names:
             if names.count(name) > 1:
@@ -550,7 +550,8 @@ class TransformSettings(MovingSettings):
     functions_code: str = setting(
         FUNCTIONS_CODE,
         "",
-        'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; other modules are in packages.',
+        'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; modules that are not listed come '
+        "from packages.",
     )
     requirements: str = _requirements()
     lock: str = _lock()

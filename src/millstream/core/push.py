@@ -64,7 +64,7 @@ def check_url(url: str) -> None:
     if port == 0:
         raise InvalidSetting(f"{URL} names port 0, which nothing can listen on")
     if "@" in parts.netloc:
-        raise InvalidSetting(f"{URL} holds a name or a password; give them as a header, which is not shown")
+        raise InvalidSetting(f"{URL} holds a name or a password; send them in a header, which is not shown")
     if parts.fragment:
         raise InvalidSetting(f"{URL} ends in #{parts.fragment}, which is never sent; leave it out")
 

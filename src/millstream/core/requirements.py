@@ -18,8 +18,8 @@ _OPTIONS: Final = (
     "--prefer-binary",
 )
 _REFUSED_OPTIONS: Final = {
-    "-e": "a requirement that is edited in place",
-    "--editable": "a requirement that is edited in place",
+    "-e": "an editable requirement",
+    "--editable": "an editable requirement",
     "-r": "another file, which the nodes do not have",
     "--requirement": "another file, which the nodes do not have",
     "-c": "another file, which the nodes do not have",

@@ -152,7 +152,7 @@ def read_select(text: str) -> SelectStatement:
     ends_at = _check_single(tokens, text)
     tokens = [token for token in tokens if token.start < ends_at]
     if not tokens:
-        raise InvalidSetting(f"{ABOUT} is empty: give a SELECT statement")
+        raise InvalidSetting(f"{ABOUT} is empty: write a SELECT statement")
     first = tokens[0]
     if not (first.says(*_BEGINS) or first.marks("(")):
         raise setting_error_at(ABOUT, text, first.start, first.end, "a transform's statement must be a single SELECT")

@@ -212,8 +212,8 @@ class TopicSettings:
     max_compaction_lag_ms: int = setting(
         "max.compaction.lag.ms",
         INT64_MAX,
-        "With `cleanup.policy=compact`: how long a record may wait for compaction, however little else is to be "
-        "compacted.",
+        "With `cleanup.policy=compact`: how long a record may wait for compaction, regardless of "
+        "`min.cleanable.dirty.ratio`.",
         minimum=1,
     )
     min_cleanable_dirty_ratio: float = setting(

@@ -56,7 +56,7 @@ class OriginCheck:
                 f"a page of another site, {page!r}, caused this request, so the password of the browser is not accepted"
                 if page
                 else "the browser does not name the page that caused this request, so its password is not accepted; "
-                "browsers do over TLS, on this machine, and for pages of this gateway",
+                "browsers name it over TLS, on this machine, and for pages of this gateway",
             )
         self.check_name(headers)
 

@@ -22,7 +22,7 @@ def test_a_version_that_may_lose_data_is_warned_about(tmp_path: Path, version: s
     warning = etcd_warning(etcd(tmp_path, version))
     assert warning is not None
     assert f"etcd {version}" in warning
-    assert "etcd 3.5.6 or later on the PATH, or give it with --etcd-binary" in warning
+    assert "etcd 3.5.6 or later on the PATH, or pass it with --etcd-binary" in warning
 
 
 @pytest.mark.parametrize("version", ["3.4.36", "3.5.6", "3.5.21", "3.6.0", "4.0.0"])

@@ -170,7 +170,7 @@ def test_an_error_in_a_program_names_its_file_and_line(tmp_path: Path, line: int
 def test_a_declared_pipeline_is_run_as_declared() -> None:
     _refuse_changes("mine", Flags(lake="/here", topic=[]), None)
     with pytest.raises(
-        typer.BadParameter, match="--set applies only to a pipeline that is not declared; 'mine' is run"
+        typer.BadParameter, match="--set applies only to a pipeline that is not declared; 'mine' runs as declared"
     ):
         _refuse_changes("mine", Flags(settings=["every.ms=5"]), None)
     with pytest.raises(typer.BadParameter, match="--name applies only to"):

@@ -144,7 +144,7 @@ def test_a_machine_in_a_cluster_may_not_change_its_number_of_processes(
     files = new_files()
     for folder in folders:
         files.make_directory(f"{FOLDER}/{folder}/partitions".replace("/./", "/"))
-    with pytest.raises(ClusterMismatch, match=f"give {flags} as before"):
+    with pytest.raises(ClusterMismatch, match=f"pass {flags} as before"):
         Layout.of(FOLDER, first, cores).check_owner(files, in_cluster=True)
     Layout.of(FOLDER, first, int(flags[-1])).check_owner(files, in_cluster=True)
 

@@ -114,8 +114,8 @@ async def test_a_new_node_of_a_new_cluster_and_a_known_node_may_start() -> None:
 @pytest.mark.parametrize(
     ("owner", "advice"),
     [
-        (FolderOwner(node_id=1, cluster="c", was_admitted=True), "give --node-id 1"),
-        (FolderOwner(node_id=2, cluster="first", was_admitted=True), "give --cluster first"),
+        (FolderOwner(node_id=1, cluster="c", was_admitted=True), "pass --node-id 1"),
+        (FolderOwner(node_id=2, cluster="first", was_admitted=True), "pass --cluster first"),
     ],
 )
 async def test_a_folder_of_another_node_or_cluster_is_refused_before_any_request(

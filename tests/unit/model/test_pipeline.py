@@ -81,7 +81,7 @@ def test_invalid_pipelines_are_refused(kind: str, settings: dict[str, str]) -> N
         ({"topics": "orders, bills,orders"}, "names 'orders' twice"),
         ({"topics": "orders,orders__quarantine", "decode": "json"}, "the quarantine of 'orders'"),
         ({"lake": "ftp://lake"}, "not at 'ftp://lake'"),
-        ({"lake": "tables/here"}, "give the whole path"),
+        ({"lake": "tables/here"}, "use the absolute path"),
     ],
 )
 def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], message: str) -> None:

@@ -53,7 +53,7 @@ async def test_a_probable_mistake_is_reported(
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ('kafka = "{}"', "give another address with --kafka HOST:PORT"),
+        ('kafka = "{}"', "pass another address with --kafka HOST:PORT"),
         ('kafka = "127.0.0.1:0"\n[[listeners]]\nname = "lan"\naddress = "{}"', "change the address of listener 'lan'"),
     ],
 )

@@ -361,7 +361,7 @@ async def test_unknown_topics_and_partitions_are_distinguished(broker: ScriptedB
     async with connect(broker) as client:
         with pytest.raises(UnknownTopic, match="'nope'"):
             await client.leader_of("nope", 0)
-        with pytest.raises(UnknownTopic, match="has 2 partitions, not a partition 7"):
+        with pytest.raises(UnknownTopic, match="has 2 partitions, but no partition 7"):
             await client.fetch("orders", 7, 0)
 
 

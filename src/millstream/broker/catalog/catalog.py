@@ -255,7 +255,7 @@ class Catalog:
         if name != self._cluster:
             raise ClusterMismatch(
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
-                f"give --cluster {name}, or another database with --catalog"
+                f"pass --cluster {name}, or another database with --catalog"
             )
 
     def _add_if_missing(self, connection: Connection, name: str, value: str) -> None:
@@ -774,7 +774,7 @@ def _check_version(found: str) -> None:
     if found != str(SCHEMA_VERSION):
         raise DataFolderInvalid(
             f"the catalog has schema {found}, and this Millstream reads schema {SCHEMA_VERSION}; start the version "
-            "that wrote it, or give an empty --data or --catalog"
+            "that wrote it, or pass an empty --data or --catalog"
         )
 
 

@@ -238,7 +238,7 @@ class Adoption:
             ) from error
         if mark.cluster != self._cluster:
             raise ClusterMismatch(
-                f"{self._data} is being adopted by the cluster {mark.cluster!r}; give --cluster {mark.cluster}"
+                f"{self._data} is being adopted by the cluster {mark.cluster!r}; pass --cluster {mark.cluster}"
             )
         return mark
 
@@ -278,7 +278,7 @@ class Adoption:
         others = await self._read_entries(keys.NODES)
         if found is not None or others:
             raise ClusterMismatch(
-                f"etcd knows another cluster as {self._cluster!r} ({found}); give this one its own name with "
+                f"etcd knows another cluster as {self._cluster!r} ({found}); choose another name for this one with "
                 "--cluster, or join the other one with an empty folder"
             )
         return False
@@ -286,7 +286,7 @@ class Adoption:
     def _check_catalog(self, cluster_id: str) -> None:
         if self._catalog.cluster_id != cluster_id and not self._catalog.is_empty():
             raise ClusterMismatch(
-                f"the catalog is that of another cluster ({self._catalog.cluster_id}), and not empty; give an empty "
+                f"the catalog is that of another cluster ({self._catalog.cluster_id}), and not empty; pass an empty "
                 "database with --catalog"
             )
 

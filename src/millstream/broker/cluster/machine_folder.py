@@ -72,7 +72,7 @@ class Layout:
         if first >= ID_STEP:
             raise InvalidSetting(
                 f"with --cores {cores} the other nodes of this machine get ids from {first} in steps of {ID_STEP}; "
-                f"give a --node-id below {ID_STEP}"
+                f"pass a --node-id below {ID_STEP}"
             )
         ids = [NodeId(first + number * ID_STEP) for number in range(cores)]
         return cls(data, {node: f"{data}/{NODE_PREFIX}{node}" for node in ids})
@@ -109,13 +109,13 @@ class Layout:
             if files.exists(f"{self.data}/{CATALOG_NAME}"):
                 raise ClusterMismatch(
                     f"{self.data} belongs to a standalone machine; `millstream cluster adopt --data {self.data}` with "
-                    "the same --etcd and --catalog makes it the first of a cluster, or give another --data"
+                    "the same --etcd and --catalog makes it the first of a cluster, or pass another --data"
                 )
             if not self.fits(files):
                 nodes = ", ".join(str(node) for node in sorted(set(self.present(files).values())))
                 raise ClusterMismatch(
                     f"{self.data} has the logs of nodes {nodes}, and in a cluster logs are not moved between the "
-                    f"processes of a machine; give {self.used_flags(files)} as before, or another --data"
+                    f"processes of a machine; pass {self.used_flags(files)} as before, or another --data"
                 )
             present = self.present(files).values()
             added = [int(node) for node in self.nodes if present and node > max(present)]
@@ -126,7 +126,7 @@ class Layout:
                 )
         elif any(FolderOwner.read(files, folder).cluster for folder in self.present(files)):
             raise ClusterMismatch(
-                f"{self.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
+                f"{self.data} belongs to a node of a cluster; pass --etcd and --catalog too, or another --data"
             )
 
     def used_flags(self, files: Files) -> str:

@@ -94,7 +94,9 @@ class CreationContext:
         if new.replication == -1 or new.mirror:
             copies = max(1, min(copies, nodes))
         if not 1 <= copies <= max(1, nodes):
-            raise InvalidReplication(f"replication factor {copies} needs as many machines, this cluster has {nodes}")
+            raise InvalidReplication(
+                f"replication factor {copies} needs as many machines, but this cluster has {nodes}"
+            )
         TopicSettings.from_strings(new.overrides, base=self.defaults)
         return Topic(
             name=new.name,

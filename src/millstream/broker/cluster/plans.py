@@ -48,7 +48,7 @@ WAITING: Final = "waiting"
 MOVING: Final = "moving"
 MOVED: Final = "moved"
 SUPERSEDED: Final = "superseded"
-"""The partition was changed otherwise since the plan was computed; its move is skipped."""
+"""The partition was reassigned by other means since the plan was computed; its move is skipped."""
 
 MOVES_MAX: Final = 100_000
 _MOVES_PER_KEY: Final = 500

@@ -224,7 +224,7 @@ def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[No
         raise ClusterMismatch(f"node {min(both)} is to be replaced, but its folder is given too; omit one of them")
     twice = {node for node in nodes if nodes.count(node) > 1}
     if twice:
-        raise ClusterMismatch(f"node {min(twice)} is given twice; give each node's folder once, the newest")
+        raise ClusterMismatch(f"node {min(twice)} is given twice; pass each node's folder once, the newest")
     clusters = {(one.cluster, one.cluster_id) for one in inventories}
     if len(clusters) > 1:
         raise ClusterMismatch(f"these are folders of several clusters: {sorted(clusters)}")

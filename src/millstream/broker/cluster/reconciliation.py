@@ -71,7 +71,7 @@ def place(partitions: int, replication: int, nodes: Iterable[Node], load: Load) 
     machines = count_domains(candidates.values())
     if replication > machines:
         raise InvalidReplication(
-            f"replication factor {replication} needs as many machines, this cluster has {machines} now"
+            f"replication factor {replication} needs as many machines, but this cluster has {machines} now"
         )
     placed = []
     for _ in range(partitions):

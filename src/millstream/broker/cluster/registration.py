@@ -223,7 +223,7 @@ def cluster_forgotten(node: NodeId) -> ClusterForgotten:
     """Return the error for a node that etcd does not know; elections without its state could truncate full logs."""
     return ClusterForgotten(
         f"node {node} was part of a cluster, and etcd does not know it: check --etcd and --cluster; if etcd lost "
-        "its data, restore it, or see `millstream cluster rebuild`. To start from scratch, give an empty --data"
+        "its data, restore it, or see `millstream cluster rebuild`. To start from scratch, pass an empty --data"
     )
 
 
@@ -231,7 +231,7 @@ def node_id_taken(other: Node) -> NodeIdTaken:
     """Return the error for a node whose id is taken."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster is already running at {other.host}:{other.port}; "
-        "stop it first, or give this one its own --node-id"
+        "stop it first, or pass another --node-id for this one"
     )
 
 
@@ -294,12 +294,12 @@ class StartupChecks:
         if owner.node_id not in (UNKNOWN_NODE, claim.node_id):
             raise ClusterMismatch(
                 f"{claim.data} is the folder of node {owner.node_id}, but this node is started as {claim.node_id}; "
-                f"give --node-id {owner.node_id}, or another --data"
+                f"pass --node-id {owner.node_id}, or another --data"
             )
         if owner.cluster not in ("", claim.cluster):
             raise ClusterMismatch(
                 f"{claim.data} belongs to the cluster {owner.cluster!r}, but this node is started for "
-                f"{claim.cluster!r}; give --cluster {owner.cluster}, or another --data"
+                f"{claim.cluster!r}; pass --cluster {owner.cluster}, or another --data"
             )
 
     def _check_known(self, known: Mapping[str, str]) -> None:
@@ -309,7 +309,7 @@ class StartupChecks:
         if found is not None and owner.cluster_id not in ("", found):
             raise ClusterMismatch(
                 f"{claim.data} belongs to another cluster ({owner.cluster_id}) than the one that etcd at {claim.etcd} "
-                f"knows as {claim.cluster!r} ({found}); check --etcd, or give another --data"
+                f"knows as {claim.cluster!r} ({found}); check --etcd, or pass another --data"
             )
         if owner.was_admitted and keys.admitted_key(claim.node_id) not in known:
             raise cluster_forgotten(claim.node_id)

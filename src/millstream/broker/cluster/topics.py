@@ -797,7 +797,7 @@ class Topics:
 
     def _check_index(self, topic: Topic, index: int) -> None:
         if not 0 <= index < topic.partitions:
-            raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, not number {index}")
+            raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, but no partition {index}")
 
     def _missing_error(self, name: str, index: int) -> MillstreamError:
         """Return why this node has no such partition."""

@@ -715,7 +715,7 @@ async def _check_reachable(request: AdoptRequest) -> None:
     if problem:
         raise InvalidMirror(
             f"the old source does not reach this cluster at {settings.source} ({problem}), so it cannot follow; "
-            "nothing was changed. Give an address with --address, and how it signs in here with the --source options"
+            "nothing was changed. Pass an address with --address, and how it signs in here with the --source options"
         )
 
 

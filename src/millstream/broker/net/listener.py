@@ -429,7 +429,7 @@ def listen(bound: socket.socket, *, flag: str, listener: str = "") -> None:
 
 
 def _address_taken_error(host: str, port: int, flag: str, listener: str, error: OSError) -> AddressTaken:
-    remedy = f"give another address with --{flag} HOST:PORT"
+    remedy = f"pass another address with --{flag} HOST:PORT"
     if listener:
         remedy = f"change the address of listener {listener!r}"
     return AddressTaken(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}")

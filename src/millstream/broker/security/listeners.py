@@ -113,7 +113,7 @@ class Listeners:
             if listener.requires_authentication and not (listener.is_loopback or listener.tls_cert):
                 _logger.warning(
                     "%s requires authentication without TLS: others on the network can read and change every message, "
-                    "and can guess passwords from the sign-ins that they record; give --tls-cert and --tls-key",
+                    "and can guess passwords from the sign-ins that they record; pass --tls-cert and --tls-key",
                     listener.address,
                 )
 
@@ -125,7 +125,7 @@ class Listeners:
 
             PrincipalRules(config.tls_principal_rules)
         if config.registry and not config.http:
-            raise InvalidSetting("--registry is served by the HTTP gateway; give it an address with --http, too")
+            raise InvalidSetting("--registry is served by the HTTP gateway; pass its address with --http, too")
         for flag, address in (("--http", config.http), ("--registry", config.registry)):
             if address:
                 self._check_http(flag, address)
@@ -135,7 +135,7 @@ class Listeners:
                 raise InvalidSetting(_exposure_warning(flag, listener.address))
             if listener.advertise and is_any_address(parse_address(listener.advertise, name="advertise")[0]):
                 raise InvalidSetting(
-                    f"--advertise {listener.advertise} names no address that a client could connect to; give a name or "
+                    f"--advertise {listener.advertise} names no address that a client could connect to; pass a name or "
                     "an address of this machine"
                 )
         if config.in_cluster:
@@ -155,7 +155,7 @@ class Listeners:
         if config.http_tls is None:
             raise InvalidSetting(
                 f"{flag} {address} is reachable by other machines, and callers would send their passwords to it in "
-                "plain text; give --tls-cert and --tls-key (or --http-tls-cert and --http-tls-key), listen on a "
+                "plain text; pass --tls-cert and --tls-key (or --http-tls-cert and --http-tls-key), listen on a "
                 "loopback address, or pass --insecure if the network is trusted"
             )
 
@@ -169,7 +169,7 @@ class Listeners:
         if not listener.advertise and is_any_address(parse_address(listener.address, name="kafka")[0]):
             raise InvalidSetting(
                 f"--kafka {listener.address} listens on every address, and the other nodes need one to connect to; "
-                "give it with --advertise HOST:PORT"
+                "pass it with --advertise HOST:PORT"
             )
 
     @cached_property

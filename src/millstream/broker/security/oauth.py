@@ -79,7 +79,7 @@ class OAuthSettings:
     def check(self) -> None:
         """Raise `InvalidSetting` unless tokens can be checked."""
         if not (self.issuer and self.audience):
-            raise InvalidSetting("with --oauth-jwks, give --oauth-issuer and --oauth-audience too")
+            raise InvalidSetting("with --oauth-jwks, pass --oauth-issuer and --oauth-audience too")
         if self.jwks.startswith("http://"):
             raise InvalidSetting(
                 "--oauth-jwks needs an https URL or a file: anyone who can replace the keys can issue tokens"

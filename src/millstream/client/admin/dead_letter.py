@@ -615,7 +615,7 @@ class Outcome:
     held: int = 0
     """Held by other commands; they are open again within a minute."""
     held_back: int = 0
-    """Examined and left open, but held back from other commands for a minute, since they are many."""
+    """Examined and left open, but held back from other commands for a minute if there are very many."""
     refused: dict[str, int] = field(default_factory=dict)
     """Left open because the message cannot be redelivered, by reason."""
     revived: dict[str, int] = field(default_factory=dict)

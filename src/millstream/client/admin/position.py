@@ -73,4 +73,4 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     try:
         return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
     except (ValueError, OverflowError):
-        raise InvalidRequest(f"{text!r} is not a position; give {POSITION_HELP}") from None
+        raise InvalidRequest(f"{text!r} is not a position; use {POSITION_HELP}") from None

@@ -123,7 +123,7 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
                 partition = _partition(value)
             elif name in (b"message-deliver-at", b"message-delay"):
                 if due_ms is not None:
-                    raise invalid("give Message-Delay or Message-Deliver-At, not both")
+                    raise invalid("send Message-Delay or Message-Deliver-At, not both")
                 is_time = name == b"message-deliver-at"
                 due_ms = _time_ms(value.decode("latin-1")) if is_time else _after_ms(_delay(value))
             else:
@@ -148,7 +148,7 @@ def from_batch(message: NewMessage) -> Placed:
         stored.append((CORRELATION_ID, message.correlation_id.encode()))
     if message.deliver_at is not None or message.delay is not None:
         if message.deliver_at is not None and message.delay is not None:
-            raise invalid("give `delay` or `deliver_at`, not both")
+            raise invalid("set `delay` or `deliver_at`, not both")
         due_ms = _time_ms(message.deliver_at) if message.deliver_at is not None else _after_ms(message.delay or 0)
         stored.append((DELIVER_AT, b"%d" % due_ms))
     if message.headers:
@@ -185,7 +185,7 @@ def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
 def _key(message: NewMessage) -> bytes | None:
     if message.key_base64 is not None:
         if message.key is not None:
-            raise invalid("give `key` or `key_base64`, not both")
+            raise invalid("set `key` or `key_base64`, not both")
         return from_base64(message.key_base64, "key_base64")
     return None if message.key is None else _encoded(message.key)
 
@@ -193,7 +193,7 @@ def _key(message: NewMessage) -> bytes | None:
 def _value(message: NewMessage) -> bytes | None:
     given = (message.value is not None) + (message.json is not msgspec.UNSET) + (message.base64 is not None)
     if given > 1:
-        raise invalid("give one of `value`, `json` and `base64`")
+        raise invalid("set one of `value`, `json` and `base64`")
     if message.value is not None:
         return _encoded(message.value)
     if message.base64 is not None:

@@ -223,7 +223,7 @@ class Sessions:
             elif user and secret and "\0" not in user + secret:
                 shown = CallerCredentials(BASIC, user, secret, host)
             else:
-                raise Refused(HTTPStatus.UNAUTHORIZED, "give a user and a password, or a token")
+                raise Refused(HTTPStatus.UNAUTHORIZED, "enter a user and a password, or a token")
             cookie = await self._open(shown)
         except Refused as error:
             await self._send_login(

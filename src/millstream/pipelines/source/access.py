@@ -288,19 +288,19 @@ def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.e
     certificate = next((options[name] for name in _CERTIFICATE_FILES if name in options), "")
     token, token_file = options.get("token", ""), options.get("tokenFile", "")
     if bool(user) + bool(token) + bool(token_file) > 1:
-        raise InvalidSetting("give a user with its password, a token or a tokenFile, and only one of them")
+        raise InvalidSetting("set a user with its password, a token or a tokenFile, and only one of them")
     if bool(user) != bool(password):
-        raise InvalidSetting("give a user and its password together")
+        raise InvalidSetting("set a user and its password together")
     signs_in = bool(user or token or token_file)
     asks_to = next((name for name in (PROTOCOL, _MECHANISM) if name in options), "")
     if not signs_in and (protocol.startswith("SASL") or _MECHANISM in options):
         raise InvalidSetting(
-            f"option {asks_to} is {options[asks_to]}, but there are no credentials: give {_JAAS}, or user and "
+            f"option {asks_to} is {options[asks_to]}, but there are no credentials: set {_JAAS}, or user and "
             "password, or token"
         )
     if signs_in and protocol in ("PLAINTEXT", "SSL"):
         raise InvalidSetting(
-            f"option {PROTOCOL} is {protocol}, and other options sign in; make it SASL_{protocol}, or leave it out"
+            f"option {PROTOCOL} is {protocol}, but other options authenticate; make it SASL_{protocol}, or leave it out"
         )
     return Access(
         tls=has_tls,
@@ -338,7 +338,7 @@ def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
         return "", "", ""
     if user and mechanism not in ("", PLAIN, *SCRAM_MECHANISMS):
         known = ", ".join((PLAIN, *SCRAM_MECHANISMS))
-        raise InvalidSetting(f"option {_MECHANISM} has to be one of {known}, or give a token; it is {mechanism!r}")
+        raise InvalidSetting(f"option {_MECHANISM} has to be one of {known}, or set a token; it is {mechanism!r}")
     return user, password, mechanism
 
 
@@ -349,7 +349,7 @@ def _parse_jaas(text: str) -> tuple[str, str, str]:
         # The text itself is not repeated: it holds a password.
         raise InvalidSetting(
             f"option {_JAAS} is supported for PlainLoginModule and ScramLoginModule with username and password; "
-            "for anything else, give the options user and password, or token"
+            "for anything else, set the options user and password, or token"
         )
     user, password = (re.sub(r"\\(.)", r"\1", found.get(name, "")) for name in ("username", "password"))
     return module[1], user, password
@@ -366,7 +366,7 @@ def _trusted(options: Mapping[str, str], protocol: str) -> tuple[str, bool]:
         raise InvalidSetting(f"option {PROTOCOL} has to be PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL, not {protocol}")
     has_files = bool(ca) or any(name in options for name in _CERTIFICATE_FILES)
     if protocol.endswith("PLAINTEXT") and (has_files or own):
-        raise InvalidSetting(f"option {PROTOCOL} is {protocol}, and other options ask for TLS")
+        raise InvalidSetting(f"option {PROTOCOL} is {protocol}, but other options enable TLS")
     return ca, has_files or own.lower() == "true" or protocol.endswith("SSL")
 
 

@@ -212,7 +212,7 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         yield from _merge_by_offset([_add_missing_columns(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(
-            f"the table {table.url} cannot be read: {error}; if it has another path on this machine, give it with the "
+            f"the table {table.url} cannot be read: {error}; if it has another path on this machine, set it with the "
             "option lake"
         ) from None
 

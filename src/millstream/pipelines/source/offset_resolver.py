@@ -105,7 +105,7 @@ class OffsetResolver:
         for topic, numbers in assigned.items():
             missing = sorted(set(numbers) - set(there[topic]))
             if missing:
-                raise UnknownTopic(f"topic {topic!r} has {len(there[topic])} partitions, no partition {missing[0]}")
+                raise UnknownTopic(f"topic {topic!r} has {len(there[topic])} partitions, but no partition {missing[0]}")
 
     def _resolve_named(self, position: Named, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         _check_names_all(position.offsets, partitions, option)
@@ -214,7 +214,7 @@ def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchedPartition]]
 def no_messages_since_error(topic: str, number: int, time_ms: int) -> InvalidSetting:
     """Describe a partition without messages since a time."""
     return InvalidSetting(
-        f"{topic}-{number} has no record of {time_ms} ms or later; give an earlier time, or set "
+        f"{topic}-{number} has no record of {time_ms} ms or later; use an earlier time, or set "
         "startingOffsetsByTimestampStrategy to latest to start at the end there"
     )
 

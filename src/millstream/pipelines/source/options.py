@@ -375,7 +375,7 @@ def _value_format(found: _GivenOptions) -> str:
     if found.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
         return given or "bytes"
     if given is not None:
-        raise InvalidSetting("give the option decode=schema or valueFormat, not both")
+        raise InvalidSetting("set the option decode=schema or valueFormat, not both")
     return BY_SCHEMA
 
 
@@ -394,7 +394,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     found = _GivenOptions(_with_defaults(given), _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
-        raise InvalidSetting("the options txnAppId and txnVersion go together: give both or neither")
+        raise InvalidSetting("the options txnAppId and txnVersion go together: set both or neither")
     if (found.text("kafka.acks") or "all") not in ("all", "-1"):
         warnings.warn("option kafka.acks is not used: rows are written with acks=all", stacklevel=2)
     codecs = ("none", "gzip", "snappy", "lz4", "zstd")
@@ -534,7 +534,7 @@ def _topics(found: _GivenOptions) -> _Topics:
         return _Topics(subscribe=_names(path))
     if len(given) != 1:
         choice = f"{' and '.join(given)} were given" if given else "none was given"
-        raise InvalidSetting(f"give exactly one of the options {', '.join(names)}: {choice}")
+        raise InvalidSetting(f"set exactly one of the options {', '.join(names)}: {choice}")
     text = found.text(given[0]) or ""
     if given[0] == "subscribe":
         return _Topics(subscribe=_names(text))

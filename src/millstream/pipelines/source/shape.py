@@ -100,7 +100,7 @@ def default_schema(options: ReadOptions) -> StructType:
         return RANGE_SCHEMA
     if options.value_format == "json":
         raise InvalidSetting(
-            "valueFormat=json needs the fields to read: give them with .schema('order_id long, total double'), "
+            "valueFormat=json needs the fields to read: declare them with .schema('order_id long, total double'), "
             "together with any of the columns of a record"
         )
     if options.value_format == BY_SCHEMA:

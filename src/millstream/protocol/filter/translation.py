@@ -109,7 +109,7 @@ def _check_size(text: str) -> None:
     if size > TEXT_BYTES_MAX:
         raise refusal(text, 0, 1, f"a filter has at most {TEXT_BYTES_MAX} bytes, not {size}")
     if not text.strip():
-        raise refusal(text, 0, 1, "a filter is a condition such as payload.total > 1000, this one is empty")
+        raise refusal(text, 0, 1, "a filter is a condition such as payload.total > 1000; this one is empty")
 
 
 def _tokens(text: str) -> list[Token]:
@@ -278,7 +278,7 @@ class _Translator:
         """Translate a node that is TRUE, FALSE or NULL."""
         node = self._node(tree, depth)
         if kind_of(node) not in (Kind.BOOLEAN, Kind.ANY, Kind.NULL):
-            raise self.refusal(tree, f"a condition is needed here, this is {kind_of(node)}")
+            raise self.refusal(tree, f"a condition is needed here, but this is {kind_of(node)}")
         return node
 
     def _node(self, tree: exp.Expression, depth: int) -> Node:
@@ -405,7 +405,7 @@ class _Translator:
             raise self.refusal(tree.expression, "ESCAPE takes one character in quotes, and neither % nor _")
         operand = self._operand(like.this, depth)
         if kind_of(operand) is Kind.TIMESTAMP:
-            raise self.refusal(tree, "LIKE is for text, this is a timestamp")
+            raise self.refusal(tree, "LIKE needs text, but this is a timestamp")
         pattern = self._text_of(like.expression, "the pattern of LIKE is a text in quotes")
         try:
             compile_like(pattern, escape)
@@ -426,7 +426,7 @@ class _Translator:
         if not isinstance(tree.expression, exp.Boolean):
             raise self.refusal(tree, "IS is followed by NULL, TRUE or FALSE")
         if kind_of(operand) not in (Kind.BOOLEAN, Kind.ANY, Kind.NULL):
-            raise self.refusal(tree, f"a condition is needed before IS, this is {kind_of(operand)}")
+            raise self.refusal(tree, f"a condition is needed before IS, but this is {kind_of(operand)}")
         return IsTruth(operand, bool(tree.expression.this))
 
     def _arithmetic(self, tree: exp.Expression, depth: int) -> Node:
@@ -435,12 +435,12 @@ class _Translator:
         for node, place in ((left, tree.this), (right, tree.expression)):
             self._check_number(node, place, operator)
         if kind_of(left) is Kind.TEXT is kind_of(right):
-            raise self.refusal(tree, f"{operator} calculates with numbers, both of these are text")
+            raise self.refusal(tree, f"{operator} needs numbers, but both operands are text")
         return Arithmetic(operator, left, right)
 
     def _check_number(self, node: Node, place: exp.Expression, operator: str) -> None:
         if kind_of(node) in (Kind.BOOLEAN, Kind.TIMESTAMP):
-            raise self.refusal(place, f"{operator} calculates with numbers, this is {kind_of(node)}")
+            raise self.refusal(place, f"{operator} needs numbers, but this is {kind_of(node)}")
         if isinstance(node, Literal) and isinstance(node.value, str):
             self._check_text(place, node.value, Kind.NUMBER)
 
@@ -477,9 +477,9 @@ class _Translator:
             )
         operand = self._operand(tree.this, depth)
         if kind_of(operand) is Kind.TIMESTAMP and target not in ("BIGINT", "DOUBLE", "TIMESTAMP"):
-            raise self.refusal(tree, f"a timestamp is not cast to {target}")
+            raise self.refusal(tree, f"a timestamp cannot be cast to {target}")
         if kind_of(operand) is Kind.BOOLEAN and target == "TIMESTAMP":
-            raise self.refusal(tree, "a boolean is not cast to TIMESTAMP")
+            raise self.refusal(tree, "a boolean cannot be cast to TIMESTAMP")
         if target == "TIMESTAMP" and isinstance(operand, Literal) and isinstance(operand.value, str):
             self._check_text(tree, operand.value, Kind.TIMESTAMP)
             return Literal(value.moment(operand.value), Kind.TIMESTAMP)
@@ -500,7 +500,7 @@ class _Translator:
             raise self.refusal(tree, f"{name} takes {count} argument{'s' if count > 1 else ''}, not {len(arguments)}")
         nodes = tuple(self._argument(argument, depth) for argument in arguments)
         if any(kind_of(node) is Kind.TIMESTAMP for node in nodes):
-            raise self.refusal(tree, f"{name} is for text, not for a timestamp")
+            raise self.refusal(tree, f"{name} needs text, but this is a timestamp")
         return Call(name, nodes)
 
     def _argument(self, tree: exp.Expression, depth: int) -> Node:
@@ -516,7 +516,7 @@ class _Translator:
     def _coalesce(self, tree: exp.Expression, nodes: list[Node]) -> Node:
         kinds = {kind_of(node) for node in nodes} - {Kind.NULL}
         if not nodes or len(kinds - {Kind.ANY}) > 1 or (Kind.TIMESTAMP in kinds and Kind.ANY in kinds):
-            raise self.refusal(tree, "coalesce takes values of one kind")
+            raise self.refusal(tree, "all arguments of coalesce must have the same type")
         return Call(COALESCE, tuple(nodes))
 
     def _field(self, tree: exp.Expression, depth: int) -> Node:

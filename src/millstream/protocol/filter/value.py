@@ -71,7 +71,7 @@ def _split(pattern: str, escape: str) -> list[list[str | None]]:
             if escaped is None:
                 raise InvalidPattern("the pattern ends with its escape character")
             if escaped not in ("%", "_", escape):
-                raise InvalidPattern(f"the escape character cannot precede {escaped!r}, only before %, _ and itself")
+                raise InvalidPattern(f"the escape character can precede only %, _ and itself, not {escaped!r}")
             parts[-1].append(escaped)
         elif character == "%":
             parts.append([])

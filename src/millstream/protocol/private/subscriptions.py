@@ -294,7 +294,7 @@ class HeldLease(NamedTuple):
     """How long until then."""
     worker: str
     client_id: str
-    """Of the client through which the worker asked; empty if the queue has moved to another node since."""
+    """Of the client through which the worker requested messages; empty if the queue has moved to another node since."""
     address: str
 
 

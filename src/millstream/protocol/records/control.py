@@ -54,8 +54,8 @@ class Marker:
             return replace(self, coordinator_epoch=latest)
         if self.coordinator_epoch < held <= latest:
             raise TransactionCoordinatorFenced(
-                f"a coordinator of epoch {held} has ended a transaction of producer {self.producer_id} here, the one "
-                f"of epoch {self.coordinator_epoch} is fenced"
+                f"a coordinator of epoch {held} has ended a transaction of producer {self.producer_id} here; "
+                f"the coordinator of epoch {self.coordinator_epoch} is fenced"
             )
         return self
 

@@ -267,7 +267,7 @@ class Channel(asyncio.BufferedProtocol):
             raise AuthenticationFailed(f"{self.address} closed the connection; {self._needs_identity()}")
 
     def _needs_identity(self) -> str:
-        return f"if it requires authentication, give a user or a token ({self._spelled.identity})"
+        return f"if it requires authentication, pass a user or a token ({self._spelled.identity})"
 
     def _ssl_object(self) -> ssl.SSLObject | None:
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
@@ -346,7 +346,7 @@ class Channel(asyncio.BufferedProtocol):
             if self.was_refused:
                 self._cause += f"; {self._needs_identity()}"
             elif not self.versions and self._ssl_object() is None:
-                self._cause += f"; if it uses TLS, give the authority of its certificate ({self._spelled.tls})"
+                self._cause += f"; if it uses TLS, pass the authority of its certificate ({self._spelled.tls})"
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -409,7 +409,7 @@ def _new_buffer(size: int) -> memoryview:
 def _not_kafka(head: bytes) -> str:
     """Return what kind of server responds, judging by the first bytes of a response that no broker sends."""
     if head == b"HTTP":
-        return "an HTTP server responds there; give the Kafka address, which is another port than that of HTTP"
+        return "an HTTP server responds there; use the Kafka address, which has another port than HTTP"
     if head[:2] in _TLS_HEADS:
         return "a TLS server responds there, but this client does not use TLS"
     return f"the server there is not a Kafka broker: its response starts with {head!r}"

@@ -64,7 +64,7 @@ GROUP_COORDINATOR: Final = 0
 COORDINATORS_MAX: Final = 1024
 """How many coordinators a client remembers."""
 
-_ADVICE: Final = "start one with `millstream serve`, or give the address of a running one with --brokers HOST:PORT"
+_ADVICE: Final = "start one with `millstream serve`, or pass the address of a running one with --brokers HOST:PORT"
 
 
 class Client:
@@ -460,7 +460,7 @@ class Client:
             raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}")
         partitions = response.topics[topic].partitions if topic in response.topics else {}
         if wanted.partition not in partitions:
-            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, not a partition {partition}")
+            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, but no partition {partition}")
         if wanted not in self._leaders:
             raise NotLeader(f"{wanted} has no leader now; its nodes may be down")
         return self._leaders[wanted]

@@ -73,7 +73,7 @@ class LetterList(msgspec.Struct, frozen=True):
     held: int
     """Letters leased by others."""
     held_back: int
-    """Letters that this request examined and left open, but that no other request gets for a minute: they are many."""
+    """Letters that this request examined and left open, but that others get only a minute later."""
 
 
 class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class LettersProcessed(msgspec.Struct, frozen=True):
     held: int
     """Letters leased by others."""
     held_back: int
-    """Letters that did not match and stay open, but that no other request gets for a minute: they are many."""
+    """Letters that did not match and stay open, but that others get only a minute later."""
     uncertain: int
     """Letters that were processed, but whose leases expired meanwhile, so that they may still be open."""
     topics: dict[str, int] = {}
@@ -151,7 +151,7 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Le
         return _letters_processed(dlq.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
     await redrive_letters(dlq, outcome, wanted=wanted, limit=body.limit)
     if outcome.refused and not outcome.done:
-        raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'give "to_topic"'))
+        raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'set "to_topic"'))
     return _letters_processed(dlq.topic, outcome, {})
 
 

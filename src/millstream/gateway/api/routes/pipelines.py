@@ -249,7 +249,7 @@ async def _describe(services: Services, name: str, notes: list[str]) -> Pipeline
 async def change(services: Services, request: Request[NoFields, PipelineChanges]) -> PipelineDescription:
     """Change a pipeline's settings and describe it."""
     if not request.body.settings:
-        raise invalid("nothing to change; give `settings`")
+        raise invalid("nothing to change; send `settings`")
     name = request.path["pipeline"]
     notes = await PipelineClient(services.client).alter(name, changes_of(request.body.settings))
     return await _describe(services, name, notes)
@@ -305,7 +305,7 @@ async def change_rules(services: Services, request: Request[NoFields, RuleChange
     """Change rules atomically and list them."""
     body, name = request.body, request.path["pipeline"]
     if not body.put and not body.delete:
-        raise invalid("nothing to change; give rules to `put` or names to `delete`")
+        raise invalid("nothing to change; send rules to `put` or names to `delete`")
     rules = msgspec.convert(body.put, list[Rule], from_attributes=True)
     changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
     return RulesChanged(await _rules(services, name), changed.notes)

@@ -258,7 +258,7 @@ async def settle_leases(services: Services, request: Request[NoFields, Settle]) 
     extend = [Extended(one) if isinstance(one, str) else one for one in body.extend]
     tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
     if not 0 < len(tokens) <= SETTLE_MAX:
-        raise invalid(f"give 1 to {SETTLE_MAX} leases, not {len(tokens)}")
+        raise invalid(f"send 1 to {SETTLE_MAX} leases, not {len(tokens)}")
     if len(set(tokens)) != len(tokens):
         raise invalid("a lease is given twice; settle it once per request")
     verdicts = [

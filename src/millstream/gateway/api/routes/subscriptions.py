@@ -95,7 +95,7 @@ class Created(msgspec.Struct, frozen=True):
     missing_topics: list[str]
     """Topics that do not exist yet; their messages are delivered once they do."""
     dead_letter_topic: str
-    """Where messages that fail for good go; `none` if they are dropped."""
+    """The topic for messages that fail permanently; `none` if they are dropped."""
 
 
 class SubscriptionSummary(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class SubscriptionSummary(msgspec.Struct, frozen=True):
     parked: int
     dead_lettered: int
     dropped: int
-    """Messages that failed for good and were not kept."""
+    """Messages that failed permanently and were dropped."""
     paused: bool
 
 
@@ -184,7 +184,7 @@ class HeldLeaseDocument(msgspec.Struct, frozen=True):
     remaining_ms: int
     worker: str
     client_id: str
-    """Of the client through which the worker asked; empty if the queue has moved to another node since."""
+    """Of the client through which the worker requested messages; empty if the queue has moved to another node since."""
     address: str
 
 
@@ -273,7 +273,7 @@ async def change(services: Services, request: Request[NoFields, SubscriptionChan
     body = request.body
     changes = {**_parse_given(body), **changes_of(body.settings)}
     if not changes and body.topics is None:
-        raise invalid("nothing to change; give `topics` or settings")
+        raise invalid("nothing to change; send `topics` or settings")
     with named_by_caller(_given_fields(body)):
         await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
     return await describe(services, Request(request.path, NoFields(), NoFields(), request.headers, request.memory))

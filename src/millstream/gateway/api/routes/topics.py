@@ -205,7 +205,7 @@ async def alter(services: Services, request: Request[NoFields, TopicChanges]) ->
     settings = changes_of(body.settings)
     changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(body).items()}}
     if not changes and body.partitions is None:
-        raise invalid("nothing to change; give settings, partitions, owner, description or contract")
+        raise invalid("nothing to change; send settings, partitions, owner, description or contract")
     topic = await find_topic(services.client, name, advice=ADVICE)
     await check_settings_exist(services.client, name, [key for key, value in settings.items() if value is None])
     if changes:

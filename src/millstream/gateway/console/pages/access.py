@@ -184,7 +184,7 @@ async def set_quota(visit: Visit) -> Response:
     rates = {PRODUCER_BYTE_RATE: visit.number("produce", 0), CONSUMER_BYTE_RATE: visit.number("consume", 0)}
     changes = {key: float(rate) for key, rate in rates.items() if rate}
     if not changes:
-        raise invalid("give how many bytes per second may be produced, consumed, or both")
+        raise invalid("enter how many bytes per second may be produced, consumed, or both")
     await alter_quota(visit.services.client, entity, changes)
     flags = [word for key, flag in _RATES.items() if key in changes for word in (flag, f"{changes[key]:.0f}")]
     return _done(f"{entity} is limited", "quota", "set", *words, *flags)

@@ -37,7 +37,7 @@ NO_ORDER: Final = ", which orders the changes of a key, is missing or null"
 
 
 _ROUNDED: Final = (
-    ": a column of type double may round numbers of 2^53 and more, so they cannot identify or order rows; give the "
+    ": a column of type double may round numbers of 2^53 and more, so they cannot identify or order rows; declare the "
     "field as long or decimal in `schema`, in a new table"
 )
 

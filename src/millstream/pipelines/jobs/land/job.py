@@ -168,10 +168,10 @@ _TABLES_AT_ONCE: Final = 8
 DROPPED_MAX: Final = 10_000
 """The most fields of a topic that are reported as having no column."""
 
-_KEPT: Final = "are in `value` alone"
-_NOT_KEPT: Final = (
-    "are not in the table; give the columns in `schema`, or the objects that contain these fields in `maps`, and land "
-    "the messages again"
+_IN_VALUE: Final = "are in `value` alone"
+_NOT_IN_TABLE: Final = (
+    "are not in the table; declare the columns in `schema`, or the objects that contain these fields in `maps`, and "
+    "land the messages again"
 )
 
 COLUMNS_SHOWN_MAX: Final = 20
@@ -546,7 +546,13 @@ class LandJob:
             _logger.warning(
                 "pipeline %s: %d fields of %s (%s) have no column, since their names cannot be columns or there are "
                 "too many, and %s",
-                *(self._pipeline.name, len(found), batch.topic, named, _KEPT if batch.changes is None else _NOT_KEPT),
+                *(
+                    self._pipeline.name,
+                    len(found),
+                    batch.topic,
+                    named,
+                    _IN_VALUE if batch.changes is None else _NOT_IN_TABLE,
+                ),
             )
 
     def _read_ids(self, batches: Sequence[TopicBatch]) -> None:

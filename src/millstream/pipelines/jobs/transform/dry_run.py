@@ -70,7 +70,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
         prepared = prepare(pipeline, replace(context, folder=scratch), settings, loop)
     if prepared is None:
         raise InvalidPipeline(
-            "a topic of the statement has no messages yet, so its columns are unknown; give them with `schemas`"
+            "a topic of the statement has no messages yet, so its columns are unknown; declare them with `schemas`"
         )
     try:
         ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
