@@ -18,11 +18,11 @@ This page is generated from the settings' declarations by `make docs`; do not ed
 
 ## The node
 
-Give a setting as a flag of `millstream serve` (`--node-id 2`), as an environment variable
+Set a value with a flag of `millstream serve` (`--node-id 2`), with an environment variable
 (`{ENVIRONMENT_PREFIX}NODE_ID=2`) or in `{FILE_NAME}` (`node-id = 2`), which is read from the working directory or from
 `--config FILE`. A flag takes precedence over the environment, which takes precedence over the file. An unknown name or
-a value out of bounds is an error, and the node does not start; only the variables of the commands and those that
-Kubernetes derives from a service's name are ignored. Settings are read when the node starts.
+a value out of bounds is an error, and the node does not start; only environment variables of the commands, and those
+that Kubernetes derives from a service's name, are ignored. Settings are read when the node starts.
 
 """
 
