@@ -66,7 +66,7 @@ def main() -> None:
         cancel_s=2 * POLL_S,
     )
     for line in sys.stdin.buffer:
-        driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
+        driver.declare(msgspec.json.decode(line, type=DriverCommand).pipelines)
     driver.end()
 
 

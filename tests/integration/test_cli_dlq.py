@@ -341,7 +341,7 @@ def test_an_interrupted_purge_mentions_the_letters_it_was_closing(
 async def test_a_purge_remembers_no_letters(server: Server, name: str) -> None:
     async with Client.connect(server.kafka) as client:
         dlq, outcome = DeadLetterClient(client, f"{name}-dead", "purging", patience_s=10), Outcome()
-        await process_letters(dlq, None, outcome, wanted=None, limit=None, keep=False)
+        await process_letters(dlq, None, outcome, matches=None, limit=None, keep=False)
     assert (outcome.done, outcome.in_progress) == (LETTERS, 0)
     assert not dlq._closed
     assert not dlq._held

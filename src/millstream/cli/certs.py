@@ -44,8 +44,8 @@ def init(
 ) -> None:
     """Create a certificate for a node (node.pem, node.key), and its authority (ca.pem, ca.key) if it does not exist.
 
-    With another --node-id than 1 the files are called node-ID.pem and node-ID.key. Use them for trials; where
-    others rely on them, have an authority of your own sign the certificates.
+    For node ids other than 1, the files are called node-ID.pem and node-ID.key. They are meant for tests and private
+    networks; otherwise, have your own authority sign the certificates.
     """
     files = make_node_certificate(dir, host or ["localhost", "127.0.0.1", "::1"], cluster, NodeId(node_id))
     certificate, key = files["certificate"], files["key"]

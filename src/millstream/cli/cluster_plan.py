@@ -42,7 +42,7 @@ def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) 
 
 @plan_app.command("remove")
 def remove(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
-    """Plan to move everything away from a node that leaves for good, or is lost.
+    """Plan to move everything away from a node that leaves permanently, or is lost.
 
     Refused if no other node can take one of the partitions. When the plan has ended, stop the node.
     """

@@ -683,9 +683,9 @@ class Story:
             seen.append(letter)
 
         dlq = DeadLetterClient(self._ms.client, DEAD, "demo", patience_s=_STEP_S_MAX)
-        await process_letters(dlq, look, Outcome(), wanted=None, limit=None, keep=True)
+        await process_letters(dlq, look, Outcome(), matches=None, limit=None, keep=True)
         if redrive:
-            await redrive_letters(dlq, Outcome(), wanted=None, limit=None)
+            await redrive_letters(dlq, Outcome(), matches=None, limit=None)
         return seen
 
 

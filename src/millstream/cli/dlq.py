@@ -23,8 +23,8 @@ from millstream.cli.output import (
     print_result,
 )
 from millstream.client.admin.dead_letter import (
+    LetterFilter,
     Outcome,
-    Wanted,
     process_letters,
     redrive_letters,
     survey_letters,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
-Work = Callable[["DeadLetterClient", Outcome, Wanted | None], Awaitable[None]]
+Work = Callable[["DeadLetterClient", Outcome, LetterFilter | None], Awaitable[None]]
 
 PATIENCE_S = 5.0
 """How long to wait for a failover before counting letters without some partitions."""
@@ -105,8 +105,8 @@ def show(
     async def print_one(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         _print(letter, as_json=common.as_json)
 
-    async def look(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
-        await process_letters(dlq, print_one, outcome, wanted=wanted, limit=limit, keep=True)
+    async def look(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
+        await process_letters(dlq, print_one, outcome, matches=matches, limit=limit, keep=True)
 
     _process_letters(name, filter_, look, common, keep=True)
 
@@ -137,8 +137,8 @@ def redrive(
         _publish(name, filter_, limit, to_topic, common)
         return
 
-    async def revive(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
-        await redrive_letters(dlq, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+    async def revive(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
+        await redrive_letters(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, revive, common, keep=False)
     if common.as_json:
@@ -177,10 +177,10 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
 
 
 def _run_survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
-    async def count(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+    async def count(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
         if to_topic is not None:
             await dlq.check_target(to_topic)
-        await survey_letters(dlq, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+        await survey_letters(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
 
     return _process_letters(name, filter_, count, common, keep=True)
 
@@ -189,9 +189,9 @@ def _publish(name: str, filter_: str | None, limit: int | None, topic: str, comm
     async def send(dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         await dlq.publish(letter, topic)
 
-    async def publish(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
+    async def publish(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
         await dlq.check_target(topic)
-        await process_letters(dlq, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
+        await process_letters(dlq, send, outcome, matches=matches, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, publish, common, keep=False)
     sent = {topic: outcome.done} if outcome.done else {}
@@ -225,8 +225,8 @@ def purge(
         return
     confirm(f"Close the open letters of {name}?", unless=yes or common.as_json)
 
-    async def close(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> None:
-        await process_letters(dlq, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
+    async def close(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
+        await process_letters(dlq, None, outcome, matches=matches, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _process_letters(name, filter_, close, common, keep=False)
     if common.as_json:
@@ -243,10 +243,10 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
         from millstream.client.admin.dead_letter import DeadLetterClient, find_topic
         from millstream.protocol.filter.filter import matcher
 
-        wanted = None if filter_ is None else matcher(filter_)
+        matches = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name, patience_s=common.timeout)
         dlq = DeadLetterClient(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=common.timeout)
-        await work(dlq, outcome, wanted)
+        await work(dlq, outcome, matches)
 
     try:
         call_broker(common, question)

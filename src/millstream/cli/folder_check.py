@@ -215,7 +215,7 @@ def _check_segments(folder: Path, names: dict[str, str], *, deep: bool, show_pro
     findings = list(_check_missing_files(folder, names, found))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
-    with Progress("reading segments", total_bytes=total_bytes, wanted=show_progress) as progress:
+    with Progress("reading segments", total_bytes=total_bytes, enabled=show_progress) as progress:
         for segment, following in zip_longest(found, found[1:]):
             limit = following.base_offset if segment.is_followed_by(following) else _NO_LIMIT
             label = f"{names.get(segment.topic_id, segment.topic_id)}-{segment.partition}"

@@ -180,7 +180,7 @@ def list_(common: Common = COMMON) -> None:
 
 @app.command("describe")
 def describe(name: Name, common: Common = COMMON) -> None:
-    """Show a mirror's settings, its copies and how far each of them is."""
+    """Show a mirror's settings, its copies and the progress of each."""
     (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
     if common.as_json:
         print_json(described)
@@ -293,7 +293,7 @@ def cutover(
     yes: Yes = False,
     common: Common = LONG_WAIT,
 ) -> None:
-    """Migrate from another Kafka: wait until the copies are complete and the source is idle, then fail over.
+    """Migrate from Kafka: wait until the copies are complete and the source is idle, then fail over.
 
     Nothing changes if the source is still written to when the time is up.
     """
@@ -332,7 +332,7 @@ def reverse(
     yes: Yes = False,
     common: Common = LONG_WAIT,
 ) -> None:
-    """After a failover: let the old source follow this cluster. It drops what only it has.
+    """After a failover, make the old source follow this cluster, and drop the records that only it has.
 
     The --source options say how it signs in here.
     """

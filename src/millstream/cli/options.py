@@ -200,13 +200,13 @@ def parse_settings(given: list[str], *, secret: Collection[str], files: Collecti
     values = parse_assignments(given, flag="--set")
     for name, value in values.items():
         if name in secret and value:
-            values[name] = given_secret(value, flag=f"--set {name}=")
+            values[name] = read_secret(value, flag=f"--set {name}=")
         elif name in files:
-            values[name] = given_text(value, flag=f"--set {name}=")
+            values[name] = read_text(value, flag=f"--set {name}=")
     return values
 
 
-def given_secret(text: str, *, flag: str) -> str:
+def read_secret(text: str, *, flag: str) -> str:
     """Return a secret from the file named as @FILE, or from the standard input as @-; never one from a flag."""
     if not text.startswith("@"):
         raise CommandFailed(
@@ -214,10 +214,10 @@ def given_secret(text: str, *, flag: str) -> str:
             "standard input",
             ExitCode.USAGE,
         )
-    return given_text(text, flag=flag).strip()
+    return read_text(text, flag=flag).strip()
 
 
-def given_text(text: str, *, flag: str) -> str:
+def read_text(text: str, *, flag: str) -> str:
     """Return the text of a flag, or the contents of the file named as @FILE; @- is the standard input.
 
     Blank lines at the beginning stay, since errors count lines.

@@ -149,10 +149,10 @@ SHOWN_AFTER_S = 0.5
 class Progress:
     """Shows progress on stderr if that is a terminal, in bytes, out of a total if there is one."""
 
-    def __init__(self, label: str, *, total_bytes: int | None = None, wanted: bool = True) -> None:
+    def __init__(self, label: str, *, total_bytes: int | None = None, enabled: bool = True) -> None:
         self._label = label
         self._total_bytes = total_bytes
-        self._wanted = wanted and sys.stderr.isatty()
+        self._enabled = enabled and sys.stderr.isatty()
         self._started = time.monotonic()
         self._done_bytes = 0
         self._bar: Any = None
@@ -170,7 +170,7 @@ class Progress:
     def advance(self, size_bytes: int, note: str = "") -> None:
         """Advance; `note` is shown after the bar."""
         self._done_bytes += size_bytes
-        if self._bar is None and self._wanted and time.monotonic() - self._started >= SHOWN_AFTER_S:
+        if self._bar is None and self._enabled and time.monotonic() - self._started >= SHOWN_AFTER_S:
             self._show()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done_bytes, note=note)

@@ -12,7 +12,7 @@ from typing import Annotated, Final, get_args, get_type_hints
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import Settings, flag, given_text, parse_assignments, parse_settings
+from millstream.cli.options import Settings, flag, parse_assignments, parse_settings, read_text
 from millstream.core.job import check_code, parse_duration_ms
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, SETTINGS, UPSERT, PipelineKind
@@ -296,7 +296,7 @@ class Flags:
             "every.ms": _milliseconds(self.every, PipelineKind.LAND, "every.ms"),
             # Payload fields are named for nothing else.
             "decode": DEBEZIUM if is_debezium else "json" if reads_payload else None,
-            "schema": given_text(schemas[0], flag="--schema") if schemas else None,
+            "schema": read_text(schemas[0], flag="--schema") if schemas else None,
             "dedupe.ms": _milliseconds(self.dedupe, PipelineKind.LAND, "dedupe.ms"),
         }
 
@@ -305,7 +305,7 @@ class Flags:
 
     def _transform(self) -> dict[str, str | None]:
         return {
-            "sql": None if self.sql is None else given_text(self.sql, flag="--sql"),
+            "sql": None if self.sql is None else read_text(self.sql, flag="--sql"),
             "into": self.into,
             "schemas": _by_name(self.schema, flag="--schema"),
             "tables": _by_name(self.table, flag="--table"),
@@ -324,7 +324,7 @@ class Flags:
             if not colon or not place:
                 raise typer.BadParameter(f"--udf names a function as MODULE:FUNCTION, not {given!r}")
             if path.is_file():
-                code[path.stem] = given_text(f"@{path}", flag="--udf")
+                code[path.stem] = read_text(f"@{path}", flag="--udf")
                 place = path.stem
             elif place.endswith(".py") or self.requirements is None:
                 raise typer.BadParameter(f"--udf {given}: no file {path} exists, and no --requirements are given")
@@ -335,12 +335,12 @@ class Flags:
         }
 
     def _requirements(self) -> str | None:
-        return None if self.requirements is None else given_text(f"@{self.requirements}", flag="--requirements")
+        return None if self.requirements is None else read_text(f"@{self.requirements}", flag="--requirements")
 
     def _code(self) -> str | None:
         if self.file is None:
             return None
-        code = given_text(f"@{self.file}", flag="--file")
+        code = read_text(f"@{self.file}", flag="--file")
         # Here, so that an error names the file.
         check_code(code, file_name=str(self.file))
         return code
@@ -387,7 +387,7 @@ def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:
     if not given:
         return None
     named = parse_assignments(list(given), flag=flag)
-    return json.dumps({name: given_text(text, flag=flag) for name, text in named.items()}, ensure_ascii=False)
+    return json.dumps({name: read_text(text, flag=flag) for name, text in named.items()}, ensure_ascii=False)
 
 
 def _milliseconds(seconds: float | None, kind: PipelineKind, name: str) -> str | None:

@@ -249,7 +249,7 @@ async def _publish_lines(
 ) -> int:
     size = os.fstat(descriptor).st_size if order.file is not None else None
     done = 0
-    with Progress(f"publishing to {order.topic}", total_bytes=size, wanted=not order.print_ids) as progress:
+    with Progress(f"publishing to {order.topic}", total_bytes=size, enabled=not order.print_ids) as progress:
         groups = _groups(descriptor)
         while True:
             try:

@@ -27,7 +27,7 @@ KeyFile = Annotated[
 
 @app.command("init")
 def init(file: KeyFile = None, as_json: AsJson = False) -> None:
-    """Create a key file. Give it to every node of a cluster, and keep it out of backups of the data."""
+    """Create a key file. Copy it to every node of a cluster, and keep it out of backups of the data."""
     from millstream.broker.catalog.sealing import SecretKey, write_keys
 
     path, key = _path(file), SecretKey.new()

@@ -28,9 +28,9 @@ from millstream.cli.options import (
     confirm,
     expand_options,
     flag,
-    given_secret,
     parse_assignments,
     parse_settings,
+    read_secret,
 )
 from millstream.cli.output import (
     as_json_text,
@@ -136,7 +136,7 @@ _SECRET_SETTINGS: Final = secret_names(SubscriptionSettings)
 
 def _header_value(name: str, value: str) -> str:
     if value.startswith("@") or _CREDENTIAL.search(name):
-        return given_secret(value, flag=f"--push-header {name}=")
+        return read_secret(value, flag=f"--push-header {name}=")
     return value
 
 
@@ -296,7 +296,7 @@ class Flags:
         if self.push is not None:
             found[URL] = self.push
         if self.push_secret is not None:
-            found[SECRET] = given_secret(self.push_secret, flag="--push-secret") if self.push_secret else ""
+            found[SECRET] = read_secret(self.push_secret, flag="--push-secret") if self.push_secret else ""
         if self.push_header:
             values = parse_assignments(self.push_header, flag="--push-header")
             found[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})

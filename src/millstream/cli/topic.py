@@ -98,7 +98,8 @@ def create(
         from millstream.client.admin.topics import create_topic, find_topic
 
         created = True
-        await _land(client, name, wanted=land, validate_only=True)
+        if land:
+            await _land(client, name, validate_only=True)
         try:
             await create_topic(
                 client,
@@ -111,7 +112,8 @@ def create(
             if not if_missing:
                 raise
             created = False
-        await _land(client, name, wanted=land)
+        if land:
+            await _land(client, name)
         try:
             topic = await find_topic(client, name)
         except TopicNotAuthorized:
@@ -295,12 +297,11 @@ def delete(
     print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=common.as_json)
 
 
-async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:
+async def _land(client: Client, name: str, *, validate_only: bool = False) -> None:
     """Declare that a topic is landed, or only check whether it can be, before it is created."""
-    if wanted:
-        from millstream.client.admin.pipelines import land_topic
+    from millstream.client.admin.pipelines import land_topic
 
-        await land_topic(client, name, validate_only=validate_only)
+    await land_topic(client, name, validate_only=validate_only)
 
 
 def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:

@@ -113,10 +113,10 @@ class SubscriptionOptions(TypedDict, total=False):
     """Whether every event of its deliveries is kept for the ledger."""
 
 
-def wanted_settings(wanted: SubscriptionOptions) -> dict[str, str]:
+def requested_settings(options: SubscriptionOptions) -> dict[str, str]:
     """Convert arguments to settings by name; raise `InvalidRequest` for invalid ones."""
     texts: dict[str, str] = {}
-    for name, value in wanted.items():
+    for name, value in options.items():
         if name not in _SETTINGS:
             raise InvalidSubscription(f"a subscription has no {name!r}; the settings are: {', '.join(_SETTINGS)}")
         if value is not None:
@@ -605,7 +605,7 @@ class Connection:
         concurrency: int = 10,
         in_flight: int = 1000,
         update: bool = False,
-        **wanted: Unpack[SubscriptionOptions],
+        **options: Unpack[SubscriptionOptions],
     ) -> Subscriber:
         """Handle the messages of a subscription, which is declared if it does not exist.
 
@@ -620,10 +620,10 @@ class Connection:
         check_integer("concurrency", concurrency, 1, InvalidSubscription)
         check_integer("in_flight", in_flight, 1, InvalidSubscription)
         check_bool("live", live, InvalidSubscription)
-        settings = wanted_settings(wanted)
+        settings = requested_settings(options)
         source: Source
         if live:
-            _refuse_declared({**wanted, "name": name, "update": update or None})
+            _refuse_declared({**options, "name": name, "update": update or None})
             source = LiveReceiver(self.client, _listed(topics))
         else:
             declared = await self._declare(topics, name, settings, update=update)
@@ -647,14 +647,14 @@ class Connection:
         name: str,
         in_flight: int = 1000,
         update: bool = False,
-        **wanted: Unpack[SubscriptionOptions],
+        **options: Unpack[SubscriptionOptions],
     ) -> MessageStream:
         """Iterate over the messages of a subscription; settle each with `ack`, `nack` or `reject`.
 
         Settings are given as for `subscribe`.
         """
         check_integer("in_flight", in_flight, 1, InvalidSubscription)
-        settings = wanted_settings(wanted)
+        settings = requested_settings(options)
 
         async def begin() -> Source:
             declared = await self._declare(topics, name, settings, update=update)
@@ -665,7 +665,7 @@ class Connection:
         return self._stream(begin)
 
     def listen(self, topics: str | Sequence[str]) -> MessageStream:
-        """Iterate over what is published from now on: nothing is declared, kept or settled."""
+        """Iterate over what is published from now on: nothing is declared, stored or settled."""
 
         async def begin() -> Source:
             receiver = LiveReceiver(self.client, _listed(topics))

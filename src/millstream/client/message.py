@@ -250,14 +250,14 @@ class Receipt(NamedTuple):
     offset: int
     timestamp_ms: int
     topic_id: str
-    given_id: str | None = None
+    header_id: str | None = None
     """The `message-id` header, if the publisher set one."""
 
     @property
     def id(self) -> str:
         """Return the publisher's id of the message, otherwise `topic-id/partition/offset`."""
-        if self.given_id is not None:
-            return self.given_id
+        if self.header_id is not None:
+            return self.header_id
         return f"{self.topic_id}/{self.partition}/{self.offset}"
 
 

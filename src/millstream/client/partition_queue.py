@@ -41,12 +41,12 @@ RECORDS_MAX: Final = 10_000
 class SharedResult:
     """Messages that one caller published together; it is woken once, when the last of them is settled."""
 
-    __slots__ = ("future", "given_ids", "left", "receipts", "timestamps_ms")
+    __slots__ = ("future", "header_ids", "left", "receipts", "timestamps_ms")
 
-    def __init__(self, future: asyncio.Future[None], timestamps_ms: list[int], given_ids: list[str | None]) -> None:
+    def __init__(self, future: asyncio.Future[None], timestamps_ms: list[int], header_ids: list[str | None]) -> None:
         self.future = future
         self.timestamps_ms = timestamps_ms
-        self.given_ids = given_ids
+        self.header_ids = header_ids
         self.receipts: list[Receipt | MillstreamError | None] = [None] * len(timestamps_ms)
         self.left = len(timestamps_ms)
 
@@ -159,14 +159,14 @@ class OutgoingBatch:
     def stored(self, topic: str, topic_id: str, partition: int, base_offset: int, append_time_ms: int) -> None:
         """Complete the callers' futures with receipts."""
         new: Any = tuple.__new__
-        for position, future, timestamp_ms, given_id in self.singles:
+        for position, future, timestamp_ms, header_id in self.singles:
             if not future.done():
                 offset = base_offset + position if base_offset >= 0 else -1
                 time_ms = append_time_ms if append_time_ms >= 0 else timestamp_ms
-                future.set_result(new(Receipt, (topic, partition, offset, time_ms, topic_id, given_id)))
+                future.set_result(new(Receipt, (topic, partition, offset, time_ms, topic_id, header_id)))
         for first, shared, indexes in self.shares:
             offset, step = (base_offset + first, 1) if base_offset >= 0 else (-1, 0)
-            receipts, times_ms, ids = shared.receipts, shared.timestamps_ms, shared.given_ids
+            receipts, times_ms, ids = shared.receipts, shared.timestamps_ms, shared.header_ids
             for index in indexes:
                 time_ms = append_time_ms if append_time_ms >= 0 else times_ms[index]
                 receipts[index] = new(Receipt, (topic, partition, offset, time_ms, topic_id, ids[index]))

@@ -206,7 +206,7 @@ class Publisher:
         if self._refresh is None:
             self._refresh = self._loop.call_later(_REFRESH_S, self._begin_refresh)
         future: asyncio.Future[Receipt] = self._loop.create_future()
-        batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
+        batch.singles.append((position, future, timestamp_ms, _header_id(headers) if headers else None))
         if queue.sender is not None:
             queue.sender.notify(queue)
         try:
@@ -231,7 +231,7 @@ class Publisher:
         shared = SharedResult(
             self._loop.create_future(),
             [now_ms if record.timestamp_ms < 0 else record.timestamp_ms for record in records],
-            [_given_id(record.headers) if record.headers else None for record in records],
+            [_header_id(record.headers) if record.headers else None for record in records],
         )
         route = await self._await_ready(topic)
         if partition is not None:
@@ -634,7 +634,7 @@ def _plain(field: Buffer | None) -> bytes | None:
     return bytes(field)
 
 
-def _given_id(headers: Headers) -> str | None:
+def _header_id(headers: Headers) -> str | None:
     for name, value in headers:
         if name == MESSAGE_ID and value:
             return value.decode(errors="replace")

@@ -25,9 +25,9 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 def task_access(
     brokers: str = DEFAULT_BROKERS, topics: Sequence[str] = (), *, options: Mapping[str, str] | None = None
 ) -> Access:
-    """Make what the tasks of a bulk job sign in by; call it on the driver, for the topics that they read.
+    """Create credentials for the tasks of a bulk job, for the topics that they read; call it on the driver.
 
-    `options` say how the driver signs in, as those of `format("millstream")` do; without them, the environment.
+    `options` authenticate the driver like those of `format("millstream")`; without them, the environment does.
     """
     chosen = read_options({BROKERS: brokers, "subscribe": ",".join(topics), **(options or {})})
     return chosen.access.for_tasks(chosen.brokers, may_read(chosen.subscribe))
@@ -43,8 +43,8 @@ def records(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the records of the ranges in `batches`, in order, with all columns or the named ones.
 
-    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`. `access` is what
-    `task_access` has made, where brokers authenticate their clients.
+    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`. `access` is
+    the result of `task_access`, needed where brokers authenticate their clients.
     """
     given = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
     for batch in batches:

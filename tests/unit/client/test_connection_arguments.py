@@ -10,7 +10,7 @@ import pytest
 
 import millstream
 from millstream.cli.local_process import ReservedPort
-from millstream.client.connection import wanted_settings
+from millstream.client.connection import requested_settings
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -120,7 +120,7 @@ async def test_a_handler_must_take_exactly_one_message(ms: Any) -> None:
 
 @pytest.mark.parametrize(("backoff", "settings"), [(5, {BACKOFF_MIN: "5000"}), (0.25, {BACKOFF_MIN: "250"})])
 def test_a_backoff_may_be_one_number(backoff: float, settings: dict[str, str]) -> None:
-    assert wanted_settings({"backoff": backoff}) == settings
+    assert requested_settings({"backoff": backoff}) == settings
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_a_backoff_may_be_one_number(backoff: float, settings: dict[str, str]) -
 )
 def test_an_invalid_value_is_refused_by_its_argument_name(wanted: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        wanted_settings(wanted)
+        requested_settings(wanted)
     assert str(raised.value).startswith(problem)
     assert "share." not in str(raised.value)
     assert "millstream." not in str(raised.value)
 
 
 def test_seconds_are_rounded_to_milliseconds() -> None:
-    assert wanted_settings({"lease": 1.001}) == {"share.record.lock.duration.ms": "1001"}
+    assert requested_settings({"lease": 1.001}) == {"share.record.lock.duration.ms": "1001"}
 
 
 @pytest.mark.parametrize(
@@ -175,17 +175,17 @@ async def test_a_live_listener_declares_nothing(ms: Any, asked: dict[str, Any]) 
     ],
 )
 def test_a_subscription_starts_at_a_named_position(start: str, setting: str) -> None:
-    assert wanted_settings({"start": start}) == {"share.auto.offset.reset": setting}
+    assert requested_settings({"start": start}) == {"share.auto.offset.reset": setting}
 
 
 def test_a_subscription_starts_at_a_time_in_the_past() -> None:
-    assert wanted_settings({"start": "2h"})["share.auto.offset.reset"].startswith("at:1")
+    assert requested_settings({"start": "2h"})["share.auto.offset.reset"].startswith("at:1")
 
 
 @pytest.mark.parametrize("start", ["yesterday", "17", 17, "by_duration:never", "at:noon"])
 def test_an_invalid_start_is_refused_by_name(start: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^start"):
-        wanted_settings({"start": start})
+        requested_settings({"start": start})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.client.connection import SubscriptionOptions, wanted_settings
+from millstream.client.connection import SubscriptionOptions, requested_settings
 from millstream.client.message import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
@@ -106,21 +106,21 @@ def test_headers_carry_the_type_and_the_due_time() -> None:
 
 
 def test_requested_settings_have_their_configuration_names() -> None:
-    assert wanted_settings({}) == {}
+    assert requested_settings({}) == {}
     asked: SubscriptionOptions = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
-    assert wanted_settings(asked) == {
+    assert requested_settings(asked) == {
         "millstream.ordered": "true",
         "share.record.lock.duration.ms": "1500",
         "millstream.backoff.min.ms": "1000",
         "millstream.backoff.max.ms": "60000",
         "share.auto.offset.reset": "by_duration:PT3600S",
     }
-    at = wanted_settings({"start": datetime(2026, 1, 1, tzinfo=UTC)})
+    at = requested_settings({"start": datetime(2026, 1, 1, tzinfo=UTC)})
     assert at == {"share.auto.offset.reset": "at:1767225600000"}
     with pytest.raises(InvalidSubscription, match="time zone"):
-        wanted_settings({"start": datetime(2026, 1, 1)})
+        requested_settings({"start": datetime(2026, 1, 1)})
     with pytest.raises(InvalidSetting):
-        wanted_settings({"delivery": "sometimes"})
+        requested_settings({"delivery": "sometimes"})
 
 
 def test_a_message_has_only_one_id() -> None:

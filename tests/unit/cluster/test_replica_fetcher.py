@@ -92,7 +92,7 @@ async def test_everything_is_reported_again_after_a_new_registration(store: LogS
     output = []
     for session in (5, 5, 6):
         fetch = await link.fetches.get()
-        output.append((fetch.registration, fetch.session_id, len(fetch.wanted)))
+        output.append((fetch.registration, fetch.session_id, len(fetch.positions)))
         if len(output) == 2:
             registrations.append(8)
         link.responses.put_nowait(ReplicaResponses(0, session))
@@ -110,7 +110,7 @@ async def test_records_left_unsynced_by_an_earlier_fetcher_are_not_reported_as_s
     assert link.fetches.empty()
     store.commit_once()
     fetch = await link.fetches.get()
-    assert [position.offset for position in fetch.wanted.values()] == [1]
+    assert [position.offset for position in fetch.positions.values()] == [1]
     assert partition.promised_offset == 1
     await end(task)
 
@@ -298,17 +298,17 @@ async def test_a_throttled_partition_asks_for_little_and_goes_on_when_the_thrott
         return ReplicaResponses(0, 5, {key: ReplicaResponse(0, Offset(watermark), Offset(0), None, memoryview(batch))})
 
     fetch = await link.fetches.get()
-    assert fetch.wanted[key].max_bytes == 70
+    assert fetch.positions[key].max_bytes == 70
     link.responses.put_nowait(records(1, 9))
     await throttle.asked_again.wait()
     assert link.fetches.empty()
     throttle.is_lifted = True
     fetch = await link.fetches.get()
-    assert fetch.wanted[key].offset == 2
+    assert fetch.positions[key].offset == 2
     # The end of a log is neither charged nor delayed, so that a move can end.
     throttle.is_lifted = False
     link.responses.put_nowait(records(2, 3))
     fetch = await link.fetches.get()
-    assert fetch.wanted[key].offset == 3
+    assert fetch.positions[key].offset == 3
     assert len(throttle.charged) == 1
     await end(task)

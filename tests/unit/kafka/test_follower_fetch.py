@@ -140,7 +140,7 @@ class Fetcher:
 
     async def ask(
         self,
-        wanted: dict[int, ReplicaPosition] | None = None,
+        positions: dict[int, ReplicaPosition] | None = None,
         *,
         wait_ms: int = 0,
         forgotten: tuple[int, ...] = (),
@@ -153,7 +153,7 @@ class Fetcher:
             session_epoch=self.epoch,
             max_wait_ms=wait_ms,
             max_bytes=max_bytes,
-            wanted={key(index): position for index, position in (wanted or {}).items()},
+            positions={key(index): position for index, position in (positions or {}).items()},
             forgotten=[key(index) for index in forgotten],
         )
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
@@ -251,16 +251,16 @@ class TestResponses:
         for index in range(3):
             leader.write(index, size=1000)
         fetcher = Fetcher(leader)
-        wanted: dict[int, ReplicaPosition] | None = {index: at(0) for index in range(3)}
+        positions: dict[int, ReplicaPosition] | None = {index: at(0) for index in range(3)}
         served = []
         for _ in range(3):
             # A fetch that waited for an append would never get a response.
             async with asyncio.timeout(60):
-                responses = await fetcher.ask(wanted, max_bytes=1500, wait_ms=600_000)
+                responses = await fetcher.ask(positions, max_bytes=1500, wait_ms=600_000)
             with_records = [key for key, response in responses.partitions.items() if response.records]
             assert sum(len(response.records) for response in responses.partitions.values()) <= 1500
             served += [index for _, index in with_records]
-            wanted = {index: at(1, last_epoch=4) for _, index in with_records}
+            positions = {index: at(1, last_epoch=4) for _, index in with_records}
         assert served == [0, 1, 2]
 
     async def test_a_repair_keeps_to_its_limit_beyond_its_first_partition_too(self, leader: Leader) -> None:
@@ -269,8 +269,8 @@ class TestResponses:
         fetcher = Fetcher(leader)
         for max_bytes, count in ((1, 1), (1500, 1), (2500, 2), (9999, 3)):
             fetcher.epoch = CLOSED_SESSION_EPOCH
-            wanted = {index: at(0, last_epoch=4, leader_epoch=NO_EPOCH) for index in range(3)}
-            responses = await fetcher.ask(wanted, max_bytes=max_bytes)
+            positions = {index: at(0, last_epoch=4, leader_epoch=NO_EPOCH) for index in range(3)}
+            responses = await fetcher.ask(positions, max_bytes=max_bytes)
             assert [bool(one.records) for one in responses.partitions.values()] == [True] * count + [False] * (
                 3 - count
             )

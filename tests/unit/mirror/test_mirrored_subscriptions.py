@@ -88,7 +88,7 @@ def test_dead_letters_are_mirrored_with_the_subscriptions_that_write_them(exclud
     here = TargetSubscriptions()
     here.follower._settings = MirrorSettings(topics="orders", exclude=excluded)
     origins = {DEAD: ["orders"], f"{DEAD}-dead": [DEAD], OTHER: ["payments"]}
-    assert here.follower._wanted_letters(origins) == {DEAD, f"{DEAD}-dead"} - {excluded}
+    assert here.follower._mirrored_letter_topics(origins) == {DEAD, f"{DEAD}-dead"} - {excluded}
     assert list(here.notes) == ([f"letters {DEAD}"] if excluded else [])
 
 

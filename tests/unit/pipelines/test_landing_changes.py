@@ -15,7 +15,7 @@ from millstream.core.pipeline import LandSettings
 from millstream.pipelines.jobs.land import changes, task
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.dry_run import KeptRows
+from millstream.pipelines.jobs.land.dry_run import SampleRows
 from millstream.pipelines.jobs.land.task import Landing, Work
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 from millstream.pipelines.source.options import ReadOptions
@@ -135,11 +135,11 @@ class Log:
         self.read.append(one)
         yield batch_of(self.messages[one.start : one.end], one.start)
 
-    def land(self, *starts: int, **settings: Any) -> tuple[KeptRows, Landing]:
+    def land(self, *starts: int, **settings: Any) -> tuple[SampleRows, Landing]:
         """Land the messages from the first offset; each offset starts an Arrow batch."""
-        rows = KeptRows()
+        rows = SampleRows()
         rule = ChangeRule.of(LandSettings.from_strings({"topics": "t", "mode": "upsert", **BY_LSN}), "t")
-        work = Work(writer=rows, quarantine=KeptRows(), fields=EVENTS, decodes=True, changes=rule, **settings)
+        work = Work(writer=rows, quarantine=SampleRows(), fields=EVENTS, decodes=True, changes=rule, **settings)
         landing = Landing("t", work, cast("ReadOptions", object()))
         landing.begin(Range("t", 0, starts[0], len(self.messages)))
         for start, end in pairwise([*starts, len(self.messages)]):

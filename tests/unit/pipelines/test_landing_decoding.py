@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, Widening
 from millstream.pipelines.jobs.land.inference import column_of, field_of, fields_of, grown, payload_fields, table_schema
-from millstream.pipelines.jobs.land.job import given_fields, merge_schema
+from millstream.pipelines.jobs.land.job import declared_fields, merge_schema
 
 FIELDS = pa.schema(
     [
@@ -105,7 +105,7 @@ def test_inferred_columns_decode_every_payload_they_were_inferred_from(documents
     values = payloads(*documents)
     first = Decoder(pa.schema([]), evolves=True).decode(values)
     second = Decoder(grown_by(first), evolves=True).decode(values)
-    assert not second.found
+    assert not second.new_fields
     for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
         # The first value decides; a number too large for any column of numbers makes one that it does not fit.
         assert after == before or "is not of type" in str(after)
@@ -198,7 +198,7 @@ def test_one_invalid_payload_among_thousands_is_found() -> None:
 
 def grown_by(decoded: Decoded, known: pa.Schema | None = None) -> pa.Schema:
     fields = known if known is not None else pa.schema([])
-    for _row, found in decoded.found:
+    for _row, found in decoded.new_fields:
         fields = grown(fields, found)
     return fields
 
@@ -248,7 +248,7 @@ def test_the_first_message_with_a_field_is_found(beside: int) -> None:
     ]
     known = pa.schema([pa.field("z", pa.int64())])
     decoded = Decoder(known, evolves=True).decode(payloads(*documents))
-    assert [(row - beside, fields.names, str(fields.field(0).type)) for row, fields in decoded.found] == [
+    assert [(row - beside, fields.names, str(fields.field(0).type)) for row, fields in decoded.new_fields] == [
         (2, ["l"], "list<element: struct<x: int64, y: struct<k: int64>>>"),
         (3, ["A"], "int64"),
         (5, ["nulls"], "list<element: int64>"),
@@ -392,7 +392,7 @@ def test_the_reason_not_to_widen_a_column_is_reported(evolves: bool) -> None:
     decoder = Decoder(WHOLE, evolves=evolves, fixed=fixed)
     both = {"n": "x", "o": {"l": [0.5]}}
     decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, both, {"n": 1}))
-    assert (decoded.found, decoded.widening) == ((), None)
+    assert (decoded.new_fields, decoded.widening) == ((), None)
     assert decoded.reasons.to_pylist() == [
         "n: 0.5 is not of type long; n stays long: it is too large",
         "o.l[0]: 0.5 is not of type long; o.l[] stays long: so it is",
@@ -405,7 +405,7 @@ def test_the_reason_not_to_widen_a_column_is_reported(evolves: bool) -> None:
 
 def test_a_given_schema_overrides_that_of_a_table() -> None:
     known = pa.schema([pa.field("N", pa.int64()), *WHOLE.remove(0), pa.field("text", pa.string())])
-    given_again = given_fields("n double, o struct<y string, x double>, text long, more date")
+    given_again = declared_fields("n double, o struct<y string, x double>, text long, more date")
     assert merge_schema(known, given_again) == pa.schema(
         [
             pa.field("N", pa.float64()),
@@ -414,18 +414,18 @@ def test_a_given_schema_overrides_that_of_a_table() -> None:
             pa.field("more", pa.date32()),
         ]
     )
-    assert merge_schema(known, given_fields("text string")) == pa.schema([pa.field("text", pa.string())])
+    assert merge_schema(known, declared_fields("text string")) == pa.schema([pa.field("text", pa.string())])
 
 
 def test_the_number_of_columns_is_bounded() -> None:
     wide = {f"f{number}": number for number in range(1500)}
     found = grown_by(Decoder(pa.schema([]), evolves=True).decode(payloads(wide, {"o": {"x": 1, "y": 2}})))
     assert len(found) == 1000
-    assert not Decoder(found, evolves=True).decode(payloads(wide)).found
+    assert not Decoder(found, evolves=True).decode(payloads(wide)).new_fields
     # An object gets as many of its fields as there is room for.
     almost = pa.schema([pa.field(f"f{number}", pa.int64()) for number in range(999)])
     decoded = Decoder(almost, evolves=True).decode(payloads({"o": {"x": 1, "y": 2}}))
-    assert [str(fields.field("o").type) for _row, fields in decoded.found] == ["struct<x: int64>"]
+    assert [str(fields.field("o").type) for _row, fields in decoded.new_fields] == ["struct<x: int64>"]
     assert decoded.dropped == {"o.y"}
 
 

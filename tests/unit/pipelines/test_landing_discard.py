@@ -54,7 +54,7 @@ def test_topics_of_an_earlier_round_leave_no_files_when_a_later_one_fails(
         rounds.append([batch.topic for batch in waiting])
         if len(rounds) > 1:
             raise OSError("away")
-        return [report_of(done), Report(topic="growing", rows=5, found=(found,))]
+        return [report_of(done), Report(topic="growing", rows=5, new_fields=(found,))]
 
     monkeypatch.setattr(job, "_reports", reports)
     with pytest.raises(OSError, match="away"):

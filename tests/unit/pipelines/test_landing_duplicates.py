@@ -103,7 +103,7 @@ def test_ids_are_read_from_the_table_once_and_again_after_another_run() -> None:
 def test_reports_round_trip() -> None:
     reports = [
         Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
-        Report(topic="b", found=(NewFields(1, 7, pa.schema([("x", pa.struct([("y", pa.int64())]))])),)),
+        Report(topic="b", new_fields=(NewFields(1, 7, pa.schema([("x", pa.struct([("y", pa.int64())]))])),)),
         Report(topic="c", widening=WideningNeed(1, 7, [("x", "[]")]), large=frozenset({("x", "[]"), ("y",)})),
         Report(topic="d", fractions=frozenset({("x", "[]"), ("y",)})),
     ]

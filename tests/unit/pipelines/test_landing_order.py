@@ -39,7 +39,7 @@ def test_the_first_value_of_a_field_decides_its_type(tmp_path: Path) -> None:
                     pa.array(texts, pa.binary()),
                 ]
                 landing.take(pa.RecordBatch.from_arrays(columns, names=["partition", "offset", "value"]))
-            evolution = Evolution(pa.schema([]), landing.report().found)
+            evolution = Evolution(pa.schema([]), landing.report().new_fields)
             assert {field.name: field.type for field in evolution.fields} == {
                 "id": pa.int64(),
                 "buyer": pa.struct([("name", kinds[0]), ("age", kinds[1])]),

@@ -43,7 +43,7 @@ FETCHES = st.builds(
     max_wait_ms=st.integers(0, 60_000),
     min_bytes=st.integers(0, 100),
     max_bytes=st.integers(0, 2**31 - 1),
-    wanted=st.dictionaries(KEYS, POSITIONS, max_size=5),
+    positions=st.dictionaries(KEYS, POSITIONS, max_size=5),
     forgotten=st.lists(KEYS, unique=True, max_size=5),
 )
 RESPONSES = st.builds(
@@ -59,7 +59,7 @@ RESPONSES = st.builds(
 @given(FETCHES)
 def test_a_request_round_trips(fetch: ReplicaFetch) -> None:
     read = read_replica_fetch(write_replica_fetch(fetch), 0)
-    assert read.wanted == fetch.wanted
+    assert read.positions == fetch.positions
     assert sorted(read.forgotten) == sorted(fetch.forgotten)
     for name in ("node", "registration", "session_id", "session_epoch", "max_wait_ms", "min_bytes", "max_bytes"):
         assert getattr(read, name) == getattr(fetch, name)
@@ -81,7 +81,7 @@ def test_the_encoding_is_that_of_kafka() -> None:
     key = (UUID(int=7), PartitionIndex(3))
     position = ReplicaPosition(Offset(40), Epoch(2), Epoch(5), Offset(10), 1000)
     fetch = ReplicaFetch(
-        node=NodeId(9), registration=77, max_wait_ms=500, max_bytes=10_000, wanted={key: position}, forgotten=[key]
+        node=NodeId(9), registration=77, max_wait_ms=500, max_bytes=10_000, positions={key: position}, forgotten=[key]
     )
     request = read_request(FETCH_KEY, VERSION, write_replica_fetch(fetch), 0)
     assert (request.replica_state.replica_id, request.replica_state.replica_epoch) == (9, 77)
@@ -98,7 +98,7 @@ def test_the_encoding_is_that_of_kafka() -> None:
 
 
 def test_a_request_without_a_node_id_is_not_a_followers() -> None:
-    fetch = ReplicaFetch(node=NodeId(-1), registration=1, max_wait_ms=1, max_bytes=1, wanted={})
+    fetch = ReplicaFetch(node=NodeId(-1), registration=1, max_wait_ms=1, max_bytes=1, positions={})
     with pytest.raises(ProtocolViolation):
         read_replica_fetch(write_replica_fetch(fetch), 0)
 

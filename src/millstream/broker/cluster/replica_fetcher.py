@@ -433,10 +433,10 @@ class ReplicaFetcher:
     def _next_fetch(self) -> ReplicaFetch:
         changed, self._changed = self._changed, {}
         forgotten, self._forgotten = self._forgotten, {}
-        wanted: dict[PartitionKey, ReplicaPosition] = {}
+        positions: dict[PartitionKey, ReplicaPosition] = {}
         for key in changed:
             followed = self._followed[key]
-            wanted[key] = position = self._position(key, followed.partition)
+            positions[key] = position = self._position(key, followed.partition)
             followed.asked_epoch = position.leader_epoch
             followed.is_damaged = position.offset < followed.partition.log.end_offset
         return ReplicaFetch(
@@ -444,7 +444,7 @@ class ReplicaFetcher:
             self._session_registration,
             self._limits.wait_ms,
             self._limits.bytes_max,
-            wanted,
+            positions,
             forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
             session_id=self._session_id,
             session_epoch=self._session_epoch,

@@ -111,11 +111,13 @@ class FollowerSession:
 
     # -- follower state -------------------------------------------------------------------------------------
 
-    def update(self, wanted: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]) -> None:
+    def update(
+        self, positions: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]
+    ) -> None:
         """Apply the changes of a request."""
         for key in forgotten:
             self._remove(key)
-        for key, position in wanted:
+        for key, position in positions:
             followed = self.partitions.get(key)
             if followed is None:
                 self.partitions[key] = FollowedPartition(position)
@@ -262,7 +264,7 @@ class FollowerFetch:
                 # A follower sends no request before the previous response; if it does, both get a response.
                 session.waiting.finish()
             session.epoch = next_session_epoch(session.epoch)
-        session.update(fetch.wanted.items(), fetch.forgotten)
+        session.update(fetch.positions.items(), fetch.forgotten)
         return session
 
     def _open(self, node: NodeId) -> FollowerSession:
@@ -339,7 +341,7 @@ class FollowerFetch:
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
         is_first = True
         found: dict[PartitionKey, ReplicaResponse] = {}
-        for key, position in fetch.wanted.items():
+        for key, position in fetch.positions.items():
             try:
                 read = self._partitions.partition_by_id(*key).read_for_repair(
                     fetch.node,
@@ -495,7 +497,7 @@ def _unregistered_responses(fetch: ReplicaFetch) -> ReplicaResponses:
     """Refuse a session of an earlier registration; an empty request in it would otherwise never wait."""
     if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
         return ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)
-    return ReplicaResponses(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _UNREGISTERED))
+    return ReplicaResponses(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.positions, _UNREGISTERED))
 
 
 def _encode(header: RequestHeader, responses: ReplicaResponses) -> Buffers:

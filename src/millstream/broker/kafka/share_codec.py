@@ -47,7 +47,7 @@ class PlainShareFetch(NamedTuple):
     max_bytes: int
     max_records: int
     acquire_mode: int
-    wanted: list[tuple[UUID, int]]
+    partitions: list[tuple[UUID, int]]
     acknowledged: dict[tuple[UUID, int], Sequence[AcknowledgedRange]]
 
 
@@ -71,15 +71,15 @@ def _read(frame: memoryview, header: RequestHeader) -> PlainShareFetch | None:
     topics, at = _read_count(frame, at)
     if is_renewal or topics > 1:
         return None
-    wanted: list[tuple[UUID, int]] = []
+    partitions: list[tuple[UUID, int]] = []
     acknowledged: dict[tuple[UUID, int], Sequence[AcknowledgedRange]] = {}
     tags = 0
     for _ in range(topics):
         topic_id = _uuid(bytes(frame[at : at + _UUID_BYTES]))
         if not topic_id.int:
             return None
-        partitions, at = _read_count(frame, at + _UUID_BYTES)
-        for _ in range(partitions):
+        partition_count, at = _read_count(frame, at + _UUID_BYTES)
+        for _ in range(partition_count):
             (index,) = _INT32.unpack_from(frame, at)
             count, at = _read_count(frame, at + 4)
             ranges: list[AcknowledgedRange] = []
@@ -90,7 +90,7 @@ def _read(frame: memoryview, header: RequestHeader) -> PlainShareFetch | None:
                 at += types
                 tags |= frame[at]
                 at += 1
-            wanted.append((topic_id, index))
+            partitions.append((topic_id, index))
             if ranges:
                 acknowledged[topic_id, index] = ranges
             tags |= frame[at]
@@ -101,7 +101,7 @@ def _read(frame: memoryview, header: RequestHeader) -> PlainShareFetch | None:
     if tags or forgotten or frame[at] or at + 1 != len(frame):
         return None
     return PlainShareFetch(
-        group_id, member_id, epoch, max_wait_ms, max_bytes, max_records, acquire_mode, wanted, acknowledged
+        group_id, member_id, epoch, max_wait_ms, max_bytes, max_records, acquire_mode, partitions, acknowledged
     )
 
 

@@ -258,7 +258,7 @@ class ShareConsumers:
         epoch: int,
         presence: Presence,
         *,
-        wanted: Iterable[SharePartition] = (),
+        partitions: Iterable[SharePartition] = (),
         forgotten: Iterable[SharePartition] = (),
     ) -> ShareSession | ErrorCode:
         """Return the session of a request with its changes applied; the last request of a session still gets it."""
@@ -270,20 +270,20 @@ class ShareConsumers:
             return opened
         for partition in forgotten:
             opened.partitions.pop(partition, None)
-        opened.partitions.update(dict.fromkeys(wanted))
+        opened.partitions.update(dict.fromkeys(partitions))
         if len(opened.partitions) > PARTITIONS_MAX:
             self._sessions.close(member)
             return ErrorCode.share_session_limit_reached
         return opened
 
     def ready(
-        self, subscription: Subscription, member: SessionKey, epoch: int, wanted: Iterable[SharePartition]
+        self, subscription: Subscription, member: SessionKey, epoch: int, partitions: Iterable[SharePartition]
     ) -> dict[SharePartition, Delivery] | None:
         """Return the queues of a session that a request continues, if all are open; the request is not counted."""
         engine, session = self.service.loaded, self._sessions.get(member, epoch)
         if engine is None or session is None or epoch in (OPENS, CLOSES):
             return None
-        places = {**session.partitions, **dict.fromkeys(wanted)}
+        places = {**session.partitions, **dict.fromkeys(partitions)}
         try:
             found = engine.ready(subscription, [self.partition(*place) for place in places])
         except MillstreamError:

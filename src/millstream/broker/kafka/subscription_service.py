@@ -238,7 +238,7 @@ class SubscriptionService:
             )
         return found
 
-    async def check_letters_kept(self, topic: str) -> None:
+    async def check_no_open_letters(self, topic: str) -> None:
         """Raise `PolicyViolation` for a dead letter topic with open letters, which would be deleted with it."""
         if topic not in self.letter_topics():
             return

@@ -201,7 +201,7 @@ class Follower:
         checks_configs = now >= self._configs_at
         if checks_configs:
             self._configs_at = now + CONFIGS_S
-        letters = self._wanted_letters(offer.letters)
+        letters = self._mirrored_letter_topics(offer.letters)
         fenced = {topic for topic, mirror in offer.fenced.items() if mirror == self._run.mirror.name}
         self._run.fenced = sorted(fenced & {topic.name for topic in self._service.copied_topics(self._run.mirror.name)})
         for name, topic in sorted(metadata.topics.items()):
@@ -230,7 +230,7 @@ class Follower:
             return False
         return self._settings.takes(topic.name) or topic.name in letters
 
-    def _wanted_letters(self, origins: Mapping[str, Sequence[str]]) -> set[str]:
+    def _mirrored_letter_topics(self, origins: Mapping[str, Sequence[str]]) -> set[str]:
         """Return the dead letter topics of mirrored subscriptions, and note those that are excluded.
 
         The queues of these subscriptions count the messages in them as done, so they would be lost in a failover.

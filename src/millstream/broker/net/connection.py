@@ -237,7 +237,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turns.leave(self._flow)
         if exc is None and self._is_flushing:
             self.presence.delivered()
-        self._watch_for_end(wanted=False)
+        self._watch_for_end(enabled=False)
         self._budget.stop_waiting(self)
         self._budget.release_pass(self)
         if self._muted is not None:
@@ -566,7 +566,7 @@ class Connection(asyncio.BufferedProtocol):
             self._park(response, len(frame))
         elif isinstance(response, Promise):
             response.cost_bytes = self._turns.promise(self._flow, len(frame))
-            response.on_resolved = self._promise_kept
+            response.on_resolved = self._on_promise_resolved
             self._promises.append(response)
         elif isinstance(response, list):
             self._respond(response)
@@ -578,7 +578,7 @@ class Connection(asyncio.BufferedProtocol):
             self._count_held_back(promise)
         elif response is not None:
             promise = promise_of(response, self.fail)
-            promise.on_resolved = self._promise_kept
+            promise.on_resolved = self._on_promise_resolved
             self._promises.append(promise)
 
     def _park(self, promise: Parked, size: int) -> None:
@@ -632,7 +632,7 @@ class Connection(asyncio.BufferedProtocol):
         except asyncio.CancelledError:
             # The client no longer waits for it, but perhaps for later responses.
             promise.resolve(None)
-            self._promise_kept()
+            self._on_promise_resolved()
             raise
         except ProtocolViolation as error:
             self.fail(error)
@@ -772,7 +772,7 @@ class Connection(asyncio.BufferedProtocol):
             promise.held_bytes = sum(len(part) for part in parts if isinstance(part, Piece))
             self._budget.reserve(promise.held_bytes)
 
-    def _promise_kept(self) -> None:
+    def _on_promise_resolved(self) -> None:
         # One commit keeps many promises; wait for the others of this turn of the loop.
         if not self._flush_is_due and self._promises and self._promises[0].is_resolved:
             self._flush_soon()
@@ -936,13 +936,13 @@ class Connection(asyncio.BufferedProtocol):
             self.last_activity = self._loop.time()
             transport.resume_reading()
         if self._read_paused or self._watched >= 0:
-            self._watch_for_end(wanted=self._read_paused and self._is_waiting and not self.presence.has_left)
+            self._watch_for_end(enabled=self._read_paused and self._is_waiting and not self.presence.has_left)
 
-    def _watch_for_end(self, *, wanted: bool) -> None:
+    def _watch_for_end(self, *, enabled: bool) -> None:
         """Watch for the end of the stream while a request waits and nothing is read."""
-        if wanted == (self._watched >= 0) or self._hangups is None:
+        if enabled == (self._watched >= 0) or self._hangups is None:
             return
-        if not wanted:
+        if not enabled:
             self._hangups.forget(self._watched, self.presence.leave)
             self._watched = -1
         elif self._transport is not None:

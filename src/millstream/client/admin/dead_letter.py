@@ -249,11 +249,11 @@ class DeadLetterClient:
                 async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
                     await self._give_back()
 
-    async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
-        """Yield the open letters in batches, each once, while any are wanted; they are held until they are settled."""
+    async def letters(self, remaining: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
+        """Yield the open letters in batches, each once, while any remain; they are held until they are settled."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
-        while len(self._held) < HELD_MAX and (number := wanted()) > 0:
+        while len(self._held) < HELD_MAX and (number := remaining()) > 0:
             received = await self._retry_transient(partial(self._receive, min(BATCH, number)))
             self._leaders.update({letter.partition: letter.node for letter in received})
             some = [one for one in received if one.record.offset > self._skipped.get(one.partition, -1)]
@@ -600,7 +600,7 @@ async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | No
     return None
 
 
-Wanted = Callable[["LeasedMessage"], bool]
+LetterFilter = Callable[["LeasedMessage"], bool]
 Act = Callable[["DeadLetterClient", "LeasedMessage"], Awaitable[None]]
 
 
@@ -643,12 +643,12 @@ def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
     return f"{subject} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"
 
 
-async def letters_wanted(condition: str | None) -> Wanted | None:
-    """Return the predicate of a filter on letters; None if all are wanted."""
+async def compile_letter_filter(condition: str | None) -> LetterFilter | None:
+    """Return the predicate of a filter on letters; None if there is no filter."""
     return None if condition is None else await asyncio.to_thread(_matcher, condition)
 
 
-def _matcher(condition: str) -> Wanted:
+def _matcher(condition: str) -> LetterFilter:
     # Imported here, in a thread: the filter compiler takes long to load.
     from millstream.protocol.filter.filter import matcher
 
@@ -660,7 +660,7 @@ async def process_letters(
     act: Act | None,
     outcome: Outcome,
     *,
-    wanted: Wanted | None,
+    matches: LetterFilter | None,
     limit: int | None,
     keep: bool,
     on_progress: Callable[[int], None] = lambda _done: None,
@@ -668,7 +668,7 @@ async def process_letters(
     """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
     await dlq.open()
     async with dlq.holding():
-        await _process_letters(dlq, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
+        await _process_letters(dlq, act, outcome, matches=matches, limit=limit, keep=keep, on_progress=on_progress)
     outcome.end(dlq)
 
 
@@ -676,7 +676,7 @@ async def redrive_letters(
     dlq: DeadLetterClient,
     outcome: Outcome,
     *,
-    wanted: Wanted | None,
+    matches: LetterFilter | None,
     limit: int | None,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
@@ -696,7 +696,14 @@ async def redrive_letters(
         while True:
             outcome.done = done
             await _process_letters(
-                dlq, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, at_once=ROUND_MAX
+                dlq,
+                choose,
+                outcome,
+                matches=matches,
+                limit=limit,
+                keep=True,
+                on_progress=on_progress,
+                at_once=ROUND_MAX,
             )
             chosen_now = sorted(chosen, key=_origin_key)
             chosen.clear()
@@ -730,7 +737,7 @@ async def survey_letters(
     dlq: DeadLetterClient,
     outcome: Outcome,
     *,
-    wanted: Wanted | None,
+    matches: LetterFilter | None,
     limit: int | None,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
@@ -754,7 +761,7 @@ async def survey_letters(
     await dlq.open()
     async with dlq.holding():
         await _process_letters(
-            dlq, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
+            dlq, count, outcome, matches=matches, limit=limit, keep=True, on_progress=on_progress, is_survey=True
         )
     outcome.done = sum(outcome.revived.values())
     outcome.end(dlq)
@@ -778,7 +785,7 @@ async def _process_letters(
     act: Act | None,
     outcome: Outcome,
     *,
-    wanted: Wanted | None,
+    matches: LetterFilter | None,
     limit: int | None,
     keep: bool,
     on_progress: Callable[[int], None],
@@ -797,7 +804,7 @@ async def _process_letters(
         left = BATCH if limit is None else limit - outcome.done
         if at_once is not None and found >= at_once:
             return 0
-        return BATCH if wanted is not None and left > 0 else left
+        return BATCH if matches is not None and left > 0 else left
 
     async for letters in dlq.letters(missing):
         outcome.has_begun = True
@@ -805,7 +812,7 @@ async def _process_letters(
         for letter in letters:
             if outcome.is_stopped or (limit is not None and outcome.done + len(closing) >= limit):
                 break
-            if wanted is not None and not wanted(letter):
+            if matches is not None and not matches(letter):
                 outcome.unmatched += 1
                 skipped.append(without_content(letter))
                 continue

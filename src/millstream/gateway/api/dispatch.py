@@ -245,36 +245,38 @@ class Api:
     ) -> None:
         """Serve a route that may wait; cancel it when the client disconnects."""
         scope, _, receive, send = exchange
-        gone = asyncio.ensure_future(_await_disconnect(receive))
-        request.gone = gone
+        disconnected = asyncio.ensure_future(_await_disconnect(receive))
+        request.disconnected = disconnected
         is_delivered = False
         try:
             response = await route.handle(services, request)
             if isinstance(response, StreamResponse):
                 self._pressure.count(HTTPStatus.OK)
-                await self._stream(response, gone, scope, send)
+                await self._stream(response, disconnected, scope, send)
                 return
             # A connection that was lost in this turn of the loop is reported in the next.
             await asyncio.sleep(0)
-            if not gone.done():
+            if not disconnected.done():
                 await self._send_response(send, route, response)
-                is_delivered = not gone.done()
+                is_delivered = not disconnected.done()
         finally:
             if request.undelivered is not None and not is_delivered:
                 await request.undelivered()
-            gone.cancel()
+            disconnected.cancel()
             with suppress(asyncio.CancelledError):
-                await gone
+                await disconnected
 
-    async def _stream(self, response: StreamResponse, gone: asyncio.Future[None], scope: Scope, send: Send) -> None:
+    async def _stream(
+        self, response: StreamResponse, disconnected: asyncio.Future[None], scope: Scope, send: Send
+    ) -> None:
         """Send events while the client is connected and authorized."""
         stopping = self._services.stopping
         if self._callers is None:
-            await send_events(send, response.pieces, gone, stopping)
+            await send_events(send, response.pieces, disconnected, stopping)
             return
         lapsed = asyncio.ensure_future(self._last_event(self._callers, scope))
         try:
-            await send_events(send, response.pieces, gone, stopping, lapsed)
+            await send_events(send, response.pieces, disconnected, stopping, lapsed)
         finally:
             lapsed.cancel()
             with suppress(asyncio.CancelledError):

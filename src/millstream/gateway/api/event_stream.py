@@ -10,7 +10,7 @@ from typing import Any, Final
 from millstream.gateway.api.route import EVENT_STREAM
 
 KEEP_ALIVE_S: Final = 15.0
-"""Keeps proxies from closing the connection, and detects clients that have gone."""
+"""Keeps proxies from closing the connection, and detects clients that have disconnected."""
 
 _HEADERS: Final = [
     (b"content-type", EVENT_STREAM.encode()),
@@ -30,7 +30,7 @@ def event(kind: str, data: bytes, event_id: str | None = None) -> bytes:
 async def send_events(
     send: Send,
     pieces: AsyncGenerator[bytes, None],
-    gone: asyncio.Future[None],
+    disconnected: asyncio.Future[None],
     stopping: asyncio.Future[None],
     lapsed: asyncio.Future[bytes] | None = None,
 ) -> None:
@@ -42,7 +42,7 @@ async def send_events(
     # Sent at once, so that the client knows that it is subscribed.
     await _send_piece(send, b": listening\n\n")
     sending = asyncio.ensure_future(_send_all(send, pieces))
-    ends: list[asyncio.Future[Any]] = [sending, gone, stopping, *(() if lapsed is None else (lapsed,))]
+    ends: list[asyncio.Future[Any]] = [sending, disconnected, stopping, *(() if lapsed is None else (lapsed,))]
     try:
         while True:
             done, _ = await asyncio.wait(ends, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -57,9 +57,9 @@ async def send_events(
     if not sending.cancelled():
         # An error of the sender is raised here and breaks the stream off.
         sending.result()
-    if lapsed is not None and lapsed.done() and not gone.done():
+    if lapsed is not None and lapsed.done() and not disconnected.done():
         await _send_piece(send, lapsed.result())
-    if not gone.done():
+    if not disconnected.done():
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -98,7 +98,7 @@ class Request(Generic[Q, B]):
     memory: RequestMemory
     address: str = ""
     """Where the client is."""
-    gone: Future[None] | None = None
+    disconnected: Future[None] | None = None
     """Done when the client has disconnected; only for requests that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None
     """Set by a route that waits: awaited if the client does not receive the response."""

@@ -37,7 +37,7 @@ TAILS_PER_PERSON_MAX: Final = 8
 TAILS_MAX: Final = 200
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """A message and its partition."""
 
     partition: int
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 class Step(NamedTuple):
     """What was found in one response, and the offset to continue at."""
 
-    found: list[Found]
+    matches: list[Match]
     next_offset: int
 
 
@@ -99,7 +99,7 @@ class Searches:
         *,
         limit: int | None = None,
         places: dict[int, int] | None = None,
-    ) -> AsyncGenerator[list[Found], None]:
+    ) -> AsyncGenerator[list[Match], None]:
         """Yield committed messages in the ranges that match, a step at a time; an empty list reports progress.
 
         `places` is kept up to date with where each partition continues.
@@ -138,14 +138,14 @@ class Searches:
                 )
                 has_moved = has_moved or step.next_offset > start
                 progress.read += step.next_offset - start
-                progress.matched += len(step.found)
+                progress.matched += len(step.matches)
                 at[where.partition] = step.next_offset
                 open_places[where] = Offset(step.next_offset)
                 if step.next_offset >= end:
                     del open_places[where]
-                yield step.found
+                yield step.matches
                 if left is not None:
-                    left -= len(step.found)
+                    left -= len(step.matches)
                     if left <= 0:
                         return
             if not has_moved:
@@ -208,10 +208,10 @@ class Searches:
         wanted: list[OffsetRange],
         progress: Progress,
         limit: int | None,
-    ) -> tuple[list[Found], int | None]:
+    ) -> tuple[list[Match], int | None]:
         """Read the records at some offsets, ascending; also return where to continue if there are too many."""
         batches, aborted = fetched.response.records, AbortedBatches(fetched.response.aborted)
-        found: list[Found] = []
+        found: list[Match] = []
         size = at = 0
         for header in iterate_whole_headers(batches):
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
@@ -235,7 +235,7 @@ class Searches:
                 if read.oversized:
                     progress.skip(f"{topic.name}-{fetched.partition} at {read.next_offset - 1}: {read.oversized}")
                 for record in read.records:
-                    found.append(Found(fetched.partition, record))
+                    found.append(Match(fetched.partition, record))
                     size += message_bytes(record)
                     if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
                         return found, record.offset + 1

@@ -134,7 +134,7 @@ class JobApi:
     def new_messages(self, *topics: str, **options: object) -> DataFrame:
         """Return the messages that no successful run has taken yet.
 
-        They are taken when this run succeeds. Until then every attempt, and the next run if this one fails for good,
+        They are taken when this run succeeds. Until then every attempt, and the next run if this one fails permanently,
         takes exactly the same ones.
         """
         _check_topics(topics)
@@ -167,7 +167,7 @@ class JobApi:
     def write(self, frame: DataFrame, topic: str | None = None, *, name: str = "", **options: object) -> None:
         """Write rows to a topic, or to the topics that they name, atomically and once per batch.
 
-        Give each write of a run another `name` if several go to the same topic.
+        Give each write of a run its own `name` if several go to the same topic.
         """
         name = name or topic or "rows"
         if name in self._written.names:

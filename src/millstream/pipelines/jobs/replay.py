@@ -219,7 +219,7 @@ class Replay:
             for batch in batches:
                 kept = self._within_time(batch)
                 if row_filter is not None and kept.num_rows:
-                    kept = kept.filter(row_filter.wanted(from_arrow(kept)))
+                    kept = kept.filter(row_filter.matches(from_arrow(kept)))
                 if kept.num_rows:
                     yield self._with_origin(kept, one)
 

@@ -169,7 +169,7 @@ class Rewrite:
             self.storage.delete(file.path)
 
 
-def numbers_found(result: str) -> list[int | None]:
+def decode_numbers(result: str) -> list[int | None]:
     """Decode the result of a check."""
     return msgspec.json.decode(result, type=list[int | None])
 
@@ -362,7 +362,7 @@ class Widening:
         look = InexactIntegers(source=self._source, places=tuple(places))
         refused: dict[Place, str] = {}
         for found in self._run(look, files).values() if files else ():
-            for place, number in zip(places, numbers_found(found), strict=True):
+            for place, number in zip(places, decode_numbers(found), strict=True):
                 if number is not None:
                     refused[place] = inexact_reason(number)
         return refused

@@ -249,7 +249,7 @@ class PipelineChild(SupervisedChild):
         self._stepped.clear()
         self._settled.clear()
         sending = asyncio.get_running_loop().create_task(
-            self._send_wanted(process), name="send pipelines to the driver"
+            self._send_pipelines(process), name="send pipelines to the driver"
         )
         sparing = asyncio.get_running_loop().create_task(self._maintain_spare(), name="keep a spare driver")
         code, is_over = -1, True
@@ -277,21 +277,21 @@ class PipelineChild(SupervisedChild):
             self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline: {reason}")
         self._update_board(is_running=False)
 
-    async def _send_wanted(self, process: Process) -> None:
+    async def _send_pipelines(self, process: Process) -> None:
         """Send what is due whenever that changes; close the pipe when there is nothing left to run."""
         if process.stdin is None:
             return
         with suppress(ConnectionError):
             while self._is_called_for:
                 self._news.clear()
-                command = DriverCommand([self._wanted_of(one) for one in self._due])
+                command = DriverCommand([self._assign(one) for one in self._due])
                 process.stdin.write(msgspec.json.encode(command) + b"\n")
                 await process.stdin.drain()
                 await self._news.wait()
             self._is_dismissed = True
             process.stdin.close()
 
-    def _wanted_of(self, pipeline: Pipeline) -> AssignedPipeline:
+    def _assign(self, pipeline: Pipeline) -> AssignedPipeline:
         return AssignedPipeline(
             pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._driver_reports.is_suspect(pipeline.name)
         )

@@ -198,9 +198,9 @@ class Driver:
         watch = Watch(self._runners, self._activity, self._request_replacement, look_s=look_s, cancel_s=cancel_s)
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
-    def declare(self, wanted: list[AssignedPipeline]) -> None:
+    def declare(self, pipelines: list[AssignedPipeline]) -> None:
         """Run exactly these pipelines from now on."""
-        by_name = {one.pipeline.name: one for one in wanted}
+        by_name = {one.pipeline.name: one for one in pipelines}
         for name in [name for name in self._running if name not in by_name]:
             self._stop_pipeline(name)
         for name, one in by_name.items():
@@ -371,7 +371,7 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
     tokens = TokenFiles(link, scratch_folder(), connection_access(credentials)) if options.authorizes else None
     driver = Driver(options, spark, events.send, claim, access=tokens or NO_ACCESS)
     for line in ears.lines():
-        driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
+        driver.declare(msgspec.json.decode(line, type=DriverCommand).pipelines)
     driver.end()
     if tokens is not None:
         tokens.close()

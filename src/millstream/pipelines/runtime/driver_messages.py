@@ -70,7 +70,7 @@ class AssignedPipeline(msgspec.Struct, frozen=True):
 class DriverCommand(msgspec.Struct, frozen=True):
     """A line from the broker: every pipeline to run."""
 
-    wanted: list[AssignedPipeline]
+    pipelines: list[AssignedPipeline]
 
 
 class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

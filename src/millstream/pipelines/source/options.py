@@ -326,7 +326,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
 
     Without an access, the credentials come from the options and the environment.
     """
-    found = _GivenOptions(_with_defaults(given), _READ, "read")
+    found = _OptionReader(_with_defaults(given), _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
     options = ReadOptions(
@@ -370,7 +370,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
     return options
 
 
-def _value_format(found: _GivenOptions) -> str:
+def _value_format(found: _OptionReader) -> str:
     given = found.choice("valueFormat", ("bytes", "string", "json"))
     if found.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
         return given or "bytes"
@@ -391,7 +391,7 @@ def refuse_ending(given: Mapping[str, str]) -> None:
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Validate the options of a writer."""
-    found = _GivenOptions(_with_defaults(given), _WRITE, "write")
+    found = _OptionReader(_with_defaults(given), _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
         raise InvalidSetting("the options txnAppId and txnVersion go together: set both or neither")
@@ -428,7 +428,7 @@ def _with_defaults(given: Mapping[str, str]) -> Mapping[str, str]:
     return {**{name: value for name, value in json.loads(text).items() if name.lower() not in named}, **given}
 
 
-def _source(found: _GivenOptions) -> SourceOffsets | None:
+def _source(found: _OptionReader) -> SourceOffsets | None:
     group, text = found.text("sourceGroup"), found.text("sourceOffsets")
     member, generation = found.text("sourceMember"), found.maybe_number("sourceGeneration", minimum=0)
     if (group is None) != (text is None) or (member is None) != (generation is None):
@@ -445,7 +445,7 @@ def _source(found: _GivenOptions) -> SourceOffsets | None:
     return SourceOffsets(group, offsets, GroupMember(member or "", -1 if generation is None else generation))
 
 
-class _GivenOptions:
+class _OptionReader:
     """The given options; names are case-insensitive."""
 
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
@@ -525,7 +525,7 @@ class _Topics:
     assign: Mapping[str, tuple[int, ...]] | None = None
 
 
-def _topics(found: _GivenOptions) -> _Topics:
+def _topics(found: _OptionReader) -> _Topics:
     names = ("subscribe", "subscribePattern", "assign")
     given = [name for name in names if found.text(name) is not None]
     path = found.text("path")
@@ -572,7 +572,7 @@ def _partition(number: object) -> int:
     return number
 
 
-def _position(found: _GivenOptions, side: str) -> Position | None:
+def _position(found: _OptionReader, side: str) -> Position | None:
     """Return the start or end: the most general option wins, in Spark's order."""
     stamp = found.maybe_number(f"{side}Timestamp", minimum=0)
     by_time = found.text(f"{side}OffsetsByTimestamp")

@@ -157,7 +157,7 @@ def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | N
     for columns in read_columns(one, options, fields, skip=skip):
         batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
         if row_filter is not None:
-            batch = batch.filter(row_filter.wanted(columns))
+            batch = batch.filter(row_filter.matches(columns))
         if batch.num_rows:
             yield shaped(batch, shape, schemas)
     freeze_worker_heap()
@@ -214,7 +214,7 @@ class RowFilter:
         """Return the fields that it needs decoded."""
         return self._filter.uses.fields
 
-    def wanted(self, columns: Columns) -> pa.Array:
+    def matches(self, columns: Columns) -> pa.Array:
         """Return for every record whether it matches."""
         one = self._range
         batch = ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=self._filter.uses)

@@ -75,7 +75,7 @@ class ReadPayloads:
 
     rows: list[dict[str, Any]]
     reasons: list[str | None]
-    found: list[tuple[int, pa.Schema]] = field(default_factory=list)
+    schemas: list[tuple[int, pa.Schema]] = field(default_factory=list)
     """The fields of every schema that occurs, with its first row."""
 
 
@@ -128,7 +128,7 @@ class SchemaRows:
                             reason = f"schema {framed.named}: {error}"
             read.rows.append(row)
             read.reasons.append(reason)
-        read.found = list(seen.values())
+        read.schemas = list(seen.values())
         return read
 
     def _check_message(self, name: str | None) -> None:

@@ -75,7 +75,7 @@ class ReplicaFetch(NamedTuple):
     registration: int
     max_wait_ms: int
     max_bytes: int
-    wanted: Mapping[PartitionKey, ReplicaPosition]
+    positions: Mapping[PartitionKey, ReplicaPosition]
     """Within a session, only those that have changed."""
     forgotten: Sequence[PartitionKey] = ()
     session_id: int = NO_SESSION
@@ -86,7 +86,7 @@ class ReplicaFetch(NamedTuple):
     def is_repair(self) -> bool:
         """Return whether it requests records that a disk lost, and does not report the follower's position."""
         return self.session_epoch == CLOSED_SESSION_EPOCH and all(
-            position.leader_epoch == NO_EPOCH for position in self.wanted.values()
+            position.leader_epoch == NO_EPOCH for position in self.positions.values()
         )
 
 
@@ -148,13 +148,13 @@ def write_replica_fetch(fetch: ReplicaFetch) -> bytearray:
     buffer += _FETCH_HEAD.pack(
         fetch.max_wait_ms, fetch.min_bytes, fetch.max_bytes, 0, fetch.session_id, fetch.session_epoch
     )
-    wanted = _by_topic(fetch.wanted)
-    writer.array_length(len(wanted))
-    for topic_id, keys in wanted.items():
+    by_topic = _by_topic(fetch.positions)
+    writer.array_length(len(by_topic))
+    for topic_id, keys in by_topic.items():
         buffer += topic_id.bytes
         writer.array_length(len(keys))
         for key in keys:
-            offset, last_epoch, leader_epoch, log_start, max_bytes = fetch.wanted[key]
+            offset, last_epoch, leader_epoch, log_start, max_bytes = fetch.positions[key]
             buffer += _POSITION_AND_TAGS.pack(key[1], leader_epoch, offset, last_epoch, log_start, max_bytes, 0)
         buffer.append(0)
     forgotten = _by_topic(fetch.forgotten)
@@ -182,7 +182,7 @@ class _Unusual(Exception):
 def _read_usual_fetch(frame: Buffer, at: int) -> ReplicaFetch:
     max_wait_ms, min_bytes, max_bytes, _, session_id, session_epoch = _FETCH_HEAD.unpack_from(frame, at)
     at += _FETCH_HEAD.size
-    wanted: dict[PartitionKey, ReplicaPosition] = {}
+    positions: dict[PartitionKey, ReplicaPosition] = {}
     topics = frame[at]
     at += 1
     for _ in range(topics - 1):
@@ -194,7 +194,7 @@ def _read_usual_fetch(frame: Buffer, at: int) -> ReplicaFetch:
                 frame, at
             )
             at += _POSITION_AND_TAGS.size
-            wanted[topic_id, index] = ReplicaPosition(offset, last_epoch, leader_epoch, log_start, bytes_max)
+            positions[topic_id, index] = ReplicaPosition(offset, last_epoch, leader_epoch, log_start, bytes_max)
             if tags:
                 raise _Unusual
         if not 0 < partitions <= _SHORT_MAX or frame[at]:
@@ -207,19 +207,19 @@ def _read_usual_fetch(frame: Buffer, at: int) -> ReplicaFetch:
     if at + 1 + _FETCH_TAIL.size != len(frame):
         raise _Unusual
     return ReplicaFetch(
-        NodeId(tail[4]), tail[5], max_wait_ms, max_bytes, wanted, (), session_id, session_epoch, min_bytes
+        NodeId(tail[4]), tail[5], max_wait_ms, max_bytes, positions, (), session_id, session_epoch, min_bytes
     )
 
 
 def _read_any_fetch(frame: Buffer, body_at: int) -> ReplicaFetch:
     reader = Reader(frame, body_at, flexible=True)
     max_wait_ms, min_bytes, max_bytes, _, session_id, session_epoch = reader.fields(_FETCH_HEAD)
-    wanted: dict[PartitionKey, ReplicaPosition] = {}
+    positions: dict[PartitionKey, ReplicaPosition] = {}
     for _ in range(reader.array_length()):
         topic_id = reader.uuid()
         for _ in range(reader.array_length(item_bytes_min=_PARTITION_BYTES_MIN)):
             index, position = _read_position(reader)
-            wanted[topic_id, index] = position
+            positions[topic_id, index] = position
         reader.skip_tags()
     forgotten: list[PartitionKey] = []
     for _ in range(reader.array_length()):
@@ -234,7 +234,7 @@ def _read_any_fetch(frame: Buffer, body_at: int) -> ReplicaFetch:
     if node < 0:
         raise ProtocolViolation("a follower's fetch does not say which node it is")
     return ReplicaFetch(
-        NodeId(node), registration, max_wait_ms, max_bytes, wanted, forgotten, session_id, session_epoch, min_bytes
+        NodeId(node), registration, max_wait_ms, max_bytes, positions, forgotten, session_id, session_epoch, min_bytes
     )
 
 

@@ -65,7 +65,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                     raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
                 topic = self._find(wanted)
                 if self._service is not None:
-                    await self._service.check_letters_kept(topic.name)
+                    await self._service.check_no_open_letters(topic.name)
                 found[identity] = topic
             except MillstreamError as error:
                 outcomes[identity] = error

@@ -81,11 +81,11 @@ class FetchSession:
         self.by_id = by_id
         self.positions: dict[PartitionKey, Position] = {}
 
-    def update(self, wanted: dict[PartitionKey, Position], forgotten: list[PartitionKey]) -> None:
+    def update(self, positions: dict[PartitionKey, Position], forgotten: list[PartitionKey]) -> None:
         """Take in the changes of a request."""
         for key in forgotten:
             self.positions.pop(key, None)
-        for key, position in wanted.items():
+        for key, position in positions.items():
             known = self.positions.get(key)
             if known is None:
                 self.positions[key] = position
@@ -108,16 +108,16 @@ class FetchSessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, wanted: dict[PartitionKey, Position], *, by_id: bool) -> FetchSession | None:
+    def open(self, positions: dict[PartitionKey, Position], *, by_id: bool) -> FetchSession | None:
         """Return a new session, or None when the request has nothing or too much to remember."""
-        if not wanted or len(wanted) > PARTITIONS_MAX // 10:
+        if not positions or len(positions) > PARTITIONS_MAX // 10:
             return None
-        self._make_room(len(wanted))
+        self._make_room(len(positions))
         session_id = secrets.randbelow(2**31 - 1) + 1
         while session_id in self._by_id:
             session_id = secrets.randbelow(2**31 - 1) + 1
         session = FetchSession(session_id, by_id=by_id)
-        session.update(wanted, [])
+        session.update(positions, [])
         self._by_id[session_id] = session
         return session
 
@@ -186,9 +186,9 @@ _PLAIN = struct.Struct(">ihqqqii")
 
 _PLAIN_COMPACT = struct.Struct(">ihqqqBi")
 
-_FOUND = struct.Struct(">ihqq")
+_RESULT = struct.Struct(">ihqq")
 
-_FOUND_WITH_START = struct.Struct(">ihqqq")
+_RESULT_WITH_START = struct.Struct(">ihqqq")
 
 
 class _Request(NamedTuple):
@@ -197,13 +197,13 @@ class _Request(NamedTuple):
     max_bytes: int
     session_id: int
     session_epoch: int
-    wanted: dict[PartitionKey, Position]
+    positions: dict[PartitionKey, Position]
     forgotten: list[PartitionKey]
     read_committed: bool
     is_follower: bool
 
 
-class _Found(NamedTuple):
+class _Result(NamedTuple):
     """What is returned for one partition."""
 
     key: PartitionKey
@@ -221,11 +221,11 @@ class _Found(NamedTuple):
         return 0 if self.records_slice is None else self.records_slice.size
 
 
-_FoundByKey = dict[PartitionKey, _Found]
+_ResultsByKey = dict[PartitionKey, _Result]
 
 
-def _size_of(found: _FoundByKey) -> int:
-    return sum([result.records_slice.size for result in found.values() if result.records_slice is not None])
+def _size_of(results: _ResultsByKey) -> int:
+    return sum([result.records_slice.size for result in results.values() if result.records_slice is not None])
 
 
 class _Context(NamedTuple):
@@ -329,15 +329,15 @@ class Fetch:
                 return _write(header, ErrorCode.fetch_session_id_not_found, 0, [])
             # Nodes never fetch in an older version, so this client is not a replica.
             code = ErrorCode.not_leader_or_follower if may_follow else ErrorCode.topic_authorization_failed
-            return _write(header, ErrorCode.none, 0, [_Found(key, code, -1, -1, None) for key in request.wanted])
+            return _write(header, ErrorCode.none, 0, [_Result(key, code, -1, -1, None) for key in request.positions])
         client.fetch_requests += 1
         context = self._begin_session_fetch(request, header, client)
         if isinstance(context, ErrorCode):
             return _write(header, context, 0, [])
-        found = self._read_all(context)
-        if self._is_complete(context, found):
-            return self._build_response(header, context, found)
-        return self._wait(header, context, found)
+        results = self._read_all(context)
+        if self._is_complete(context, results):
+            return self._build_response(header, context, results)
+        return self._wait(header, context, results)
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -352,12 +352,12 @@ class Fetch:
             self._sessions.close(request.session_id)
             session = None
             if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
-                session = self._sessions.open(request.wanted, by_id=by_id)
-            return _Context(request, request.wanted, session, False, client, bytes_max)
+                session = self._sessions.open(request.positions, by_id=by_id)
+            return _Context(request, request.positions, session, False, client, bytes_max)
         resumed = self._sessions.resume(request.session_id, request.session_epoch, by_id=by_id)
         if isinstance(resumed, ErrorCode):
             return resumed
-        resumed.update(request.wanted, request.forgotten)
+        resumed.update(request.positions, request.forgotten)
         return _Context(request, resumed.positions, resumed, True, client, bytes_max)
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -368,15 +368,15 @@ class Fetch:
             return self._topics.partition(topic, index)
         return self._topics.partition_by_id(topic, index)
 
-    def _read_all(self, context: _Context) -> _FoundByKey:
+    def _read_all(self, context: _Context) -> _ResultsByKey:
         """Read all partitions, within the limits of the request and of the broker."""
-        found: _FoundByKey = {}
-        self._read_some(context, found, context.positions)
-        return found
+        results: _ResultsByKey = {}
+        self._read_some(context, results, context.positions)
+        return results
 
-    def _read_some(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
+    def _read_some(self, context: _Context, results: _ResultsByKey, keys: Iterable[PartitionKey]) -> None:
         """Read some partitions again; the results of the others are kept."""
-        size = _size_of(found)
+        size = _size_of(results)
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size
         committed = context.request.read_committed
@@ -395,7 +395,7 @@ class Fetch:
                 eager_bytes=eager_bytes,
                 at_least_one=share_bytes > 0 and not size,
             )
-            found[key] = result
+            results[key] = result
             if result.records_slice is not None:
                 left -= result.records_slice.size
                 size += result.records_slice.size
@@ -410,7 +410,7 @@ class Fetch:
         committed: bool,
         eager_bytes: int,
         at_least_one: bool,
-    ) -> _Found:
+    ) -> _Result:
         try:
             if rights is not None:
                 _check_readable(rights, key[0])
@@ -430,33 +430,33 @@ class Fetch:
                         position.offset, max_bytes=max_bytes, eager_bytes=eager_bytes, at_least_one=at_least_one
                     )
             stable = partition.last_stable_offset
-            return _Found(key, ErrorCode.none, watermark, partition.log_start, records_slice, stable, aborted)
+            return _Result(key, ErrorCode.none, watermark, partition.log_start, records_slice, stable, aborted)
         except MillstreamError as error:
-            return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
+            return _Result(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
-    def _is_complete(self, context: _Context, found: _FoundByKey) -> bool:
-        size = _size_of(found)
+    def _is_complete(self, context: _Context, results: _ResultsByKey) -> bool:
+        size = _size_of(results)
         return (
             size >= min(context.request.min_bytes, max(context.bytes_max, 1))
             or context.request.max_wait_ms <= 0
             or not context.positions
             or self._stopping
             or context.client.presence.has_left
-            or any(result.code is not ErrorCode.none for result in found.values())
-            or (size > 0 and _is_full(context, found))
+            or any(result.code is not ErrorCode.none for result in results.values())
+            or (size > 0 and _is_full(context, results))
         )
 
     # -- waiting --------------------------------------------------------------------------------------------
 
-    async def _wait(self, header: RequestHeader, context: _Context, found: _FoundByKey) -> EncodedResponse:
+    async def _wait(self, header: RequestHeader, context: _Context, results: _ResultsByKey) -> EncodedResponse:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         wait = _Wait(committed=context.request.read_committed)
         self._waits.add(wait)
         try:
-            if self._subscribe(context, wait, found):
-                found = self._read_all(context)
-            while loop.time() < deadline and not self._is_complete(context, found):
+            if self._subscribe(context, wait, results):
+                results = self._read_all(context)
+            while loop.time() < deadline and not self._is_complete(context, results):
                 is_short_of_memory = self._wait_for_memory(wait)
                 context.client.presence.on_leave(wait.finish)
                 with suppress(TimeoutError):
@@ -464,10 +464,10 @@ class Fetch:
                         await wait.woken
                 moved = wait.rearm()
                 if is_short_of_memory or not moved:
-                    found = self._read_all(context)
+                    results = self._read_all(context)
                 else:
-                    self._read_moved(context, found, moved)
-            return self._build_response(header, context, found)
+                    self._read_moved(context, results, moved)
+            return self._build_response(header, context, results)
         finally:
             context.client.presence.forget_on_leave(wait.finish)
             self._waits.discard(wait)
@@ -480,14 +480,14 @@ class Fetch:
         self._budget.wait(wait, wait.finish)
         return True
 
-    def _read_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
+    def _read_moved(self, context: _Context, results: _ResultsByKey, moved: list[PartitionKey]) -> None:
         """Read the partitions that have advanced, and again those with records to send."""
-        keys = dict.fromkeys(moved) | {key: None for key, result in found.items() if result.size}
+        keys = dict.fromkeys(moved) | {key: None for key, result in results.items() if result.size}
         for key in keys:
-            found.pop(key, None)
-        self._read_some(context, found, [key for key in context.positions if key in keys])
+            results.pop(key, None)
+        self._read_some(context, results, [key for key in context.positions if key in keys])
 
-    def _subscribe(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
+    def _subscribe(self, context: _Context, wait: _Wait, results: _ResultsByKey) -> bool:
         """Subscribe to all partitions; return whether any has changed since it was read."""
         changed = self._stopping or context.client.presence.has_left
         for key in context.positions:
@@ -498,7 +498,7 @@ class Fetch:
                 changed = True
                 continue
             wait.listen(partition, key)
-            result = found.get(key)
+            result = results.get(key)
             if (
                 result is None
                 or not partition.is_leader
@@ -512,19 +512,21 @@ class Fetch:
                 changed = True
         return changed
 
-    def _build_response(self, header: RequestHeader, context: _Context, found_by_key: _FoundByKey) -> EncodedResponse:
-        size = _size_of(found_by_key)
-        found = list(found_by_key.values())
+    def _build_response(
+        self, header: RequestHeader, context: _Context, results_by_key: _ResultsByKey
+    ) -> EncodedResponse:
+        size = _size_of(results_by_key)
+        results = list(results_by_key.values())
         if context.incremental:
             positions = context.positions
-            found = [
-                result for result in found if result.key in positions and _has_changed(result, positions[result.key])
+            results = [
+                result for result in results if result.key in positions and _has_changed(result, positions[result.key])
             ]
         context.client.fetched_bytes += size
         throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
         session = context.session
         if session is not None:
-            for result in found:
+            for result in results:
                 position = session.positions.get(result.key)
                 if position is None:
                     continue
@@ -533,21 +535,21 @@ class Fetch:
                 if result.size:
                     session.move_to_back(result.key)
         session_id = 0 if session is None else session.session_id
-        return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
+        return _write(header, ErrorCode.none, session_id, results, throttle_ms=throttle_ms)
 
 
-def _is_full(context: _Context, found: _FoundByKey) -> bool:
+def _is_full(context: _Context, results: _ResultsByKey) -> bool:
     """Whether a partition has records that did not fit, so that waiting is pointless."""
     positions = context.positions
     return any(
         not result.size
         and result.key in positions
         and positions[result.key].offset < (result.high_watermark if result.aborted is None else result.last_stable)
-        for result in found.values()
+        for result in results.values()
     )
 
 
-def _has_changed(result: _Found, position: Position) -> bool:
+def _has_changed(result: _Result, position: Position) -> bool:
     """Whether an incremental response has to mention the partition."""
     return (
         bool(result.size)
@@ -566,7 +568,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
     session_id, session_epoch = 0, SESSIONLESS_EPOCH
     if version >= FIRST_WITH_SESSIONS:
         session_id, session_epoch = reader.int32(), reader.int32()
-    wanted = _read_wanted(reader, version)
+    positions = _read_positions(reader, version)
     forgotten: list[PartitionKey] = []
     if version >= FIRST_WITH_SESSIONS:
         for _ in range(reader.array_length()):
@@ -579,7 +581,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
         if tag == 1 and version >= FIRST_WITHOUT_REPLICA_ID:
             is_follower = _is_follower(content.int32())
     return _Request(
-        max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten, read_committed, is_follower
+        max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, positions, forgotten, read_committed, is_follower
     )
 
 
@@ -592,7 +594,7 @@ def _new_session_id() -> int:
     return secrets.randbelow(2**31 - 1) + 1
 
 
-def _wanted_layout(version: int) -> struct.Struct:
+def _position_layout(version: int) -> struct.Struct:
     """Return the layout of a requested partition; only followers use the last epoch and the log start."""
     if version >= FIRST_WITH_LAST_EPOCH:
         return _WANTED_WITH_LAST_EPOCH
@@ -601,9 +603,9 @@ def _wanted_layout(version: int) -> struct.Struct:
     return _WANTED_WITH_START if version >= FIRST_WITH_LOG_START else _WANTED
 
 
-def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
-    wanted: dict[PartitionKey, Position] = {}
-    layout = _wanted_layout(version)
+def _read_positions(reader: Reader, version: int) -> dict[PartitionKey, Position]:
+    positions: dict[PartitionKey, Position] = {}
+    layout = _position_layout(version)
     for _ in range(reader.array_length()):
         topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
         for _ in range(reader.array_length()):
@@ -612,17 +614,17 @@ def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
             else:
                 leader_epoch = -1
                 index, offset, max_bytes = reader.fields(layout)
-            wanted[topic, index] = Position(offset, max_bytes, leader_epoch)
+            positions[topic, index] = Position(offset, max_bytes, leader_epoch)
             reader.skip_tags()
         reader.skip_tags()
-    return wanted
+    return positions
 
 
 def _write(
     header: RequestHeader,
     code: ErrorCode,
     session_id: int,
-    found: list[_Found],
+    results: list[_Result],
     *,
     throttle_ms: int = 0,
 ) -> EncodedResponse:
@@ -633,8 +635,8 @@ def _write(
     if version >= FIRST_WITH_SESSIONS:
         writer.int16(code)
         writer.int32(session_id)
-    by_topic: dict[str | UUID, list[_Found]] = {}
-    for result in found:
+    by_topic: dict[str | UUID, list[_Result]] = {}
+    for result in results:
         by_topic.setdefault(result.key[0], []).append(result)
     writer.array_length(len(by_topic))
     pieces: list[Piece | Stored] = []
@@ -645,7 +647,7 @@ def _write(
             writer.string(topic)
         writer.array_length(len(of_topic))
         for result in of_topic:
-            _write_found(writer, version, result)
+            _write_result(writer, version, result)
             if result.records_slice is not None and result.records_slice.size:
                 pieces += (writer.buffer, result.records_slice.data or result.records_slice)
                 writer.buffer = bytearray()
@@ -663,7 +665,7 @@ def _write(
     return Stream(parts)
 
 
-def _write_found(writer: Writer, version: int, result: _Found) -> None:
+def _write_result(writer: Writer, version: int, result: _Result) -> None:
     if version >= FIRST_WITH_RACK and result.aborted is None:
         # The common case, without a call for each field.
         is_flexible = version >= FIRST_FLEXIBLE
@@ -679,11 +681,11 @@ def _write_found(writer: Writer, version: int, result: _Found) -> None:
         writer.blob_length(result.size)
         return
     if version >= FIRST_WITH_LOG_START:
-        writer.buffer += _FOUND_WITH_START.pack(
+        writer.buffer += _RESULT_WITH_START.pack(
             result.key[1], result.code, result.high_watermark, result.last_stable, result.log_start
         )
     else:
-        writer.buffer += _FOUND.pack(result.key[1], result.code, result.high_watermark, result.last_stable)
+        writer.buffer += _RESULT.pack(result.key[1], result.code, result.high_watermark, result.last_stable)
     # Only `read_committed` returns aborted transactions.
     writer.array_length(-1 if result.aborted is None else len(result.aborted))
     for producer_id, first_offset in result.aborted or ():

@@ -60,13 +60,13 @@ _CONSUMER: Final = -1
 _READ_COMMITTED: Final = 1
 
 
-class _Found(NamedTuple):
+class _LookupResult(NamedTuple):
     offset: Offset
     timestamp_ms: int
     epoch: Epoch
 
 
-_NONE: Final = _Found(NO_OFFSET, NO_TIMESTAMP_MS, NO_EPOCH)
+_NONE: Final = _LookupResult(NO_OFFSET, NO_TIMESTAMP_MS, NO_EPOCH)
 
 
 class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
@@ -158,25 +158,25 @@ def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
     return partition.high_watermark
 
 
-def _is_uncertain(partition: Partition, timestamp_ms: int, found: _Found, request: ListOffsetsRequest) -> bool:
+def _is_uncertain(partition: Partition, timestamp_ms: int, found: _LookupResult, request: ListOffsetsRequest) -> bool:
     """Whether the response depends on the end of the log for consumers, which the leader does not know yet."""
     if request.replica_id != _CONSUMER or partition.is_settled:
         return False
     return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)
 
 
-async def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
+async def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _LookupResult:
     if timestamp_ms == LATEST:
-        return _Found(end, NO_TIMESTAMP_MS, partition.leader_epoch)
+        return _LookupResult(end, NO_TIMESTAMP_MS, partition.leader_epoch)
     if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
-        return _Found(partition.log_start, NO_TIMESTAMP_MS, _epoch_at_start(partition))
+        return _LookupResult(partition.log_start, NO_TIMESTAMP_MS, _epoch_at_start(partition))
     if timestamp_ms in (LATEST_TIERED, EARLIEST_PENDING_UPLOAD):
         return _NONE
     if timestamp_ms == MAX_TIMESTAMP:
         found = await partition.log.find_max_timestamp(up_to=end)
     else:
         found = await partition.log.find_time(timestamp_ms, up_to=end)
-    return _NONE if found is None else _Found(*found)
+    return _NONE if found is None else _LookupResult(*found)
 
 
 def _epoch_at_start(partition: Partition) -> Epoch:

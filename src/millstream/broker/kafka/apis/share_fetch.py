@@ -136,12 +136,12 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             return None
         lease_ms = consumers.service.declared.settings_of(subscription).lease_ms
         member = request.group_id, request.member_id
-        deliveries = consumers.ready(subscription, member, request.epoch, request.wanted)
+        deliveries = consumers.ready(subscription, member, request.epoch, request.partitions)
         if not deliveries or len({topic for topic, _ in deliveries}) > 1:
             return None
         if any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries.values()):
             return None
-        session = consumers.session(member, request.epoch, client.presence, wanted=request.wanted)
+        session = consumers.session(member, request.epoch, client.presence, partitions=request.partitions)
         if isinstance(session, ErrorCode):
             return None
         settled: Settled = {
@@ -151,7 +151,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         from millstream.broker.subscriptions.delivery import Demand
         from millstream.broker.subscriptions.receiving import ParkedLease
 
-        wanted = Demand(
+        demand = Demand(
             consumers.worker(request.member_id),
             request.max_records,
             min(request.max_bytes, self._bytes_max, _BYTES_MAX),
@@ -173,9 +173,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             response = _error_response(error_code(error), error_message(error))
             return [write_response(self.key, header.version, header.correlation_id, response)]
 
-        return ParkedLease(consumers.service.budget, wanted.worker, client.presence, respond, refuse).begin(
+        return ParkedLease(consumers.service.budget, demand.worker, client.presence, respond, refuse).begin(
             list(deliveries.values()),
-            wanted,
+            demand,
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
             writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
         )
@@ -222,7 +222,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             (group_id, member_id),
             epoch,
             client.presence,
-            wanted=_requested_partitions(request),
+            partitions=_requested_partitions(request),
             forgotten=_forgotten_partitions(request),
         )
         if isinstance(session, ErrorCode):
@@ -270,7 +270,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 deliveries[place] = await self._consumers.delivery(subscription, place)
             except MillstreamError as error:
                 results.failed[place] = error
-        wanted = Demand(
+        demand = Demand(
             self._consumers.worker(request.member_id or ""),
             request.max_records,
             self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
@@ -286,7 +286,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         try:
             given = await receive(
                 list(deliveries.values()),
-                wanted,
+                demand,
                 self._consumers.service.budget,
                 wait_s=remaining_ms / 1000,
                 also_after=partial(self._consumers.confirm, settled) if settled else None,

@@ -10,11 +10,11 @@ from msgspec import Meta
 
 from millstream.client.admin.dead_letter import (
     DeadLetterClient,
+    LetterFilter,
     Outcome,
-    Wanted,
+    compile_letter_filter,
     dead_letter_topics,
     find_topic,
-    letters_wanted,
     process_letters,
     redrive_letters,
     undeliverable_note,
@@ -132,24 +132,24 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
             raise invalid(f"the letters have more than {SHOWN_BYTES_MAX} bytes; request fewer")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
-    dlq, wanted = await _dlq(services, request.path["name"], request.query.filter)
+    dlq, matches = await _dlq(services, request.path["name"], request.query.filter)
     outcome = Outcome()
-    await process_letters(dlq, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
+    await process_letters(dlq, note, outcome, matches=matches, limit=request.query.limit, keep=True)
     return LetterList(dlq.topic, shown, outcome.held, outcome.held_back)
 
 
 async def redrive(services: Services, request: Request[NoFields, Redrive]) -> LettersProcessed:
     """Deliver the messages of open letters again, each to its own subscription, and close the letters."""
     body = request.body
-    dlq, wanted = await _dlq(services, request.path["name"], body.filter)
+    dlq, matches = await _dlq(services, request.path["name"], body.filter)
     outcome = Outcome()
     if (to_topic := body.to_topic) is not None:
         await dlq.check_target(to_topic)
         await process_letters(
-            dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, wanted=wanted, limit=body.limit, keep=False
+            dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, matches=matches, limit=body.limit, keep=False
         )
         return _letters_processed(dlq.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await redrive_letters(dlq, outcome, wanted=wanted, limit=body.limit)
+    await redrive_letters(dlq, outcome, matches=matches, limit=body.limit)
     if outcome.refused and not outcome.done:
         raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'set "to_topic"'))
     return _letters_processed(dlq.topic, outcome, {})
@@ -158,16 +158,16 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Le
 async def purge(services: Services, request: Request[NoFields, Purge]) -> LettersProcessed:
     """Close open letters without delivering their messages."""
     body = request.body
-    dlq, wanted = await _dlq(services, request.path["name"], body.filter)
+    dlq, matches = await _dlq(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await process_letters(dlq, None, outcome, wanted=wanted, limit=body.limit, keep=False)
+    await process_letters(dlq, None, outcome, matches=matches, limit=body.limit, keep=False)
     return _letters_processed(dlq.topic, outcome, {})
 
 
-async def _dlq(services: Services, name: str, condition: str | None) -> tuple[DeadLetterClient, Wanted | None]:
-    wanted = await letters_wanted(condition)
+async def _dlq(services: Services, name: str, condition: str | None) -> tuple[DeadLetterClient, LetterFilter | None]:
+    matches = await compile_letter_filter(condition)
     topic = await find_topic(services.client, name, patience_s=PATIENCE_S)
-    return DeadLetterClient(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
+    return DeadLetterClient(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), matches
 
 
 def _letters_processed(topic: str, outcome: Outcome, sent: dict[str, int]) -> LettersProcessed:

@@ -95,7 +95,7 @@ async def consume(services: Services, request: Request[Consume, NoFields]) -> St
     receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
     # Asked before the stream starts, so that an unknown subscription gets a problem document.
     await services.subscriptions.describe([name])
-    pieces = _leased(services, receive, request.gone, request.memory, request.query.decode)
+    pieces = _leased(services, receive, request.disconnected, request.memory, request.query.decode)
     return StreamResponse(_reporting_errors(pieces, f"/v1/subscriptions/{name}/events"))
 
 
@@ -184,13 +184,13 @@ def _events(
 async def _leased(
     services: Services,
     receive: Receive,
-    gone: asyncio.Future[None] | None,
+    disconnected: asyncio.Future[None] | None,
     memory: RequestMemory,
     decode: Decode | None,
 ) -> AsyncGenerator[bytes, None]:
-    while not services.stopping.done() and (gone is None or not gone.done()):
+    while not services.stopping.done() and (disconnected is None or not disconnected.done()):
         try:
-            left = await receive_until(services, receive, gone)
+            left = await receive_until(services, receive, disconnected)
         except QuotaExceeded:
             # The broker let the request wait for as long as it could.
             continue
@@ -206,7 +206,7 @@ async def _leased(
                     piece += event("message", in_one_line(_encode(leased(one, receive.worker, **more))))
                     count += 1
                 yield piece
-                if gone is not None and gone.done():
+                if disconnected is not None and disconnected.done():
                     # The connection was lost before the piece was written.
                     break
                 del left[:count]

@@ -198,12 +198,12 @@ async def fail_over(services: Services, request: Request[NoFields, Failover]) ->
 
 
 async def reverse(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
-    """Let the old source follow this cluster."""
+    """Make the old source follow this cluster."""
     return await _reverse(services, request, is_planned=False)
 
 
 async def switch(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
-    """Turn a mirror around."""
+    """Change the direction of a mirror without loss."""
     return await _reverse(services, request, is_planned=True)
 
 

@@ -206,7 +206,7 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     name, worker = request.path["subscription"], services.new_worker(wanted.worker)
     request.memory.reserve(wanted.max_bytes)
     receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
-    messages = await receive_until(services, receive, request.gone)
+    messages = await receive_until(services, receive, request.disconnected)
     request.undelivered = partial(services.leasing.return_messages, name, worker, messages)
     request.memory.resize(sum(held_bytes(message.record) for message in messages))
     if wanted.decode is None:
@@ -218,14 +218,16 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     return PulledMessages(documents)
 
 
-async def receive_until(services: Services, receive: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
+async def receive_until(
+    services: Services, receive: Receive, disconnected: asyncio.Future[None] | None
+) -> list[LeasedMessage]:
     """Lease messages unless the client disconnects or the gateway stops meanwhile."""
     leasing = asyncio.ensure_future(services.leasing.receive(receive))
-    ends = (services.stopping,) if gone is None else (gone, services.stopping)
+    ends = (services.stopping,) if disconnected is None else (disconnected, services.stopping)
     is_wanted = False
     try:
         done, _ = await asyncio.wait((leasing, *ends), return_when=asyncio.FIRST_COMPLETED)
-        is_wanted = leasing in done and gone not in done
+        is_wanted = leasing in done and disconnected not in done
     finally:
         if not is_wanted:
             await _return_leased(services, receive, leasing)

@@ -241,10 +241,10 @@ async def list_subscriptions(services: Services, request: Request[Listing, NoFie
 async def create(services: Services, request: Request[NoFields, NewSubscription]) -> Created:
     new = request.body
     settings = {
-        name: value for name, value in {**_parse_given(new), **texts_of(new.settings)}.items() if value is not None
+        name: value for name, value in {**_parse_options(new), **texts_of(new.settings)}.items() if value is not None
     }
     known = (await services.client.metadata(new.topics)).topics
-    with named_by_caller(_given_fields(new)):
+    with named_by_caller(_option_fields(new)):
         made = await services.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
     (described,) = await services.subscriptions.describe([new.name])
     missing = [topic for topic in new.topics if topic not in known]
@@ -271,10 +271,10 @@ def _lease_document(held: HeldLease) -> HeldLeaseDocument:
 async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:
     """Change a subscription and describe it."""
     body = request.body
-    changes = {**_parse_given(body), **changes_of(body.settings)}
+    changes = {**_parse_options(body), **changes_of(body.settings)}
     if not changes and body.topics is None:
         raise invalid("nothing to change; send `topics` or settings")
-    with named_by_caller(_given_fields(body)):
+    with named_by_caller(_option_fields(body)):
         await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
     return await describe(services, Request(request.path, NoFields(), NoFields(), request.headers, request.memory))
 
@@ -309,15 +309,15 @@ async def _set_paused(services: Services, name: str, value: str | None) -> Subsc
     return SubscriptionPaused(name, value is not None)
 
 
-def _parse_given(body: Options) -> dict[str, str | None]:
+def _parse_options(body: Options) -> dict[str, str | None]:
     """Return the given settings by full name, as text."""
     given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
     return {name: None if value is None else value_text(value) for name, value in given.items() if value is not UNSET}
 
 
-def _given_fields(body: NewSubscription | SubscriptionChanges) -> dict[str, str]:
+def _option_fields(body: NewSubscription | SubscriptionChanges) -> dict[str, str]:
     """Return the given fields by setting, but for settings that were also given by their full names."""
-    given = _parse_given(body).keys() - body.settings.keys()
+    given = _parse_options(body).keys() - body.settings.keys()
     return {one.name: attribute for attribute, one in _OPTIONS.items() if one.name in given}
 
 

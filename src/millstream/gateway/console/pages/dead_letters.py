@@ -10,12 +10,12 @@ from urllib.parse import urlencode
 
 from millstream.client.admin.dead_letter import (
     DeadLetterClient,
+    LetterFilter,
     Outcome,
-    Wanted,
+    compile_letter_filter,
     dead_letter_topics,
     find_topic,
     headers_of,
-    letters_wanted,
     process_letters,
     redrive_letters,
     survey_letters,
@@ -77,8 +77,10 @@ async def show(visit: Visit) -> Response:
     await visit.note_reading(topic, "letters", filter=condition)
     selected, outcome, problem = _Selected(visit), Outcome(), ""
     try:
-        wanted = await letters_wanted(condition or None)
-        await process_letters(_dlq(visit, topic), selected.note, outcome, wanted=wanted, limit=LOOKED_AT_MAX, keep=True)
+        matches = await compile_letter_filter(condition or None)
+        await process_letters(
+            _dlq(visit, topic), selected.note, outcome, matches=matches, limit=LOOKED_AT_MAX, keep=True
+        )
     except InvalidRequest as error:
         problem = str(error)
     known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
@@ -117,8 +119,8 @@ async def redrive(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=True)
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
-        await redrive_letters(dlq, outcome, wanted=wanted, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
+        await redrive_letters(dlq, outcome, matches=matches, limit=None)
         text = f"{counted(outcome.done, 'message')} delivered again{_where(outcome.revived, 'to')}"
         if outcome.refused:
             text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
@@ -132,8 +134,8 @@ async def purge(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=False)
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
-        await process_letters(dlq, None, outcome, wanted=wanted, limit=None, keep=False)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
+        await process_letters(dlq, None, outcome, matches=matches, limit=None, keep=False)
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
@@ -143,8 +145,8 @@ async def purge(visit: Visit) -> Response:
 async def _count(visit: Visit, *, is_redrive: bool) -> Response:
     """Count what a change would do; every letter stays open."""
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, wanted: Wanted | None) -> str:
-        await survey_letters(dlq, outcome, wanted=wanted, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
+        await survey_letters(dlq, outcome, matches=matches, limit=None)
         if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
         text = (
@@ -159,12 +161,15 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Response:
 
 
 async def _task(
-    visit: Visit, title: str, act: Callable[[DeadLetterClient, Outcome, Wanted | None], Awaitable[str]], *words: str
+    visit: Visit,
+    title: str,
+    act: Callable[[DeadLetterClient, Outcome, LetterFilter | None], Awaitable[str]],
+    *words: str,
 ) -> Response:
     """Process the selected letters in a task; if it ends within a moment, respond with its result."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
-    wanted = await letters_wanted(condition or None)
+    matches = await compile_letter_filter(condition or None)
     known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
     outcome, total = Outcome(), 0 if known is None else known.letters
     is_redrive = words == ("redrive",)
@@ -179,7 +184,7 @@ async def _task(
         return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
 
     async def process(_task: Task, services: Services) -> str:
-        text = await act(_dlq(visit, topic, services), outcome, wanted)
+        text = await act(_dlq(visit, topic, services), outcome, matches)
         if outcome.held:
             text += f"; left out: {counted(outcome.held, 'letter')} held by other commands for up to a minute"
         if outcome.held_back:

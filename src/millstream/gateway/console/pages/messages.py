@@ -27,7 +27,7 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.routes.messages import with_history
 from millstream.gateway.api.routes.publishing import publish_messages
 from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
-from millstream.gateway.console.search import Found, Progress, compiled
+from millstream.gateway.console.search import Match, Progress, compiled
 from millstream.gateway.console.visit import Download, Page, PageRoute, Response, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.node import quoted
@@ -75,7 +75,7 @@ class _SearchForm(msgspec.Struct):
         return " AND ".join(terms)
 
 
-async def _parse_wanted(visit: Visit) -> _SearchForm:
+async def _parse_form(visit: Visit) -> _SearchForm:
     topic = await find_topic(visit.services.client, visit.names["topic"])
     chosen = visit.text("partition")
     partitions: list[int] = [*sorted(topic.partitions)]
@@ -85,38 +85,38 @@ async def _parse_wanted(visit: Visit) -> _SearchForm:
             raise invalid(f"topic {topic.name!r} has no partition {index}; the last is {max(partitions)}")
         partitions = [index]
     text, key, starts_at = visit.text("filter"), visit.text("key"), visit.text("from", length_max=100)
-    wanted = _SearchForm(topic, partitions, starts_at, key, text)
+    form = _SearchForm(topic, partitions, starts_at, key, text)
     try:
         # The filter alone first, so that positions in its errors refer to it.
-        wanted.condition = await compiled(text)
+        form.condition = await compiled(text)
         if key:
-            wanted.wrong = "Key"
-            wanted.condition = await compiled(wanted.selects)
+            form.wrong = "Key"
+            form.condition = await compiled(form.selects)
         if starts_at:
-            wanted.wrong = "From"
+            form.wrong = "From"
             parse_position(starts_at)
     except MillstreamError as error:
-        wanted.problem, wanted.condition = str(error), None
-    return wanted
+        form.problem, form.condition = str(error), None
+    return form
 
 
-async def _bounds(visit: Visit, wanted: _SearchForm) -> dict[int, OffsetRange]:
-    return await offset_bounds(visit.services.client, wanted.topic.name, wanted.partitions, isolation=READ_COMMITTED)
+async def _bounds(visit: Visit, form: _SearchForm) -> dict[int, OffsetRange]:
+    return await offset_bounds(visit.services.client, form.topic.name, form.partitions, isolation=READ_COMMITTED)
 
 
-async def _forward(visit: Visit, wanted: _SearchForm) -> dict[int, OffsetRange]:
+async def _forward(visit: Visit, form: _SearchForm) -> dict[int, OffsetRange]:
     """Return the offsets to search, from the position on, or from where an earlier page stopped."""
-    bounds = await _bounds(visit, wanted)
+    bounds = await _bounds(visit, form)
     if at := visit.text("at", length_max=200_000):
         places = _parse_places(at)
         return {index: OffsetRange(max(start, places.get(index, end)), end) for index, (start, end) in bounds.items()}
-    if not wanted.starts_at:
+    if not form.starts_at:
         return bounds
     starts = await offsets_at(
         visit.services.client,
-        wanted.topic.name,
-        wanted.partitions,
-        parse_position(wanted.starts_at),
+        form.topic.name,
+        form.partitions,
+        parse_position(form.starts_at),
         isolation=READ_COMMITTED,
     )
     return {index: OffsetRange(min(starts[index], end), end) for index, (_, end) in bounds.items()}
@@ -146,7 +146,7 @@ class Row(NamedTuple):
     """The schema by which the value was decoded; empty if it is shown as stored."""
 
 
-async def rows_of(visit: Visit, topic: str, found: Iterable[Found]) -> list[Row]:
+async def rows_of(visit: Visit, topic: str, found: Iterable[Match]) -> list[Row]:
     """Return messages as rows, with their values decoded if they name a schema."""
     rows = []
     for partition, record in found:
@@ -176,9 +176,9 @@ class _Reading(msgspec.Struct):
     is_done: bool = True
 
 
-async def _newest(visit: Visit, wanted: _SearchForm) -> _Reading:
+async def _newest(visit: Visit, form: _SearchForm) -> _Reading:
     """Read the last messages before the end, or before where another page began; the newest first."""
-    bounds = await _bounds(visit, wanted)
+    bounds = await _bounds(visit, form)
     if before := visit.text("before", length_max=200_000):
         places = _parse_places(before)
         bounds = {
@@ -191,9 +191,9 @@ async def _newest(visit: Visit, wanted: _SearchForm) -> _Reading:
     while True:
         ranges = {index: OffsetRange(max(start, end - reach), end) for index, (start, end) in bounds.items()}
         reading = _Reading()
-        async with aclosing(visit.searches.read(visit.services, wanted.topic, ranges, None, reading.progress)) as steps:
+        async with aclosing(visit.searches.read(visit.services, form.topic, ranges, None, reading.progress)) as steps:
             async for found in steps:
-                reading.rows += await rows_of(visit, wanted.topic.name, found)
+                reading.rows += await rows_of(visit, form.topic.name, found)
                 if len(reading.rows) > KEPT_ROWS:
                     _keep_newest(reading.rows)
         is_whole = all(ranges[index].start == one.start for index, one in bounds.items())
@@ -215,19 +215,19 @@ def _keep_newest(rows: list[Row]) -> None:
     del rows[ROWS:]
 
 
-async def _search(visit: Visit, wanted: _SearchForm, limit: int) -> _Reading:
+async def _search(visit: Visit, form: _SearchForm, limit: int) -> _Reading:
     """Read forward until there are enough messages, or the page has waited long enough."""
-    ranges = await _forward(visit, wanted)
+    ranges = await _forward(visit, form)
     reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PAGE_S
     async with visit.searches.admitted(visit.person):
         steps = visit.searches.read(
-            visit.services, wanted.topic, ranges, wanted.condition, reading.progress, limit=limit, places=reading.places
+            visit.services, form.topic, ranges, form.condition, reading.progress, limit=limit, places=reading.places
         )
         async with aclosing(steps):
             async for found in steps:
-                reading.rows += await rows_of(visit, wanted.topic.name, found)
+                reading.rows += await rows_of(visit, form.topic.name, found)
                 if loop.time() > deadline:
                     break
     reading.is_done = all(reading.places[index] >= end for index, (_, end) in ranges.items())
@@ -236,17 +236,17 @@ async def _search(visit: Visit, wanted: _SearchForm, limit: int) -> _Reading:
 
 async def browse(visit: Visit) -> Response:
     """Show messages of a topic: the newest, from a position on, or those that match."""
-    wanted = await _parse_wanted(visit)
-    name = wanted.topic.name
+    form = await _parse_form(visit)
+    name = form.topic.name
     reading = _Reading()
-    is_forward = wanted.is_search or bool(wanted.starts_at) or bool(visit.text("at", length_max=200_000))
-    if not wanted.problem:
-        await visit.note_reading(name, "browse", filter=wanted.selects)
-        reading = await _search(visit, wanted, ROWS) if is_forward else await _newest(visit, wanted)
+    is_forward = form.is_search or bool(form.starts_at) or bool(visit.text("at", length_max=200_000))
+    if not form.problem:
+        await visit.note_reading(name, "browse", filter=form.selects)
+        reading = await _search(visit, form, ROWS) if is_forward else await _newest(visit, form)
     context = {
         **await visit.topic_tabs(name),
-        "partitions": sorted(wanted.topic.partitions),
-        "wanted": wanted,
+        "partitions": sorted(form.topic.partitions),
+        "form": form,
         "rows": reading.rows,
         "progress": reading.progress,
         "is_forward": is_forward,
@@ -254,21 +254,21 @@ async def browse(visit: Visit) -> Response:
         "next": "" if reading.is_done else _format_places(reading.places),
         "older": _format_places(reading.older),
         "state": _describe_progress(reading.progress, is_done=reading.is_done),
-        "words": _words(wanted),
+        "words": _words(form),
     }
-    status = HTTPStatus.UNPROCESSABLE_ENTITY if wanted.problem else HTTPStatus.OK
+    status = HTTPStatus.UNPROCESSABLE_ENTITY if form.problem else HTTPStatus.OK
     return Page("messages.html", context, status)
 
 
-def _words(wanted: _SearchForm) -> str:
+def _words(form: _SearchForm) -> str:
     words = [
         "tail",
-        wanted.topic.name,
+        form.topic.name,
         "--from",
-        wanted.starts_at or "start" if wanted.is_search else wanted.starts_at or "end",
+        form.starts_at or "start" if form.is_search else form.starts_at or "end",
     ]
-    if len(wanted.partitions) == 1 and len(wanted.topic.partitions) > 1:
-        words += ["--partition", str(wanted.partitions[0])]
+    if len(form.partitions) == 1 and len(form.topic.partitions) > 1:
+        words += ["--partition", str(form.partitions[0])]
     return command(*words)
 
 
@@ -279,16 +279,16 @@ def _describe_progress(progress: Progress, *, is_done: bool) -> str:
 
 async def search(visit: Visit) -> Response:
     """Continue a search as a stream of rows."""
-    wanted = await _parse_wanted(visit)
-    if wanted.problem:
-        raise invalid(wanted.problem)
-    ranges = await _forward(visit, wanted)
-    await visit.note_reading(wanted.topic.name, "search", filter=wanted.selects)
-    return Download(_search_events(visit, wanted, ranges), EVENT_STREAM)
+    form = await _parse_form(visit)
+    if form.problem:
+        raise invalid(form.problem)
+    ranges = await _forward(visit, form)
+    await visit.note_reading(form.topic.name, "search", filter=form.selects)
+    return Download(_search_events(visit, form, ranges), EVENT_STREAM)
 
 
 async def _search_events(
-    visit: Visit, wanted: _SearchForm, ranges: dict[int, OffsetRange]
+    visit: Visit, form: _SearchForm, ranges: dict[int, OffsetRange]
 ) -> AsyncGenerator[bytes, None]:
     # What the page has found counts.
     progress = Progress(read=visit.number("read", 0, high=2**63 - 1), matched=visit.number("matched", 0))
@@ -298,13 +298,13 @@ async def _search_events(
     try:
         async with visit.searches.admitted(visit.person):
             steps = visit.searches.read(
-                visit.services, wanted.topic, ranges, wanted.condition, progress, limit=limit, places=places
+                visit.services, form.topic, ranges, form.condition, progress, limit=limit, places=places
             )
             async with aclosing(steps):
                 async for found in steps:
-                    shown = await rows_of(visit, wanted.topic.name, found)
+                    shown = await rows_of(visit, form.topic.name, found)
                     said = {
-                        "rows": rows.render(topic=wanted.topic.name, rows=shown) if shown else "",
+                        "rows": rows.render(topic=form.topic.name, rows=shown) if shown else "",
                         "state": _describe_progress(progress, is_done=False),
                         "share": progress.read / max(1, progress.total),
                         "at": _format_places(places),
@@ -320,31 +320,31 @@ async def _search_events(
 
 async def tail(visit: Visit) -> Response:
     """Follow a topic as a stream of rows, for as long as the browser listens."""
-    wanted = await _parse_wanted(visit)
-    if wanted.problem:
-        raise invalid(wanted.problem)
-    bounds = await _bounds(visit, wanted)
-    await visit.note_reading(wanted.topic.name, "tail", filter=wanted.selects)
-    return Download(_tail_events(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
+    form = await _parse_form(visit)
+    if form.problem:
+        raise invalid(form.problem)
+    bounds = await _bounds(visit, form)
+    await visit.note_reading(form.topic.name, "tail", filter=form.selects)
+    return Download(_tail_events(visit, form, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
 
 
-async def _tail_events(visit: Visit, wanted: _SearchForm, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
+async def _tail_events(visit: Visit, form: _SearchForm, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
     progress = Progress()
     rows = environment().get_template("message_rows.html")
     tailer = Tailer(
-        visit.services.reading, wanted.topic.name, starts, patience_s=30.0, isolation=READ_COMMITTED, note=progress.skip
+        visit.services.reading, form.topic.name, starts, patience_s=30.0, isolation=READ_COMMITTED, note=progress.skip
     )
     try:
         async with visit.searches.following(visit.person), aclosing(tailer.follow_fetched()) as following:
             async for fetched in following:
                 for one in fetched:
-                    step = await visit.searches.matching(visit.services, wanted.topic, one, wanted.condition, progress)
-                    found = step.found
-                    shown = await rows_of(visit, wanted.topic.name, found[-TAIL_ROWS_MAX:])
+                    step = await visit.searches.matching(visit.services, form.topic, one, form.condition, progress)
+                    found = step.matches
+                    shown = await rows_of(visit, form.topic.name, found[-TAIL_ROWS_MAX:])
                     progress.matched += len(found)
                     if shown:
                         said = {
-                            "rows": rows.render(topic=wanted.topic.name, rows=list(reversed(shown))),
+                            "rows": rows.render(topic=form.topic.name, rows=list(reversed(shown))),
                             "state": f"{number(progress.matched)} new since the tail began."
                             + (f" {number(len(found) - len(shown))} not shown." if len(found) > len(shown) else ""),
                         }
@@ -355,18 +355,18 @@ async def _tail_events(visit: Visit, wanted: _SearchForm, starts: dict[int, int]
 
 async def download(visit: Visit) -> Response:
     """Send everything that the form selects as JSON lines."""
-    wanted = await _parse_wanted(visit)
-    if wanted.problem:
-        raise invalid(wanted.problem)
-    ranges = await _forward(visit, wanted)
-    await visit.note_reading(wanted.topic.name, "download", filter=wanted.selects)
-    return Download(_lines(visit, wanted, ranges), NDJSON, f"{wanted.topic.name}.jsonl")
+    form = await _parse_form(visit)
+    if form.problem:
+        raise invalid(form.problem)
+    ranges = await _forward(visit, form)
+    await visit.note_reading(form.topic.name, "download", filter=form.selects)
+    return Download(_lines(visit, form, ranges), NDJSON, f"{form.topic.name}.jsonl")
 
 
-async def _lines(visit: Visit, wanted: _SearchForm, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
-    topic = wanted.topic
+async def _lines(visit: Visit, form: _SearchForm, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+    topic = form.topic
     async with visit.searches.admitted(visit.person):
-        steps = visit.searches.read(visit.services, topic, ranges, wanted.condition, Progress(), limit=DOWNLOAD_MAX)
+        steps = visit.searches.read(visit.services, topic, ranges, form.condition, Progress(), limit=DOWNLOAD_MAX)
         async with aclosing(steps):
             async for found in steps:
                 lines = [

@@ -29,7 +29,7 @@ from millstream.core.subscription import (
 )
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.pages.messages import rows_of as message_rows
-from millstream.gateway.console.search import Found, Progress, compiled
+from millstream.gateway.console.search import Match, Progress, compiled
 from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
@@ -181,7 +181,7 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
                 progress = Progress()
                 await visit.note_reading(name, "filter", filter=text)
-                examples: list[Found] = []
+                examples: list[Match] = []
                 async for found in visit.searches.read(visit.services, topic, ranges, condition, progress):
                     examples = [*examples, *found][-EXAMPLES:]
                     await asyncio.sleep(0)

@@ -464,7 +464,7 @@ class Decoded:
 
     columns: pa.StructArray
     reasons: pa.Array
-    found: tuple[tuple[int, pa.Schema], ...] = ()
+    new_fields: tuple[tuple[int, pa.Schema], ...] = ()
     """The rows with fields that have no column, and the columns that these make, if fields are looked for."""
     widening: Widening | None = None
     """Where long columns have to become double, if fields are looked for."""
@@ -516,7 +516,9 @@ class Decoder:
         return Decoded(
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
-            tuple((start + row, one) for start, part in zip(starts, parts, strict=True) for row, one in part.found),
+            tuple(
+                (start + row, one) for start, part in zip(starts, parts, strict=True) for row, one in part.new_fields
+            ),
             _first_widening([(start + one.row, one.places, one.all_places) for start, one in widenings if one]),
             frozenset().union(*(part.dropped for part in parts)),
         )
@@ -715,7 +717,7 @@ class SchemaDecoder:
             reasons[at] = reasons[at] or _rounding(read.rows[at], columns.type)
         found: list[tuple[int, pa.Schema]] = []
         wide: list[tuple[int, frozenset[Place], frozenset[Place]]] = []
-        for row, schema in read.found if self._evolves else ():
+        for row, schema in read.schemas if self._evolves else ():
             if (new := new_fields(_after(self._fields, found), schema)) is not None:
                 found.append((row, new))
             places = frozenset(narrower(self._fields, schema)) - self._fixed.keys()

@@ -27,7 +27,7 @@ ROW_BYTES_MAX: Final = 16 * 1024
 """The most that is shown of a row: all rows together have to fit into one response."""
 
 
-class KeptRows:
+class SampleRows:
     """Counts the rows that files would get, and keeps some of them as they are shown."""
 
     folder: Final = ""
@@ -87,8 +87,8 @@ class LandedSample:
     """The fields that have no column."""
     sampled: int
     """Messages in the sample."""
-    rows: KeptRows
-    quarantined: KeptRows
+    rows: SampleRows
+    quarantined: SampleRows
 
     def as_document(self) -> dict[str, Any]:
         """Return it as JSON."""

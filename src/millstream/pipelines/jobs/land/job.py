@@ -40,8 +40,8 @@ from millstream.pipelines.jobs.land.dry_run import (
     SAMPLED,
     SAMPLED_BYTES_MAX,
     SAMPLED_TOPICS_MAX,
-    KeptRows,
     LandedSample,
+    SampleRows,
 )
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated, within
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
@@ -84,7 +84,7 @@ _SIMPLE: Final[Mapping[str, pa.DataType]] = {
 }
 
 
-def given_fields(text: str) -> pa.Schema:
+def declared_fields(text: str) -> pa.Schema:
     """Parse a schema; raise `InvalidSetting` for what is not one, or one that tables cannot have.
 
     Integers become long and other numbers double, as in inferred schemas.
@@ -191,7 +191,7 @@ class LandJob:
         self._settings = settings
         self._lake = (settings.lake or context.lake).rstrip("/")
         self._sources = Sources(context.brokers, settings.topic_names, settings.pattern, context.access)
-        self._given = given_fields(settings.schema) if settings.schema else None
+        self._declared_fields = declared_fields(settings.schema) if settings.schema else None
         self._tables: dict[str, LakeTable] = {}
         self._message_bytes: dict[str, float] = {}
         self._recent: dict[str, RecentIds] = {}
@@ -286,7 +286,7 @@ class LandJob:
         asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
         options = read_options(asked, self._task_access([batch]))
         while True:
-            rows, refused = KeptRows(), KeptRows()
+            rows, refused = SampleRows(), SampleRows()
             landing = Landing(batch.topic, batch.work_into(rows, refused), options)
             room = SAMPLED_BYTES_MAX
             for one in batch.topic_ranges():
@@ -373,10 +373,10 @@ class LandJob:
             schema=schema,
             fixed=self._fixed_of(source.topic, table, schema),
             first_partition=self._first_partitions.pop(source.topic_id, -1),
-            refuses_rounding=self._given is None,
+            refuses_rounding=self._declared_fields is None,
             decodes=self._settings.decode != NO_DECODING,
             by_schema=self._settings.decode == BY_SCHEMA,
-            evolves=self._settings.decode != NO_DECODING and self._given is None,
+            evolves=self._settings.decode != NO_DECODING and self._declared_fields is None,
             is_recreated=is_recreated,
             expectations=self._settings.expectations,
             on_violation=self._settings.on_violation,
@@ -415,11 +415,11 @@ class LandJob:
         if self._settings.decode == NO_DECODING:
             return pa.schema([])
         known = payload_fields(schema)
-        if self._given is None:
+        if self._declared_fields is None:
             names = {field.name.lower() for field in known}
             maps = [name for name in self._settings.map_fields if name.lower() not in names]
             return pa.schema([*known, *(pa.field(name, pa.map_(pa.string(), pa.string())) for name in maps)])
-        return merge_schema(known, self._given)
+        return merge_schema(known, self._declared_fields)
 
     def _fixed_of(self, topic: str, table: LakeTable, schema: pa.Schema | None) -> dict[Place, str]:
         """Return the fields whose columns are known to stay as they are."""

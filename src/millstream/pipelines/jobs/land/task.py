@@ -22,7 +22,7 @@ from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
 from millstream.pipelines.jobs.land.changes import NO_ORDER, TOMBSTONE_OFFSETS, ChangeRule, Deleted, Flags, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
-from millstream.pipelines.jobs.land.dry_run import KeptRows
+from millstream.pipelines.jobs.land.dry_run import SampleRows
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import (
     CLOUD_EVENT,
@@ -44,7 +44,7 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
 REPORT_COLUMNS: Final = (
-    "topic string, rows long, lost long, files string, quarantined string, found binary, widening string, "
+    "topic string, rows long, lost long, files string, quarantined string, new_fields binary, widening string, "
     "fractions string, large string, counts string, dropped string"
 )
 """The columns of a task's reports, in Spark's notation."""
@@ -56,7 +56,7 @@ _SCHEMA: Final = pa.schema(
         pa.field("lost", pa.int64()),
         pa.field("files", pa.string()),
         pa.field("quarantined", pa.string()),
-        pa.field("found", pa.binary()),
+        pa.field("new_fields", pa.binary()),
         pa.field("widening", pa.string()),
         pa.field("fractions", pa.string()),
         pa.field("large", pa.string()),
@@ -85,7 +85,7 @@ class Report:
     """Offsets that were deleted before they were read."""
     files: tuple[Written, ...] = ()
     quarantined: tuple[Written, ...] = ()
-    found: tuple[NewFields, ...] = ()
+    new_fields: tuple[NewFields, ...] = ()
     """The messages with fields that have no column; the task wrote nothing then, nor with `widening`."""
     widening: WideningNeed | None = None
     """Which message needs wider columns."""
@@ -108,7 +108,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
             "lost": report.lost,
             "files": to_json(report.files),
             "quarantined": to_json(report.quarantined),
-            "found": _encode_found(report.found),
+            "new_fields": _encode_new_fields(report.new_fields),
             "widening": json.dumps(report.widening),
             "fractions": json.dumps(sorted(report.fractions)),
             "large": json.dumps(sorted(report.large)),
@@ -129,22 +129,22 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str
             lost=lost,
             files=tuple(from_json(files)),
             quarantined=tuple(from_json(quarantined)),
-            found=_decode_found(found),
+            new_fields=_decode_new_fields(new_fields),
             widening=msgspec.json.decode(widening, type=WideningNeed | None),
             fractions=msgspec.json.decode(fractions, type=frozenset[Place]),
             large=msgspec.json.decode(large, type=frozenset[Place]),
             counts=msgspec.json.decode(counts, type=dict[str, int]),
             dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
-        for topic, count, lost, files, quarantined, found, widening, fractions, large, counts, dropped in rows
+        for topic, count, lost, files, quarantined, new_fields, widening, fractions, large, counts, dropped in rows
     ]
 
 
-def _encode_found(found: Iterable[NewFields]) -> bytes:
-    return msgspec.msgpack.encode([(*one[:2], one.fields.serialize().to_pybytes()) for one in found])
+def _encode_new_fields(new_fields: Iterable[NewFields]) -> bytes:
+    return msgspec.msgpack.encode([(*one[:2], one.fields.serialize().to_pybytes()) for one in new_fields])
 
 
-def _decode_found(encoded: bytes) -> tuple[NewFields, ...]:
+def _decode_new_fields(encoded: bytes) -> tuple[NewFields, ...]:
     rows = msgspec.msgpack.decode(encoded, type=list[tuple[int, int, bytes]])
     return tuple(
         NewFields(partition, offset, pa.ipc.read_schema(pa.py_buffer(fields))) for partition, offset, fields in rows
@@ -224,7 +224,7 @@ class Work:
     quarantine: RowWriter
     fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
     """The payload fields that have columns when the batch begins."""
-    found: Sequence[NewFields] = ()
+    new_fields: Sequence[NewFields] = ()
     """The messages with fields that get columns."""
     doubles: frozenset[Place] = frozenset()
     """The new columns that are double because of fractions after their first number."""
@@ -324,7 +324,9 @@ class Landing:
         self._begun: Range | None = None
         """The range that was begun, until its first tombstone."""
         self._deleted: Deleted = {}
-        self._evolution = Evolution(work.fields, work.found, doubles=work.doubles, first_partition=work.first_partition)
+        self._evolution = Evolution(
+            work.fields, work.new_fields, doubles=work.doubles, first_partition=work.first_partition
+        )
         self._fields = self._evolution.fields
         """All fields that have or get columns."""
         self._schema_rows: SchemaRows | None = None
@@ -423,9 +425,11 @@ class Landing:
         if len(self._dropped) < _DROPPED_MAX:
             self._dropped.update(decoded.dropped)
         partition, offsets = batch.column("partition")[0].as_py(), batch.column("offset")
-        if decoded.found:
+        if decoded.new_fields:
             self._has_new_fields = True
-            self._evolution.add(NewFields(partition, offsets[row].as_py(), fields) for row, fields in decoded.found)
+            self._evolution.add(
+                NewFields(partition, offsets[row].as_py(), fields) for row, fields in decoded.new_fields
+            )
         if decoded.widening is not None:
             row, places, all_places = decoded.widening
             self._widening = self._widening or WideningNeed(partition, offsets[row].as_py(), sorted(places))
@@ -443,7 +447,7 @@ class Landing:
         if begun is None or self._options is None or not begun.start or start >= begun.start:
             return
         start = max(start, log_start(self._options)(begun.topic, begun.partition))
-        work = replace(self._work, writer=KeptRows(), quarantine=KeptRows(), evolves=False)
+        work = replace(self._work, writer=SampleRows(), quarantine=SampleRows(), evolves=False)
         judged = Landing(self._topic, replace(work, expectations=()) if work.on_violation == FAIL else work)
         if start < (end := offsets[0].as_py()):
             before = Range(begun.topic, begun.partition, start, end)
@@ -511,12 +515,12 @@ class Landing:
         large = frozenset(self._large)
         if self._must_repeat:
             self.abort()
-            found = tuple(one for one in self._evolution.messages if one not in self._work.found)
+            new_fields = tuple(one for one in self._evolution.messages if one not in self._work.new_fields)
             return Report(
                 topic=self._topic,
                 rows=self._rows,
                 lost=lost,
-                found=found,
+                new_fields=new_fields,
                 widening=self._widening,
                 fractions=frozenset(self._fractions),
                 large=large,

@@ -43,7 +43,7 @@ class TopicBatch:
     plans: dict[int, PartitionPlan]
     fields: pa.Schema
     """The payload fields that have columns when the batch begins."""
-    found: list[NewFields] = field(default_factory=list)
+    new_fields: list[NewFields] = field(default_factory=list)
     """The messages with fields that get columns by the commit."""
     doubles: frozenset[Place] = frozenset()
     """The long fields of such messages that are double because of later ones."""
@@ -120,7 +120,7 @@ class TopicBatch:
 
     def evolution(self) -> Evolution:
         """Return the payload fields over the messages of the batch."""
-        return Evolution(self.fields, self.found, doubles=self.doubles, first_partition=self.first_partition)
+        return Evolution(self.fields, self.new_fields, doubles=self.doubles, first_partition=self.first_partition)
 
     def table_schema(self) -> pa.Schema:
         """Return the columns of the table, with those that the commit adds."""
@@ -146,7 +146,7 @@ class TopicBatch:
             writer=writer,
             quarantine=quarantine,
             fields=self.fields,
-            found=self.found,
+            new_fields=self.new_fields,
             doubles=self.doubles,
             first_partition=self.first_partition,
             new_longs=self._new_longs(),
@@ -197,7 +197,7 @@ class TopicBatch:
     def _end_before(self, partition: int, offset: int) -> None:
         """End the batch before a message, with which the next one begins."""
         evolution = self.evolution()
-        self.found = evolution.before(partition, offset)
+        self.new_fields = evolution.before(partition, offset)
         # The fractions may be beyond the end.
         self.doubles = frozenset()
         self.next_partition = partition
@@ -238,16 +238,16 @@ class TopicBatch:
 
     def take(self, reports: Sequence[Report]) -> bool:
         """Apply the tasks' reports; False if everything has to be repeated, after `make_room`."""
-        found = [one for report in reports for one in report.found]
+        new_fields = [one for report in reports for one in report.new_fields]
         need = next((report.widening for report in reports if report.widening is not None), None)
-        if not found and need is None:
+        if not new_fields and need is None:
             self.reports.extend(reports)
             return True
         # Nothing of this topic is committed yet, and the other tasks' files lack the new fields.
         self._discard(reports)
-        if found:
+        if new_fields:
             # What tasks found after these messages depends on the new fields.
-            self._grow(found)
+            self._grow(new_fields)
         else:
             self.widening = need
             large = frozenset().union(*(report.large for report in reports))
@@ -255,18 +255,18 @@ class TopicBatch:
             self.new_doubles = fractions & self._new_longs() - large
         return False
 
-    def _grow(self, found: Sequence[NewFields]) -> None:
+    def _grow(self, new_fields: Sequence[NewFields]) -> None:
         """Add new fields."""
         self.rounds += 1
         evolution = self.evolution()
         if self.rounds > ROUNDS_MAX:
             # Everything before the first of them is known.
-            first = min(found, key=lambda one: evolution.position(one.partition, one.offset))
+            first = min(new_fields, key=lambda one: evolution.position(one.partition, one.offset))
             if not self._is_first(first.partition, first.offset):
                 self._end_before(first.partition, first.offset)
                 return
-        evolution.add(found)
-        self.found = evolution.messages
+        evolution.add(new_fields)
+        self.new_fields = evolution.messages
 
     def discard(self) -> None:
         """Delete everything that tasks wrote; only for a batch whose commit was never tried."""

@@ -44,41 +44,41 @@ class PayloadSchemas:
 
     def __init__(
         self,
-        given: Mapping[str, StructType],
-        found: Mapping[str, StructType],
+        declared: Mapping[str, StructType],
+        inferred: Mapping[str, StructType],
         *,
         decodes: bool,
         by_schema: bool = False,
     ) -> None:
-        self._given = given
-        self._found = dict(found)
+        self._declared = declared
+        self._inferred = dict(inferred)
         self._decodes = decodes
         self.by_schema = by_schema
         """Whether payloads are decoded by the registered schemas that they name."""
 
     @property
-    def found(self) -> Mapping[str, StructType]:
-        """Return the inferred fields."""
-        return self._found
+    def inferred(self) -> Mapping[str, StructType]:
+        """The fields that were inferred from payloads."""
+        return self._inferred
 
     def fields(self, topic: str) -> StructType | None:
-        return (self._given.get(topic) or self._found.get(topic, StructType())) if self._decodes else None
+        return (self._declared.get(topic) or self._inferred.get(topic, StructType())) if self._decodes else None
 
     def grows(self, topic: str) -> bool:
-        """Whether new fields are added as they are found."""
-        return self._decodes and topic not in self._given
+        """Whether new fields are added as they appear."""
+        return self._decodes and topic not in self._declared
 
     def grown_by(self, found: Mapping[str, pa.Schema]) -> PayloadSchemas | None:
         """Return the schemas extended by new fields; None if there are none."""
-        larger = dict(self._found)
+        larger = dict(self._inferred)
         for topic, fields in found.items():
             if self.grows(topic):
-                known = to_arrow(self._found.get(topic, StructType()))
+                known = to_arrow(self._inferred.get(topic, StructType()))
                 larger[topic] = to_spark(grown(known, fields))
-        is_same = larger == self._found
+        is_same = larger == self._inferred
         if is_same:
             return None
-        return PayloadSchemas(self._given, larger, decodes=self._decodes, by_schema=self.by_schema)
+        return PayloadSchemas(self._declared, larger, decodes=self._decodes, by_schema=self.by_schema)
 
 
 def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
@@ -155,7 +155,7 @@ def registered_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
         raise
 
 
-class KeptSchemas:
+class StoredSchemas:
     """Schemas in a file."""
 
     def __init__(self, file: Path) -> None:

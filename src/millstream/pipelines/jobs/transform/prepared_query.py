@@ -41,8 +41,8 @@ from millstream.pipelines.jobs.own_job import load_module
 from millstream.pipelines.jobs.transform.local_plan import LocalPlan
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written_by_job
 from millstream.pipelines.jobs.transform.payload_schema import (
-    KeptSchemas,
     PayloadSchemas,
+    StoredSchemas,
     find_fields,
     parse_schemas,
     registered_fields,
@@ -540,7 +540,7 @@ class PreparedQuery:
             return False
         before = self.views
         self._take(larger)
-        KeptSchemas(self.folder / _SCHEMAS).write(self.schemas.found)
+        StoredSchemas(self.folder / _SCHEMAS).write(self.schemas.inferred)
         return any(self.views[topic].columns != before[topic].columns for topic in before)
 
     def marked(self, topic: str, stream: DataFrame) -> DataFrame:
@@ -558,7 +558,7 @@ class PreparedQuery:
         try:
             self.analyse()
         except InvalidSetting as error:
-            if known.found == self.schemas.found or not known.found:
+            if known.inferred == self.schemas.inferred or not known.inferred:
                 raise
             self.schemas = known
             try:
@@ -650,8 +650,8 @@ def prepare(
         raise InvalidSetting(f"the statement reads the topic {settings.into!r} that it writes, and would never end")
     folder = Path(context.folder, str(pipeline.pipeline_id))
     stream = _stream_folder(folder, settings)
-    fixed = KeptSchemas(stream / _SCHEMAS)
-    kept = KeptSchemas(folder / _SCHEMAS)
+    fixed = StoredSchemas(stream / _SCHEMAS)
+    kept = StoredSchemas(folder / _SCHEMAS)
     of_stream = fixed.read()
     given, watermarks = parse_schemas(named_texts("schemas", settings.schemas)), settings.delays()
     _check_topics("schemas", given, statement)
@@ -678,21 +678,21 @@ def prepare(
         tables=tuple(LakeView(spark, name, tables[name]) for name in statement.tables),
     )
     prepared.begin(known)
-    if prepared.schemas.found != known.found:
-        kept.write(prepared.schemas.found)
+    if prepared.schemas.inferred != known.inferred:
+        kept.write(prepared.schemas.inferred)
     if prepared.needs_state and not of_stream:
-        fixed.write(prepared.schemas.found)
+        fixed.write(prepared.schemas.inferred)
     return prepared
 
 
-def _known_columns(kept: KeptSchemas, context: JobContext) -> Mapping[str, StructType]:
+def _known_columns(kept: StoredSchemas, context: JobContext) -> Mapping[str, StructType]:
     """Return the inferred columns; those of a backfilled pipeline come first, and the backfill's own are added."""
     if context.backfilled is None:
         return kept.read()
-    of_pipeline = KeptSchemas(Path(context.folder, str(context.backfilled), _SCHEMAS)).read()
+    of_pipeline = StoredSchemas(Path(context.folder, str(context.backfilled), _SCHEMAS)).read()
     both = PayloadSchemas({}, of_pipeline, decodes=True)
     own = {topic: to_arrow(schema) for topic, schema in kept.read().items()}
-    return (both.grown_by(own) or both).found
+    return (both.grown_by(own) or both).inferred
 
 
 def try_statement(spark: SparkSession, folder: str) -> None:
@@ -733,7 +733,7 @@ def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop) -> Pa
         fields = registered_fields(loop, topic) if known.by_schema else find_fields(loop, topic)
         if fields is not None:
             found[topic] = fields
-        elif topic not in known.found:
+        elif topic not in known.inferred:
             return None
     return known.grown_by(found) or known
 

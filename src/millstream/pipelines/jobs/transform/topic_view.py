@@ -276,10 +276,10 @@ def _record_findings(
 ) -> None:
     undecoded = len(decoded.reasons) - decoded.reasons.null_count
     fields = None
-    if decoded.found:
+    if decoded.new_fields:
         known = to_arrow(view.fields)
         if view.by_schema:
-            fields = grown(known, joined_schemas(found for _row, found in decoded.found))
+            fields = grown(known, joined_schemas(found for _row, found in decoded.new_fields))
         else:
             fields = decide(documents(batch.column("value").to_pylist()), known=known, detects=False).fields
     if undecoded or fields is not None:
