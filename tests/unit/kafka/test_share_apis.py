@@ -29,8 +29,11 @@ from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.response import Buffers, Parked, Promise
 from millstream.broker.replication.partition import ACKS_ALL
+from millstream.broker.security.rights import Rights
 from millstream.broker.security.secrets import StoredSecrets
+from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
@@ -324,6 +327,44 @@ async def test_a_group_is_declared_by_its_first_member_and_deleted_with_it(share
 
 
 # Sessions
+
+
+@pytest.fixture
+async def security(catalog: Catalog, share_node: ShareNode) -> SecurityState:
+    """Rules by which alice and bob may use the group, but only alice may read its topic."""
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    state.topic_name = {share_node.topic_id: TOPIC}.get
+    await state.add_acls([*(may_read(user, ResourceType.GROUP, GROUP) for user in ("alice", "bob")), ALICE_READS])
+    return state
+
+
+def may_read(user: str, kind: ResourceType, name: str) -> Acl:
+    return Acl(principal=f"User:{user}", resource_type=kind, resource_name=name, operation=Operation.READ)
+
+
+ALICE_READS = may_read("alice", ResourceType.TOPIC, TOPIC)
+
+
+async def test_a_session_is_of_one_principal(one: Sharer, security: SecurityState) -> None:
+    other = Sharer(one.share_node, one.member_id)
+    one.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    other.client.rights = Rights(security, "User:bob", "127.0.0.1")
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    for epoch in (1, -1):
+        taken = await other.fetch(share_session_epoch=epoch)
+        assert (taken.error_code, taken.responses) == (ErrorCode.share_session_not_found, ())
+    await security.add_acls([may_read("bob", ResourceType.TOPIC, TOPIC)])
+    assert (await other.fetch(places=())).error_code == ErrorCode.none, "bob has a session of his own"
+    assert await other.codes((0, 3, ACCEPT)) == ["none", "invalid_record_state"]
+    assert await one.codes((0, 3, ACCEPT)) == ["none", "none"]
+
+
+async def test_a_session_ends_where_the_right_to_read_ends(one: Sharer, security: SecurityState) -> None:
+    one.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    await security.delete_acls(AclFilter(resource_type=ResourceType.TOPIC))
+    response = await one.fetch()
+    assert (refusals(response), ranges(response)) == ([("topic_authorization_failed", 0)], [])
 
 
 async def test_the_granted_lease_duration_is_reported(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,12 +159,18 @@ W = TypeVar("W", Receive, SettleRequest)
 
 
 def with_owned_worker(request: W, client: ClientInfo) -> W:
-    """Prefix the worker of a request with its principal, so that other principals cannot settle its leases."""
+    """Prefix the worker of a request with its principal."""
+    worker = owned_name(request.worker, client)
+    return request if worker == request.worker else msgspec.structs.replace(request, worker=worker)
+
+
+def owned_name(worker: str, client: ClientInfo) -> str:
+    """Prefix a worker's name with its principal, so that other principals cannot settle its leases."""
     rights = client.rights
     if rights is None or rights.node_id is not None:
-        return request
+        return worker
     # The quoted principal has no spaces, so it ends at the first one.
-    return msgspec.structs.replace(request, worker=f"{quote(rights.principal, safe=':=,@')} {request.worker}")
+    return f"{quote(rights.principal, safe=':=,@')} {worker}"
 
 
 def owner_of(client: ClientInfo) -> Owner | None:

@@ -29,7 +29,7 @@ from kio.schema.share_acknowledge.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, owned_name
 from millstream.broker.kafka.share_consumers import (
     CLOSES,
     OPENS,
@@ -52,7 +52,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         self._consumers = consumers
 
     async def handle(self, request: ShareAcknowledgeRequest, client: ClientInfo) -> ShareAcknowledgeResponse:
-        member_id = check_member_id(request.member_id)
+        member_id = owned_name(check_member_id(request.member_id), client)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
             return _error_response(ErrorCode.invalid_share_session_epoch)

@@ -6,8 +6,10 @@ batches and the acquired ranges. If none are available, it waits up to `max_wait
 epoch 0 opens it, each further request increments the epoch, -1 closes it and releases the member's leases.
 
 Invalid requests of a session are SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
-connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE, and no
-message of that partition is acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
+connection. Sessions and leases belong to the principal that opened them, not to others that name the same member. A
+topic of the session that may no longer be read is TOPIC_AUTHORIZATION_FAILED. An acknowledgement of a message that the
+member does not hold (any more) is INVALID_RECORD_STATE, and no message of that partition is acknowledged.
+NOT_LEADER_OR_FOLLOWER includes the current leader.
 
 Version 2 adds renewals (the acknowledgement 4), announced by `is_renew_ack`: such a request acquires nothing, and its
 limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond `max_records`; in
@@ -40,7 +42,7 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
 from millstream.broker.kafka import share_codec
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, owned_name
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.share_consumers import (
     CLOSES,
@@ -55,6 +57,7 @@ from millstream.broker.kafka.share_consumers import (
 )
 from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader, write_response
@@ -79,6 +82,7 @@ _KNOWN_TO_CLIENTS: Final = frozenset(
         ErrorCode.kafka_storage_error,
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.unknown_topic_id,
+        ErrorCode.topic_authorization_failed,
         ErrorCode.corrupt_message,
     }
 )
@@ -214,7 +218,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
         client.fetch_requests += 1
-        member_id = check_member_id(request.member_id)
+        member_id = owned_name(check_member_id(request.member_id), client)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         acknowledged = _acknowledgements(request)
         _check(request, acknowledged)
@@ -267,11 +271,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         deliveries = {}
         for place in session.partitions:
             try:
+                # The session may remember topics that the client may no longer read.
+                _check_read(client, place[0])
                 deliveries[place] = await self._consumers.delivery(subscription, place)
             except MillstreamError as error:
                 results.failed[place] = error
         demand = Demand(
-            self._consumers.worker(request.member_id or ""),
+            self._consumers.worker(session.member[1]),
             request.max_records,
             self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
@@ -385,6 +391,13 @@ def _acknowledgements(request: ShareFetchRequest) -> Acknowledgements:
         for partition in topic.partitions
         if partition.acknowledgement_batches
     }
+
+
+def _check_read(client: ClientInfo, topic_id: UUID) -> None:
+    rights = client.rights
+    name = None if rights is None else rights.topic_name(topic_id)
+    if rights is not None and name is not None:
+        rights.require(Operation.READ, ResourceType.TOPIC, name)
 
 
 def _error_response(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
