@@ -449,6 +449,7 @@ def test_windows_are_written_once_when_they_are_finished(shop: Shop) -> None:
         ("SELECT value, id FROM orders", "not part of a message"),
         ("SELECT reflect('java.lang.System', 'getProperty', 'user.dir') AS id FROM orders", "reflect"),
         ("SELECT identifier('java_' || 'method')('java.lang.System', 'exit') AS id FROM orders", "java_method"),
+        ("SELECT identifier('schema_of_' || 'xml')('<a/>', map('rowValidationXSDPath', 'x')) FROM orders", "_xml"),
         ("SELECT TRANSFORM(id) USING 'cat /etc/passwd' FROM orders", "cannot run a program"),
         ("SELECT id FROM orders JOIN text.`/etc/passwd` USING (id)", "backquotes"),
         ("SELECT id FROM orders JOIN identifier('text.`/etc/passwd`') USING (id)", "backquotes"),
@@ -457,6 +458,14 @@ def test_windows_are_written_once_when_they_are_finished(shop: Shop) -> None:
 def test_invalid_statements_are_refused(shop: Shop, sql: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
+
+
+def test_a_statement_does_not_see_the_environment(shop: Shop) -> None:
+    shop.publish(shop.orders, orders(0, 1))
+    named = ("${env:PATH}", "${system:user.dir}", "${spark:spark.app.name}")
+    shop.run(f"SELECT array{named} AS named FROM orders")
+    (row,) = shop.read()
+    assert row["named"] == list(named)
 
 
 STATEMENTS = (

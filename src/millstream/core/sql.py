@@ -70,8 +70,16 @@ _UNCLOSED: Final = re.compile(
 _COMMENT_EDGE: Final = re.compile(r"/\*|\*/")
 
 
-CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
-"""Functions with which a statement could run arbitrary code in the driver."""
+_CALLS_JAVA: Final = "calls Java in the driver"
+_OPENS_FILES: Final = "can open any file or address"
+FORBIDDEN: Final = {
+    **dict.fromkeys(("reflect", "java_method", "try_reflect"), _CALLS_JAVA),
+    **dict.fromkeys(("from_xml", "schema_of_xml"), _OPENS_FILES),
+    **dict.fromkeys(("from_avro", "schema_of_avro", "from_protobuf", "to_protobuf"), _OPENS_FILES),
+}
+"""Functions with which a statement could run arbitrary code in the driver, or reach what only the node may: options
+of theirs name a schema by its location. Each has the reason.
+"""
 
 
 class Kind(Enum):
@@ -120,13 +128,13 @@ class SelectStatement:
 
 
 def check_calls(text: str, own: Collection[str]) -> None:
-    """Raise `InvalidSetting` if a statement calls Java, unless the function is one of the user's own."""
+    """Raise `InvalidSetting` if a statement calls a forbidden function, unless it is one of the user's own."""
     tokens = sql_tokens(ABOUT, text)
     for token, after in pairwise(tokens):
         name = token.text.lower()
-        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in CALLS_OF_JAVA and after.marks("(")
+        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in FORBIDDEN and after.marks("(")
         if is_call and name not in own and token.start not in _query_names(text):
-            reason = f"{name} is forbidden, since it calls Java in the driver; use a Python function (--udf) or a job"
+            reason = f"{name} is forbidden, since it {FORBIDDEN[name]}; use a Python function (--udf) or a job"
             raise setting_error_at(ABOUT, text, token.start, token.end, reason)
 
 

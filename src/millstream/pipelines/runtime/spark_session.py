@@ -68,9 +68,15 @@ _CLOSE_S: Final = 4.0
 _FOLDER_BYTES_MAX: Final = 60
 """Spark names a socket by a UUID with a few characters around it."""
 _LOG_TAIL: Final = 1000
-_JAVA_OPTIONS: Final = "-XX:+ExitOnOutOfMemoryError"
+_NO_EXTERNAL_XML: Final = "-Djavax.xml.accessExternalDTD= -Djavax.xml.accessExternalSchema="
+"""Otherwise XML in a message could make Java open a file or an address."""
+_JAVA_OPTIONS: Final = f"-XX:+ExitOnOutOfMemoryError {_NO_EXTERNAL_XML}"
 """A Java process without memory would fail one pipeline after the other; the broker starts another driver."""
+SUBSTITUTION: Final = "spark.sql.variable.substitute"
 _SETTINGS: Final = {
+    # Spark parses a statement with the settings of the first session.
+    SUBSTITUTION: "false",
+    "spark.executor.defaultJavaOptions": _NO_EXTERNAL_XML,
     "spark.scheduler.mode": "FAIR",
     # A cancelled task that runs on keeps its slot; on workers its executor is replaced.
     "spark.task.reaper.enabled": "true",

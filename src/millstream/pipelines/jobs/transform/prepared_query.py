@@ -34,7 +34,7 @@ from millstream.core.pipeline import (
     named_texts,
 )
 from millstream.core.setting import suggestion
-from millstream.core.sql import CALLS_OF_JAVA
+from millstream.core.sql import FORBIDDEN
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.own_job import load_module
@@ -52,6 +52,7 @@ from millstream.pipelines.jobs.transform.statement import Statement, elements, e
 from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, rows_of_view, view_of
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.runtime.fault import Marked, marked_function
+from millstream.pipelines.runtime.spark_session import SUBSTITUTION
 from millstream.pipelines.source.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -417,6 +418,8 @@ _SETTINGS: Final = {
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     # Otherwise a table named text.`/etc/passwd` would be that file.
     "spark.sql.runSQLOnFiles": "false",
+    # Otherwise '${env:NAME}' would be a variable of the node's environment.
+    SUBSTITUTION: "false",
 }
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
@@ -642,7 +645,7 @@ def prepare(
     spark = context.spark.newSession()
     for name, value in _SETTINGS.items():
         spark.conf.set(name, value)
-    _forbid_java(spark)
+    _drop_forbidden(spark)
     register_functions(spark, settings)
     tables = named_texts("tables", settings.tables)
     statement = read_statement(settings.sql, tables, spark)
@@ -711,12 +714,12 @@ def try_statement(spark: SparkSession, folder: str) -> None:
         prepared.close()
 
 
-def _forbid_java(spark: SparkSession) -> None:
+def _drop_forbidden(spark: SparkSession) -> None:
     """Remove functions from a session, however a statement calls them."""
     jvm: Any = spark.sparkContext._jvm
     registry = spark._jsparkSession.sessionState().functionRegistry()
     catalog, schema = jvm.scala.Option.apply("system"), jvm.scala.Option.apply("builtin")
-    for name in CALLS_OF_JAVA:
+    for name in FORBIDDEN:
         registry.dropFunction(jvm.org.apache.spark.sql.catalyst.FunctionIdentifier(name, schema, catalog))
 
 
