@@ -28,7 +28,7 @@ from millstream.core.scratch import PREFIX
 from millstream.pipelines.runtime.child import DriverReports, PipelineChild, driver_options, idle_reason_of
 from millstream.pipelines.runtime.driver_messages import DriverEvent, Options
 from millstream.pipelines.runtime.spark_session import DIED
-from millstream.pipelines.source.session import launch_settings
+from millstream.pipelines.source.session import default_settings, launch_settings
 from millstream_testing.pipeline_script import HANG_S, landing
 
 DRIVER = "millstream_testing.scripted_driver"
@@ -386,6 +386,13 @@ def test_credentials_of_spark_are_not_process_arguments(monkeypatch: pytest.Monk
     with pytest.raises(InvalidSetting) as refused:
         Config.of({"pipelines-spark": f"spark.a=b;{word}"})
     assert word not in str(refused.value)
+
+
+@pytest.mark.parametrize("master", [{}, *({"spark.master": name} for name in ("local", "local[1]", "local[2,3]"))])
+def test_spark_on_this_machine_cannot_be_reached_from_others(master: dict[str, str]) -> None:
+    settings = default_settings(master)
+    assert (settings["spark.driver.bindAddress"], settings["spark.authenticate"]) == ("127.0.0.1", "true")
+    assert "spark.driver.host" not in default_settings({"spark.master": "spark://10.0.0.1:7077"})
 
 
 def test_a_broker_imports_nothing_of_spark() -> None:

@@ -106,7 +106,13 @@ _SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
 }
 
-_ON_THIS_MACHINE: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+_LOCAL_MASTER: Final = re.compile(r"local(\[.*\])?")
+_ON_THIS_MACHINE: Final = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    # Whoever could connect without it could run code in the driver; Spark generates the secret.
+    "spark.authenticate": "true",
+}
 
 _SUBMITTED: Final = {"PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"}
 """Variables that are set when spark-submit was called with the user's arguments."""
@@ -122,6 +128,14 @@ _CREDENTIALS: Final = re.compile(r"secret|password|token|access[.]?key", re.IGNO
 def launch_settings(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that may be arguments of Java, which every user of the machine can see."""
     return {key: value for key, value in settings.items() if not _CREDENTIALS.search(key)}
+
+
+def default_settings(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a session that are not given; Spark in this process is reached from this machine only."""
+    defaults = {"spark.master": f"local[{max(1, (os.cpu_count() or 2) - 1)}]", **_SETTINGS}
+    if _LOCAL_MASTER.fullmatch(given.get("spark.master", defaults["spark.master"])):
+        defaults |= _ON_THIS_MACHINE
+    return {key: value for key, value in defaults.items() if key not in given}
 
 
 def session(
@@ -152,9 +166,7 @@ def session(
         if not _SUBMITTED & os.environ.keys():
             given = dict(given.items() - _FILLED_IN)
             chosen.setdefault("spark.app.name", "millstream")
-        is_local = "spark.master" not in given | asked
-        defaults = {**_SETTINGS, **(_local() if is_local else {})}
-        chosen |= {key: value for key, value in defaults.items() if key not in given | asked}
+        chosen |= default_settings(given | asked)
     return SparkSession.builder.config(map=dict[str, Any](chosen)).getOrCreate()
 
 
@@ -174,8 +186,3 @@ def _connected(remote: str, name: str | None, settings: Mapping[str, str]) -> Sp
             f"{remote} is a Spark Connect server, which needs another package here: {str(error).rstrip('.')}; "
             "run pip install 'pyspark[connect]'"
         ) from None
-
-
-def _local() -> dict[str, str]:
-    """Return settings for Spark in this process that leave a core to others."""
-    return {"spark.master": f"local[{max(1, (os.cpu_count() or 2) - 1)}]", **_ON_THIS_MACHINE}
