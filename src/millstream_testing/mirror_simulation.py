@@ -45,7 +45,7 @@ from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
-    BARRIER_KEY,
+    BarrierRequest,
     CutRequest,
     FenceRequest,
     OfferResponse,
@@ -433,9 +433,9 @@ class SimulatedSource:
         found = {TOPIC.name: known} if topics is None or TOPIC.name in topics else {}
         return ClusterMetadata(cluster_id=self.cluster_id, controller_id=NODE_ID, nodes={}, topics=found, errors={})
 
-    async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
+    async def ask(self, _node: Any, request: Any, *, waits: bool = False) -> Any:
         await self.world.cross_link(self._site)
-        if key == BARRIER_KEY:
+        if isinstance(request, BarrierRequest):
             response = await self._site.service.barriers.take(request)
             await self.world.cross_link(self._site)
             return response

@@ -17,7 +17,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
 from millstream.protocol.private.message import decode, encode
-from millstream.protocol.private.mirror_messages import ADOPT_KEY, AdoptRequest, AdoptResponse
+from millstream.protocol.private.mirror_messages import AdoptRequest, AdoptResponse
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
@@ -172,7 +172,7 @@ def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
             cluster_id = (await other.metadata([])).cluster_id
         asked = msgspec.structs.replace(request, cluster_id=cluster_id)
         async with Client.connect(site.brokers) as client:
-            return decode(await client.private(None, ADOPT_KEY, encode(asked)), AdoptResponse)
+            return decode(await client.private(None, asked.KEY, encode(asked)), AdoptResponse)
 
     return asyncio.run(ask())
 

@@ -20,7 +20,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from millstream.core.errors import InvalidBatch
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
-    APPEND_LETTER_KEY,
     AppendLetterRequest,
     AppendLetterResponse,
 )
@@ -119,7 +118,7 @@ def test_only_nodes_may_write_nonconforming_records(server: Server, millstream: 
         batch = bytes(encode_batch([NewRecord(b"k", b"plain text", (), 1)]))
         body = encode(AppendLetterRequest(topic, 0, batch, node_id, secret))
         async with Client.connect(server.kafka, client_id="dead-letters", timeout_s=30) as client:
-            return decode(await client.private(None, APPEND_LETTER_KEY, body), AppendLetterResponse)
+            return decode(await client.private(None, AppendLetterRequest.KEY, body), AppendLetterResponse)
 
     for node_id, secret in ((1, ""), (1, "guess"), (7, "")):
         response = asyncio.run(pretend(node_id, secret))

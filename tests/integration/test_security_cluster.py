@@ -41,7 +41,7 @@ from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, Mill
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.pipelines.source.access import connection_access
 from millstream.protocol.private.message import decode, encode
-from millstream.protocol.private.security_messages import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
+from millstream.protocol.private.security_messages import AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
@@ -277,7 +277,7 @@ async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
     async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as admin:
         await put_user(admin, "dave", "dave-password")
     async with Client.connect(locked.nodes[0].kafka, credentials=node) as client:
-        response = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
+        response = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
         assert response.principal == "User:admin"
     for one in locked.nodes:
         # Signed by the first, accepted by both.
@@ -288,7 +288,7 @@ async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
             await open_with(locked, one, response.assertion)
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
-        refused = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
+        refused = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
     assert (refused.error, refused.assertion) == (31, "")
 
 

@@ -25,7 +25,6 @@ from millstream.gateway.api.problem import RETRY_S, Refused, refusal_of
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.security_messages import (
-    AUTHENTICATE_KEY,
     BASIC,
     BEARER,
     NO_CREDENTIAL,
@@ -246,9 +245,7 @@ class Callers:
             scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
         )
         client = self._gateway.client
-        response = decode(
-            await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse
-        )
+        response = decode(await client.private(None, request.KEY, encode(request), waits=True), AuthenticateResponse)
         if response.error == AUTHENTICATION_FAILED:
             # Delayed here and not by the node, whose connections others need.
             await asyncio.sleep(response.pause_ms / 1000)

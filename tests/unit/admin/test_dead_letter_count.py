@@ -13,7 +13,7 @@ from millstream.client.admin.dead_letter import check_no_open_letters, dead_lett
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, NO_DEAD_LETTERS
-from millstream.protocol.private.browse_messages import TOPICS_KEY, ListedTopic, ListTopicsResponse
+from millstream.protocol.private.browse_messages import ListedTopic, ListTopicsRequest, ListTopicsResponse
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.subscription_messages import ListSubscriptionsResponse
 from millstream.protocol.wire.client import Client
@@ -53,7 +53,7 @@ class Cluster(Client):
         if node == TWO and self.away_for:
             self.away_for -= 1
             raise BrokerUnreachable("node 2 is away")
-        if api_key == TOPICS_KEY:
+        if api_key == ListTopicsRequest.KEY:
             listed = ListedTopic(DEAD, str(UUID(int=1)), 2, 1, False, 0, 0, 0, 0, 0)
             return memoryview(encode(ListTopicsResponse(topics=[listed], total=1)))
         queue = {"topic": DEAD, "partition": 0 if node == ONE else 1, "backlog": 3, "refused_letters": 0}

@@ -23,7 +23,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import SettledRange, SettleRequest, SettleResponse
-from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateResponse
+from millstream.protocol.private.subscriptions import DeliveryStateRequest, DeliveryStateResponse
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121
@@ -118,7 +118,7 @@ class Failing(Node):
         self._state = state
 
     async def private(self, node: NodeId | None, key: int, body: bytes, **options: object) -> memoryview:
-        if key == DELIVERY_STATE_KEY:
+        if key == DeliveryStateRequest.KEY:
             return memoryview(msgspec.msgpack.encode(DeliveryStateResponse(0, None, self._state, 1, 0, True)))
         if self._failures:
             raise self._failures.pop(0)

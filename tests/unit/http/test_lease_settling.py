@@ -15,7 +15,7 @@ from millstream.core.subscription import Verb
 from millstream.gateway.api.routes import pulling
 from millstream.gateway.api.routes.pulling import Lease, Verdict, settle
 from millstream.protocol.private.subscription_messages import SettleRequest, SettleResponse
-from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateRequest, DeliveryStateResponse
+from millstream.protocol.private.subscriptions import DeliveryStateRequest, DeliveryStateResponse
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 
@@ -57,7 +57,7 @@ class Cluster:
         return await attempt(NodeId(1))
 
     async def private(self, _node: NodeId, key: int, body: bytes, **_: Any) -> memoryview:
-        if key == DELIVERY_STATE_KEY:
+        if key == DeliveryStateRequest.KEY:
             asked = msgspec.msgpack.decode(body, type=DeliveryStateRequest)
             state = self.states[asked.partition]
             return memoryview(msgspec.msgpack.encode(DeliveryStateResponse(0, None, state)))

@@ -41,7 +41,7 @@ from millstream.core.errors import (
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.topic import Topic
 from millstream.protocol.messages.codec import RequestHeader, response_body_at
-from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
+from millstream.protocol.private.pipeline_messages import PipelineChanges
 from millstream.protocol.private.subscription_messages import CreateSubscriptionRequest
 from millstream.protocol.wire.client import Client
 from millstream_testing.clock import ManualClock
@@ -278,7 +278,7 @@ async def test_a_pipeline_is_changed_stopped_parked_and_started(client: Pipeline
     nodes.nodes[1].board.take([PipelineReport(name="land-orders", state="retrying")])
     states.append((await client.describe())[0]["state"])
     park = PipelineChanges(name="land-orders", parked="no such bucket")
-    await nodes.nodes[1].apis[ALTER_KEY].handle(park)
+    await nodes.nodes[1].apis[PipelineChanges.KEY].handle(park)
     (reported,) = await client.describe()
     states.append(reported["state"])
     assert (reported["parked"], summary_of(reported)["error"]) == ("no such bucket", "no such bucket")

@@ -60,7 +60,7 @@ def barrier(*responses: HoldCommitsResponse, moves: bool = False, groups: Groups
     wants_groups = groups is not None
     asked: list[str] = []
 
-    async def ask_node(_node: NodeId, _key: int, request: HoldCommitsRequest, _response: Any) -> HoldCommitsResponse:
+    async def ask_node(_node: NodeId, request: HoldCommitsRequest) -> HoldCommitsResponse:
         asked.append(request.action)
         assert request.topics == ({"orders": ORDERS_ID} if request.action == "read groups" else {})
         return left.pop(0)

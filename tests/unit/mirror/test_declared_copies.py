@@ -88,7 +88,7 @@ class Node:
     async def see_schemas(self, *responses: RegistryResponse) -> set[int]:
         left = list(responses)
 
-        async def ask(_node: Any, _key: Any, request: RegistryRequest, *_: Any, **__: Any) -> RegistryResponse:
+        async def ask(_node: Any, request: RegistryRequest, **_: Any) -> RegistryResponse:
             self.asked.append((request.since, request.offset))
             response = left.pop(0)
             return RegistryResponse(last=response.last) if response.last == request.since else response

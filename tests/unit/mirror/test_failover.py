@@ -43,10 +43,8 @@ from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState
 from millstream.core.regex import compile_regex
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Response
+from millstream.protocol.private.message import Request, Response
 from millstream.protocol.private.mirror_messages import (
-    ADOPT_KEY,
-    FAILOVER_KEY,
     AdoptRequest,
     AdoptResponse,
     CutPartition,
@@ -582,7 +580,7 @@ class SwitchSource:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def ask(self, _node: Any, _key: int, request: AdoptRequest, _kind: Any, *, waits: bool) -> AdoptResponse:
+    async def ask(self, _node: Any, request: AdoptRequest, *, waits: bool) -> AdoptResponse:
         self.asked.append(request.step)
         if refused := self.refused.get(request.step):
             raise refused.pop(0)
@@ -882,8 +880,8 @@ async def test_a_delayed_step_is_not_carried_out_by_a_former_owner(
 async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_draining: bool) -> None:
     service, asked = target.service, []
 
-    async def ask_node(node: NodeId, key: int, *_: Any, **__: Any) -> Response:
-        asked.append((node, key))
+    async def ask_node(node: NodeId, request: Request[Any], **_: Any) -> Response:
+        asked.append((node, type(request)))
         return Response()
 
     service.ask_node = ask_node
@@ -891,9 +889,9 @@ async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_dr
     service.membership.controller_id = OTHER
     await MirrorAdopt(service).handle(release())
     await MirrorFailover(service).handle(FailoverRequest(name=NAME))
-    assert asked == [(OTHER, ADOPT_KEY), (OTHER, FAILOVER_KEY)][: 1 + is_draining]
+    assert asked == [(OTHER, AdoptRequest), (OTHER, FailoverRequest)][: 1 + is_draining]
     await MirrorFailover(service).handle(FailoverRequest(name=NAME, is_planned=True))
-    assert asked[1 + is_draining :] == [(OTHER, FAILOVER_KEY)]
+    assert asked[1 + is_draining :] == [(OTHER, FailoverRequest)]
     service.membership.controller_id = NO_CONTROLLER
     with pytest.raises(CoordinatorUnavailable):
         await MirrorAdopt(service).handle(release())
@@ -902,7 +900,7 @@ async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_dr
 async def test_nodes_that_disagree_on_the_owner_do_not_forward_to_each_other(target: Target) -> None:
     service, forwarded = target.service, []
 
-    async def ask_node(_node: NodeId, _key: int, request: AdoptRequest, *_: Any, **__: Any) -> Response:
+    async def ask_node(_node: NodeId, request: AdoptRequest, **_: Any) -> Response:
         forwarded.append(request)
         # The other node considers this one the owner.
         return await MirrorAdopt(service).handle(request)

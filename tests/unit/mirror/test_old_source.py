@@ -182,7 +182,7 @@ async def test_a_partition_led_by_another_node_is_not_skipped(old_source: OldSou
 async def test_an_old_source_does_not_follow_before_every_partition_is_truncated(old_source: OldSource) -> None:
     service, asked = old_source.service, set()
 
-    async def ask_leader(where: TopicPartition, _key: int, request: FenceRequest, _kind: Any) -> Response:
+    async def ask_leader(where: TopicPartition, request: FenceRequest) -> Response:
         asked.add((where.partition, request.cuts[where.topic][where.partition]))
         if where.partition == 1:
             raise NotLeader(f"{where} has no leader")

@@ -580,7 +580,7 @@ class StuckGroups(Groups):
     async def exposed_offsets(self, where: Any) -> dict[TopicPartition, int]:
         return {one: self.reached[one.topic][one.partition] for one in where}
 
-    async def ask(self, _node: Any, _key: int, request: BarrierRequest, *_: Any, **__: Any) -> BarrierResponse:
+    async def ask(self, _node: Any, request: BarrierRequest, **_: Any) -> BarrierResponse:
         groups = {} if self.groups_omitted else dict.fromkeys(self.transactional, self.at_barrier)
         offsets = {topic: {0: 30} for topic in request.topics}
         return BarrierResponse(offsets=offsets, groups=groups, groups_omitted=self.groups_omitted)

@@ -26,10 +26,7 @@ from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
-    FRAMES_KEY,
-    LOAD_KEY,
     SNAPSHOT,
-    WRITE_KEY,
     LedgerRetention,
     Loaded,
     LoadQueue,
@@ -105,12 +102,12 @@ class FakePeers:
         if error is not None:
             raise error
         response: object
-        if api_key == LOAD_KEY:
+        if api_key == LoadQueue.KEY:
             response = await self._carry_out(self._load, msgspec.msgpack.decode(body, type=LoadQueue))
-        elif api_key == FRAMES_KEY:
+        elif api_key == ReadFrames.KEY:
             response = await self._carry_out(self._frames, msgspec.msgpack.decode(body, type=ReadFrames))
         else:
-            assert api_key == WRITE_KEY
+            assert api_key == WriteQueues.KEY
             response = await self._carry_out(self._write, msgspec.msgpack.decode(body, type=WriteQueues))
         if self.lost_responses:
             self.lost_responses -= 1

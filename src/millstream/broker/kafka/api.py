@@ -273,9 +273,9 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
     key: int
     versions = (0, 0)
-    request_type: ClassVar[type]
+    request_type: ClassVar[type[Any]]
     response_type: ClassVar[type]
-    """Both are the type arguments of a subclass. A response can be built from an error alone."""
+    """The types are the arguments of a subclass. A response can be built from an error alone."""
     changes: ClassVar[Changes | None]
     """What a request changes of what is declared, for the audit log; None if it changes nothing."""
     cluster_operation: ClassVar[Operation] = Operation.CLUSTER_ACTION
@@ -288,6 +288,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         arguments = get_args(cls.__dict__["__orig_bases__"][0]) if "__orig_bases__" in cls.__dict__ else ()
         if arguments and all(isinstance(argument, type) for argument in arguments):
             cls.request_type, cls.response_type = arguments
+            cls.key = cls.request_type.KEY
 
     @abstractmethod
     async def handle(self, request: RequestT) -> ResponseT:

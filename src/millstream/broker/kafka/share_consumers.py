@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from uuid import UUID
 
-import msgspec
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership, Node
@@ -24,21 +23,16 @@ from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError, NotLeader, UnknownTopicId
-from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription, Verb
 from millstream.core.topic import Topic
-from millstream.protocol.private.message import Response, decode_response, encode
 from millstream.protocol.private.subscription_messages import (
     ForgetSubscriptionRequest,
     ListSubscriptionsRequest,
-    ListSubscriptionsResponse,
     SeekSubscriptionRequest,
-    SeekSubscriptionResponse,
 )
 
 UNKNOWN: Final = -1
-
-R = TypeVar("R", bound=Response)
 
 
 class QueueOffset(NamedTuple):
@@ -80,7 +74,7 @@ class ShareOffsets:
             if node.node_id == self._membership.me.node_id:
                 response = await self._list.handle(request)
             else:
-                response = await self._send(node.node_id, SubscriptionList.key, request, ListSubscriptionsResponse)
+                response = await self._service.ask_node(node.node_id, request)
             for subscription in response.subscriptions:
                 stored |= {(topic, partition) for topic, partition in subscription["stored_queues"]}
                 for queue in subscription["queues"]:
@@ -99,7 +93,7 @@ class ShareOffsets:
         if state.leader == self._membership.me.node_id:
             await self._seek.handle(request)
         else:
-            await self._send(state.leader, SubscriptionSeek.key, request, SeekSubscriptionResponse)
+            await self._service.ask_node(state.leader, request)
 
     async def forget(self, name: str, topic: Topic) -> None:
         """Discard a group's state on a topic, so that it starts as if for the first time."""
@@ -110,10 +104,7 @@ class ShareOffsets:
                 if node.node_id == self._membership.me.node_id:
                     await self._forget.handle(request)
                 else:
-                    await self._send(node.node_id, SubscriptionForget.key, request, Response)
-
-    async def _send(self, node: NodeId, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-        return decode_response(await self._service.ask_node(node, key, encode(request)), kind)
+                    await self._service.ask_node(node.node_id, request)
 
 
 OPENS: Final = 0

@@ -6,18 +6,18 @@ The queues use columnar libraries, which take time and memory to load. A node wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import SystemRandom
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from uuid import UUID
 
 from millstream.broker.cluster.declarations import ProducerIds
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.coordination.peers import WirePeers
+from millstream.broker.coordination.peers import Peers, WirePeers, ask_peer
 from millstream.broker.kafka.api import Need
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
@@ -54,12 +54,8 @@ from millstream.core.subscription import (
 )
 from millstream.core.tasks import Supervise
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.message import decode, encode
-from millstream.protocol.private.subscription_messages import (
-    LIST_KEY,
-    ListSubscriptionsRequest,
-    ListSubscriptionsResponse,
-)
+from millstream.protocol.private.message import HasError, Request
+from millstream.protocol.private.subscription_messages import ListSubscriptionsRequest
 from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
@@ -74,14 +70,14 @@ KNOWN_S: Final = 1.0
 
 KNOWN_MAX: Final = 1000
 
-AskNode = Callable[[NodeId, int, bytes], Awaitable[memoryview]]
+R = TypeVar("R", bound=HasError)
 
 
 class ShareTopics:
     """The topics of share groups, which declare none. Each node knows some of them."""
 
     def __init__(
-        self, topics: Topics, states: StateCoordinator, membership: Membership, clock: Clock, ask_node: AskNode
+        self, topics: Topics, states: StateCoordinator, membership: Membership, clock: Clock, peers: Peers
     ) -> None:
         self.members: Callable[[str], frozenset[str]] = lambda _group: frozenset()
         """The topics of a group's members, if this node coordinates it."""
@@ -89,7 +85,7 @@ class ShareTopics:
         self._states = states
         self._membership = membership
         self._clock = clock
-        self._ask_node = ask_node
+        self._peers = peers
         self._cached_topics: dict[UUID, tuple[float, tuple[str, ...]]] = {}
 
     def stored_queues(self) -> dict[UUID, list[tuple[str, int]]]:
@@ -112,12 +108,12 @@ class ShareTopics:
         found = self.members(subscription.name) | {
             topic for topic, _ in self.stored_queues().get(subscription.subscription_id, ())
         }
-        body = encode(ListSubscriptionsRequest([subscription.name]))
+        request = ListSubscriptionsRequest([subscription.name])
         for node in self._membership.nodes():
             if node.node_id != self._membership.me.node_id:
                 # The topics of an unavailable node are found again when it returns.
                 with suppress(MillstreamError):
-                    response = decode(await self._ask_node(node.node_id, LIST_KEY, body), ListSubscriptionsResponse)
+                    response = await ask_peer(self._peers, node.node_id, request)
                     found |= {topic for one in response.subscriptions for topic in one["topics"]}
         topics = tuple(sorted(found))
         if topics:
@@ -156,7 +152,7 @@ class SubscriptionService:
         self.clock = clock
         self._random = SystemRandom()
         self._peers = WirePeers(membership.node, me=me)
-        self.share_topics = ShareTopics(topics, self.states, membership, clock, self.ask_node)
+        self.share_topics = ShareTopics(topics, self.states, membership, clock, self._peers)
         self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
         self._engine: Engine | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -395,9 +391,9 @@ class SubscriptionService:
             with suppress(MillstreamError):
                 delivery.release_worker(worker)
 
-    async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
+    async def ask_node(self, node: NodeId, request: Request[R]) -> R:
         """Send another node one of Millstream's own requests."""
-        return await self._peers.send_private(node, key, body)
+        return await ask_peer(self._peers, node, request)
 
     def _on_change(self) -> None:
         if self._engine is None and self._loading is None and self.declared.all() and not self._closed:

@@ -12,7 +12,6 @@ from uuid import UUID
 from millstream.core.errors import CoordinatorUnavailable, MillstreamError, RequestTimedOut
 from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.mirror_messages import (
-    HOLD_KEY,
     BarrierRequest,
     BarrierResponse,
     HoldCommitsRequest,
@@ -58,9 +57,7 @@ class Barriers:
             async with asyncio.timeout(HOLD_S), self._transactions.held():
                 own = self._transactions.led()
                 hold = HoldCommitsRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
-                began = await gather_or_cancel(
-                    self._service.ask_node(node, HOLD_KEY, hold, HoldCommitsResponse) for node in others
-                )
+                began = await gather_or_cancel(self._service.ask_node(node, hold) for node in others)
                 # Before the watermarks: groups also commit offsets without transactions, which are not held back, and
                 # what was written before such a commit must be below the watermarks.
                 wanted = {name: request.topic_ids.get(name) for name in request.topics}
@@ -68,9 +65,7 @@ class Barriers:
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
                 release = HoldCommitsRequest(token=token, action="release")
-                ended = await gather_or_cancel(
-                    self._service.ask_node(node, HOLD_KEY, release, HoldCommitsResponse) for node in others
-                )
+                ended = await gather_or_cancel(self._service.ask_node(node, release) for node in others)
                 is_same = own == self._transactions.led() and [one.shards for one in began] == [
                     one.shards for one in ended
                 ]
@@ -98,9 +93,7 @@ class Barriers:
         If they are too many, none are returned, and the second value is True.
         """
         request = HoldCommitsRequest(token=token, action="read groups", topics=dict(topics))
-        responses = await gather_or_cancel(
-            self._service.ask_node(node, HOLD_KEY, request, HoldCommitsResponse) for node in self._service.others
-        )
+        responses = await gather_or_cancel(self._service.ask_node(node, request) for node in self._service.others)
         own, groups_omitted = self._groups.transactional_groups(topics, OFFSETS_MAX)
         by_node = [own, *(one.groups for one in responses)]
         if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):

@@ -34,7 +34,7 @@ from millstream.core.schema import (
     SubjectSettings,
     SubjectVersion,
 )
-from millstream.protocol.private.mirror_messages import REGISTRY_KEY, RegistryRequest, RegistryResponse, SettingsMessage
+from millstream.protocol.private.mirror_messages import RegistryRequest, RegistryResponse, SettingsMessage
 from millstream.protocol.private.schema_messages import SchemaMessage
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class DeclaredCopies:
         since = _UNKNOWN if seen.has_absent else self._last
         while True:
             request = RegistryRequest(since=since, offset=len(pages))
-            page = await self._source.ask(None, REGISTRY_KEY, request, RegistryResponse, waits=True)
+            page = await self._source.ask(None, request, waits=True)
             if page.last < self._last:
                 self._run.notes["schemas behind"] = (
                     f"a node of the source has the schema registry as of change {page.last}, which is before "

@@ -50,8 +50,6 @@ from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition, check_topic_name
 from millstream.protocol.private.mirror_messages import (
-    ADOPT_KEY,
-    OFFER_KEY,
     AdoptRequest,
     AdoptResponse,
     BarrierRequest,
@@ -408,9 +406,7 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
     if not mirror.cuts:
         raise InvalidMirror(f"no topic of mirror {mirror.name!r} was failed over, so there is nothing to reverse")
     async with Source(mirror.settings, name=mirror.name) as source:
-        adopted = await source.ask(
-            None, ADOPT_KEY, _adoption(service, mirror, request, step="follow"), AdoptResponse, waits=True
-        )
+        adopted = await source.ask(None, _adoption(service, mirror, request, step="follow"), waits=True)
     await service.mirrors.delete(mirror.name)
     return ReverseResponse(
         removed=adopted.removed,
@@ -466,7 +462,7 @@ async def _switch(service: MirrorService, request: ReverseRequest) -> ReverseRes
         mirror = await service.mirrors.find(mirror.name)
         follow = msgspec.structs.replace(_adoption(service, mirror, request, step="follow"), is_fenced=True)
         try:
-            adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
+            adopted = await source.ask(None, follow, waits=True)
         except InvalidMirror as error:
             # The error says what to do.
             raise InvalidMirror(f"clients can write here now, but the old source does not follow: {error}") from None
@@ -502,7 +498,7 @@ async def _release(source: Source, release: AdoptRequest) -> None:
         async with asyncio.timeout(RELEASE_S):
             while True:
                 try:
-                    await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
+                    await source.ask(None, release, waits=True)
                     return
                 except (RequestTimedOut, *TRANSIENT) as error:
                     reason = str(error)
@@ -517,7 +513,7 @@ async def _release(source: Source, release: AdoptRequest) -> None:
 
 async def _check_nothing_lost(source: Source, mirror: Mirror, request: AdoptRequest) -> AdoptResponse:
     """Check or fence a source; raise an error if it has records of a topic that was failed over before."""
-    response = await source.ask(None, ADOPT_KEY, request, AdoptResponse, waits=True)
+    response = await source.ask(None, request, waits=True)
     if not response.removed:
         return response
     first = response.removed[0]
@@ -915,7 +911,7 @@ async def _cut_queues(service: MirrorService, cuts: TopicOffsets, topics: Sequen
 
     await cut_on(service.offer)
     for node in service.others:
-        await cut_on(partial(service.ask_node, node, OFFER_KEY, kind=OfferResponse))
+        await cut_on(partial(service.ask_node, node))
 
 
 async def _cut_queue(

@@ -30,13 +30,8 @@ from millstream.core.mirror import Problem, listed
 from millstream.core.tasks import gather_or_cancel, run_until_first
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import (
-    BARRIER_KEY,
-    EXPOSE_KEY,
-    OFFER_KEY,
     BarrierRequest,
-    BarrierResponse,
     ExposeRequest,
-    ExposeResponse,
     OfferRequest,
     OfferResponse,
 )
@@ -195,7 +190,7 @@ class Follower:
         metadata = await self._source.metadata()
         offer = OfferResponse()
         if self._source.is_millstream:
-            offer = await self._source.ask(None, OFFER_KEY, OfferRequest(), OfferResponse)
+            offer = await self._source.ask(None, OfferRequest())
         mirrored = frozenset(offer.mirrored)
         now = self._service.clock.monotonic()
         checks_configs = now >= self._configs_at
@@ -451,7 +446,7 @@ class Follower:
             topic_ids=topic_ids,
             with_groups=self._settings.groups,
         )
-        barrier = await self._source.ask(None, BARRIER_KEY, request, BarrierResponse, waits=True)
+        barrier = await self._source.ask(None, request, waits=True)
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
         offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
         deadline = self._service.clock.monotonic() + ARRIVAL_S
@@ -577,10 +572,7 @@ class Follower:
         responses = await gather_or_cancel(
             [
                 self._service.expose(request),
-                *(
-                    self._service.ask_node(node, EXPOSE_KEY, request, ExposeResponse, waits=wait_s > 0)
-                    for node in self._service.others
-                ),
+                *(self._service.ask_node(node, request, waits=wait_s > 0) for node in self._service.others),
             ]
         )
         self._waiting_at = {(topic, index) for response in responses for topic, index in response.waiting}

@@ -22,7 +22,6 @@ from millstream.core.setting import HIDDEN
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.mirror_messages import (
-    OFFER_KEY,
     OfferedSubscription,
     OfferRequest,
     OfferResponse,
@@ -151,7 +150,7 @@ class MirroredQueues:
         offered: set[UUID] = set()
 
         async def ask(request: OfferRequest) -> OfferResponse:
-            return await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
+            return await self._source.ask(node, request, waits=True)
 
         async for offer in offer_pages(ask, topics, self._stored):
             for subscription in offer.subscriptions:

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.coordination.peers import WirePeers
+from millstream.broker.coordination.peers import WirePeers, ask_peer
 from millstream.broker.mirror.barriers import Barriers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, ReadableWait, awaits_gaps, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
@@ -42,16 +42,19 @@ from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Response, decode_response, encode
+from millstream.protocol.private.message import (
+    Request,
+    Response,
+    decode_response,
+    encode,
+    request_private,
+    response_type,
+)
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
-    CUT_KEY,
-    FENCE_KEY,
-    NOTICE_KEY,
     CommitNotice,
     CutPartition,
     CutRequest,
-    CutResponse,
     ExposeRequest,
     ExposeResponse,
     FenceRequest,
@@ -174,7 +177,7 @@ class MirrorRun:
                 continue
             try:
                 notice = CommitNotice(mirror=self.mirror.name)
-                await self.service.ask_node(self.service.membership.controller_id, NOTICE_KEY, notice, Response)
+                await self.service.ask_node(self.service.membership.controller_id, notice)
             except MillstreamError:
                 await asyncio.sleep(NOTICE_RETRY_S)
                 self._commit_waits.set()
@@ -668,13 +671,11 @@ class MirrorService:
             # It may have been cancelled meanwhile.
             self._forget_cancelled()
 
-    async def ask_leader(self, where: TopicPartition, key: int, request: Any, kind: type[R]) -> R:
+    async def ask_leader(self, where: TopicPartition, request: Request[R]) -> R:
         """Send a request to the node that leads a partition."""
 
         async def attempt(node: NodeId) -> R:
-            return decode_response(
-                await self.client().private(node, key, encode(request), waits=True), kind, about=str(where)
-            )
+            return await request_private(self.client(), node, request, waits=True, about=str(where))
 
         return await self.client().call_leader(where.topic, where.partition, attempt)
 
@@ -688,28 +689,19 @@ class MirrorService:
             gap=mirror.gap_of(where.topic, where.partition),
             epoch=mirror.cut_epochs[where.topic][where.partition],
         )
-        response = await self.ask_leader(where, CUT_KEY, request, CutResponse)
+        response = await self.ask_leader(where, request)
         if response.cut is None:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
         return response.cut
 
     async def ask_node(
-        self,
-        node: NodeId,
-        key: int,
-        request: Any,
-        kind: type[R],
-        *,
-        waits: bool = False,
-        timeout_s: float | None = None,
+        self, node: NodeId, request: Request[R], *, waits: bool = False, timeout_s: float | None = None
     ) -> R:
         """Send a request to another node of this cluster; one that may wait has its own connection."""
-        body = encode(request)
-        if waits:
-            response = await self.client().private(node, key, body, waits=True, timeout_s=timeout_s)
-        else:
-            response = await self.peers.send_private(node, key, body)
-        return decode_response(response, kind, about=f"node {node}")
+        if not waits:
+            return await ask_peer(self.peers, node, request, about=f"node {node}")
+        response = await self.client().private(node, request.KEY, encode(request), waits=True, timeout_s=timeout_s)
+        return decode_response(response, response_type(request), about=f"node {node}")
 
     @property
     def others(self) -> list[NodeId]:
@@ -806,7 +798,7 @@ class MirrorService:
         async def truncate(topic: Topic, index: int, cut: int) -> None:
             request = FenceRequest(mirror=mirror, topic_ids=[topic.topic_id], cuts={topic.name: {index: cut}})
             async with turn:
-                await self.ask_leader(TopicPartition(topic.name, PartitionIndex(index)), FENCE_KEY, request, Response)
+                await self.ask_leader(TopicPartition(topic.name, PartitionIndex(index)), request)
 
         await gather_or_cancel(
             truncate(topic, index, cut)
@@ -818,7 +810,7 @@ class MirrorService:
     async def fence_everywhere(self, mirror: str, topic_ids: Collection[UUID]) -> None:
         """Let every node of this cluster fence topics."""
         request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids))
-        others = (self.ask_node(node, FENCE_KEY, request, Response, waits=True) for node in self.others)
+        others = (self.ask_node(node, request, waits=True) for node in self.others)
         await gather_or_cancel([self.fence(request), *others])
 
     async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:

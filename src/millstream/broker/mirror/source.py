@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
@@ -13,10 +13,9 @@ from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Response, decode_response, encode
+from millstream.protocol.private.message import Request, Response, request_private
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
-    OFFER_KEY,
     OfferRequest,
     OfferResponse,
     QueueKeyMessage,
@@ -65,7 +64,7 @@ class Source:
         await self.client.__aenter__()
         try:
             self.cluster_id = (await self.client.metadata([])).cluster_id
-            self.is_millstream = await self.client.serves(OFFER_KEY)
+            self.is_millstream = await self.client.serves(OfferRequest.KEY)
         except BaseException:
             await self.client.close()
             raise
@@ -77,11 +76,9 @@ class Source:
     async def metadata(self, topics: Iterable[str] | None = None) -> ClusterMetadata:
         return await self.client.metadata(topics)
 
-    async def ask(self, node: NodeId | None, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
+    async def ask(self, node: NodeId | None, request: Request[R], *, waits: bool = False) -> R:
         """Send one of Millstream's own requests to a node, or any."""
-        return decode_response(
-            await self.client.private(node, key, encode(request), waits=waits), kind, about="the source"
-        )
+        return await request_private(self.client, node, request, waits=waits, about="the source")
 
     async def fetch(
         self,

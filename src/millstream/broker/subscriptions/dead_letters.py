@@ -39,11 +39,9 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
-from millstream.protocol.private.message import decode_response, encode
+from millstream.protocol.private.message import request_private
 from millstream.protocol.private.subscription_messages import (
-    APPEND_LETTER_KEY,
     AppendLetterRequest,
-    AppendLetterResponse,
 )
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
@@ -71,14 +69,10 @@ class DeadLetterAppender(LeaderAppender):
         self._me = membership.me
 
     async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
-        body = encode(AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret))
+        request = AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret)
 
         async def attempt(leader: NodeId) -> Offset:
-            response = decode_response(
-                await client.private(leader, APPEND_LETTER_KEY, body),
-                AppendLetterResponse,
-                about=f"dead letter to {topic}-{index}",
-            )
+            response = await request_private(client, leader, request, about=f"dead letter to {topic}-{index}")
             return Offset(response.offset)
 
         return await client.call_leader(topic, index, attempt, create=True)

@@ -10,18 +10,14 @@ from functools import partial
 from random import Random
 from typing import Final, NamedTuple
 
-from millstream.broker.coordination.peers import Peers
+from millstream.broker.coordination.peers import Peers, ask_peer
 from millstream.broker.subscriptions.state_shard import (
-    FRAMES_KEY,
-    LOAD_KEY,
-    WRITE_KEY,
-    FramesRead,
-    QueueLoaded,
+    LoadQueue,
     QueuesWritten,
+    ReadFrames,
     StateCoordinator,
+    WriteQueues,
     WriteResult,
-    encode_frames_request,
-    encode_load,
     encode_writes,
 )
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
@@ -265,11 +261,8 @@ class RoutedStateStore:
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.frames(key, offset, since_ms)
-        body = await self._peers.send_private(node, FRAMES_KEY, encode_frames_request(key, offset, since_ms))
-        response = decode(body, FramesRead)
-        if response.error:
-            raise error_from_code(response.error, response.message, about="the events of a queue")
-        return response.frames
+        request = ReadFrames(key.subscription_id.bytes, key.topic_id.bytes, key.partition, offset, since_ms)
+        return (await ask_peer(self._peers, node, request, about="the events of a queue")).frames
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls."""
@@ -283,10 +276,8 @@ class RoutedStateStore:
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.load(key, leader_epoch)
-        body = await self._peers.send_private(node, LOAD_KEY, encode_load(key, leader_epoch))
-        response = decode(body, QueueLoaded)
-        if response.error:
-            raise error_from_code(response.error, response.message, about="the state of a queue")
+        request = LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch)
+        response = await ask_peer(self._peers, node, request, about="the state of a queue")
         return StoredQueue(response.snapshot, response.sequence)
 
     async def _wait_settled(self, key: QueueKey, deadline: float) -> None:
@@ -323,7 +314,7 @@ class RoutedStateStore:
             finish(sending.exception() or sending.result())
 
     async def _send_to(self, node: NodeId, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
-        body = await self._peers.send_private(node, WRITE_KEY, encode_writes(index, writes))
+        body = await self._peers.send_private(node, WriteQueues.KEY, encode_writes(index, writes))
         response = decode(body, QueuesWritten)
         if response.error:
             raise error_from_code(response.error, response.message, about="the states of queues")

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -33,24 +33,7 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
 from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
-from millstream.protocol.private.message import encode
-
-LOAD_KEY: Final = 32020
-WRITE_KEY: Final = 32021
-FRAMES_KEY: Final = 32022
-
-
-class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for a queue's state on behalf of its leader."""
-
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
-    leader_epoch: int
-
-    @property
-    def key(self) -> QueueKey:
-        return _key(self.subscription_id, self.topic_id, self.partition)
+from millstream.protocol.private.message import Request, encode
 
 
 class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
@@ -62,14 +45,14 @@ class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
     sequence: int = -1
 
 
-class ReadFrames(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the frames about one message that were written since a time."""
+class LoadQueue(Request[QueueLoaded], frozen=True, array_like=True):
+    """Asks for a queue's state on behalf of its leader."""
 
+    KEY: ClassVar = 32020
     subscription_id: bytes
     topic_id: bytes
     partition: int
-    offset: int
-    since_ms: int
+    leader_epoch: int
 
     @property
     def key(self) -> QueueKey:
@@ -82,6 +65,21 @@ class FramesRead(msgspec.Struct, frozen=True, array_like=True):
     error: int
     message: str | None
     frames: Sequence[bytes] = ()
+
+
+class ReadFrames(Request[FramesRead], frozen=True, array_like=True):
+    """Asks for the frames about one message that were written since a time."""
+
+    KEY: ClassVar = 32022
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    offset: int
+    since_ms: int
+
+    @property
+    def key(self) -> QueueKey:
+        return _key(self.subscription_id, self.topic_id, self.partition)
 
 
 class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -98,13 +96,6 @@ class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
         return QueueWrite(key, Epoch(self.leader_epoch), self.sequence, self.deltas)
 
 
-class WriteQueues(msgspec.Struct, frozen=True, array_like=True):
-    """Writes to one partition of the state topic, in order."""
-
-    state_partition: int
-    writes: list[QueueWriteMessage]
-
-
 class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
     """The results once the writes are durable: one error for all, or one per write."""
 
@@ -113,13 +104,12 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
     errors: Sequence[tuple[int, str | None]] = ()
 
 
-def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
-    """Encode a request for a queue's state."""
-    return encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
+class WriteQueues(Request[QueuesWritten], frozen=True, array_like=True):
+    """Writes to one partition of the state topic, in order."""
 
-
-def encode_frames_request(key: QueueKey, offset: int, since_ms: int) -> bytes:
-    return encode(ReadFrames(key.subscription_id.bytes, key.topic_id.bytes, key.partition, offset, since_ms))
+    KEY: ClassVar = 32021
+    state_partition: int
+    writes: list[QueueWriteMessage]
 
 
 def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:

@@ -16,21 +16,16 @@ from millstream.protocol.private.browse_messages import (
     BY_NAME,
     BY_PARTITIONS,
     PAGE_MAX,
-    READING_KEY,
-    RIGHTS_KEY,
     RIGHTS_MAX,
-    SUMS_KEY,
-    TOPICS_KEY,
     ListedTopic,
     ListRightsRequest,
-    ListRightsResponse,
     ListTopicsRequest,
     ListTopicsResponse,
+    NodeSumsRequest,
     NodeSumsResponse,
     NoteReadingRequest,
-    NoteReadingResponse,
 )
-from millstream.protocol.private.message import Nothing, request_private
+from millstream.protocol.private.message import request_private
 from millstream.protocol.wire.client import Client
 
 Right = tuple[Operation, ResourceType, str]
@@ -83,7 +78,7 @@ async def topics_page(
 
 
 async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
-    return await request_private(client, node, TOPICS_KEY, request, ListTopicsResponse)
+    return await request_private(client, node, request)
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
@@ -142,7 +137,7 @@ async def node_sums(client: Client) -> list[NodeSumsResponse]:
 
 async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
     try:
-        return await request_private(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
+        return await request_private(client, node, NodeSumsRequest())
     except (BrokerUnreachable, RequestTimedOut):
         return NodeSumsResponse(node_id=node, state=UNREACHABLE)
 
@@ -158,7 +153,7 @@ async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool]
     principal = ""
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        found = await request_private(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)
+        found = await request_private(client, None, ListRightsRequest(asked=part))
         allowed += found.allowed
         principal = found.principal
     return allowed, principal
@@ -166,4 +161,4 @@ async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool]
 
 async def note_reading(client: Client, request: NoteReadingRequest) -> None:
     """Record that a user is shown messages; raise if the user may not read them."""
-    await request_private(client, None, READING_KEY, request, NoteReadingResponse)
+    await request_private(client, None, request)

@@ -11,7 +11,7 @@ from millstream.core.errors import BrokerUnreachable, ProtocolViolation, Request
 from millstream.core.ids import NodeId
 from millstream.core.quota import QuotaEntity
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Nothing, decode_document, encode
+from millstream.protocol.private.message import CLIENT_LIST_KEY, request_document
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -40,7 +40,6 @@ async def alter_quota(client: Client, entity: QuotaEntity, changes: Mapping[str,
         raise error_from_code(result.error_code, result.error_message, about=f"the quota of {entity}")
 
 
-CLIENT_LIST_KEY = 32001
 UNSUPPORTED_VERSION = 35
 
 PRODUCER, CONSUMER = "producer", "consumer"
@@ -89,7 +88,7 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
 
 async def _request(client: Client, node: NodeId) -> dict[str, Any]:
     try:
-        response: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
+        response = await request_document(client, node, CLIENT_LIST_KEY)
     except (BrokerUnreachable, ProtocolViolation) as error:
         raise RequestRefused(
             f"node {node} does not list its clients ({error}); only Millstream brokers do",

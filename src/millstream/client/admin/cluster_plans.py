@@ -26,15 +26,11 @@ from millstream.core.cluster_plan import (
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.ids import NodeId
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Nothing, Response, request_private
+from millstream.protocol.private.message import request_private
 from millstream.protocol.private.plan_messages import (
-    APPLY_KEY,
-    CANCEL_KEY,
-    DESCRIBE_KEY,
-    PROPOSE_KEY,
-    UNDRAIN_KEY,
     ApplyPlanRequest,
     CancelPlanRequest,
+    DescribePlanRequest,
     PlannedMove,
     PlanResponse,
     ProposePlanRequest,
@@ -156,23 +152,21 @@ async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THRO
     """Store a plan in the cluster, for review."""
     moves = [PlannedMove.of(move) for move in plan.moves]
     request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=moves, throttle_bytes=throttle_bytes)
-    return await request_private(client, None, PROPOSE_KEY, request, PlanResponse)
+    return await request_private(client, None, request)
 
 
 async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int | None = None) -> PlanResponse:
     """Make the cluster carry out a plan; return when that has begun."""
-    return await request_private(
-        client, None, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse
-    )
+    return await request_private(client, None, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes))
 
 
 async def cancel_plan(client: Client, plan_id: str = "") -> PlanResponse:
-    return await request_private(client, None, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
+    return await request_private(client, None, CancelPlanRequest(plan_id=plan_id))
 
 
 async def current_plan(client: Client) -> PlanResponse:
     """Return the last plan with its progress, and the drained nodes."""
-    return await request_private(client, None, DESCRIBE_KEY, Nothing(), PlanResponse)
+    return await request_private(client, None, DescribePlanRequest())
 
 
 async def copied_bytes(client: Client, current: PlanResponse) -> int:
@@ -189,7 +183,7 @@ async def copied_bytes(client: Client, current: PlanResponse) -> int:
 
 async def undrain(client: Client, node: int) -> None:
     """Let a node get leaders and replicas again."""
-    await request_private(client, None, UNDRAIN_KEY, UndrainRequest(node=node), Response)
+    await request_private(client, None, UndrainRequest(node=node))
 
 
 def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> dict[str, Any]:

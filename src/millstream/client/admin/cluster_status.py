@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from millstream.core.errors import MillstreamError, NotAuthorized, NotFound, RequestTimedOut
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TRANSACTION_STATE
-from millstream.protocol.private.message import Nothing, decode_document, encode
+from millstream.protocol.private.message import NODE_STATUS_KEY, request_document
 
 if TYPE_CHECKING:
     from millstream.core.ids import NodeId
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 
 
-NODE_STATUS_KEY = 32000
 RESPONSE_S = 5.0
 """A node that has not responded by then hangs, and is skipped."""
 T = TypeVar("T")
@@ -87,12 +86,11 @@ async def node_status(client: Client, node: NodeId | None = None) -> dict[str, A
     Raise `NotAuthorized` if this client may not ask.
     """
     try:
-        status: dict[str, Any] = decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
+        return await request_document(client, node, NODE_STATUS_KEY)
     except NotAuthorized:
         raise
     except MillstreamError:
         return None
-    return status
 
 
 async def _find_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:

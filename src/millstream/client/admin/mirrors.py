@@ -6,35 +6,28 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from millstream.client.admin.cluster_status import ask_all_nodes
 from millstream.core.backoff import Backoff
-from millstream.core.errors import InvalidMirror, MirrorExists, RequestTimedOut
+from millstream.core.errors import InvalidMirror, MirrorExists, RequestTimedOut, SubscriptionExists
 from millstream.core.ids import NodeId
 from millstream.core.regex import compile_regex
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Request, Response, request_private
 from millstream.protocol.private.mirror_messages import (
-    ALTER_KEY,
-    CREATE_KEY,
-    DELETE_KEY,
-    FAILOVER_KEY,
-    LIST_KEY,
-    REVERSE_KEY,
-    SWITCH_KEY,
     FailoverRequest,
     FailoverResponse,
     MirrorChanges,
     MirrorDeletion,
-    MirrorDescriptions,
     MirrorNames,
     NewMirror,
     ReverseRequest,
     ReverseResponse,
+    SwitchRequest,
 )
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
 
 SETTLE_LOOK_S: Final = 0.5
-_DUPLICATE_RESOURCE: Final = 92
 
 R = TypeVar("R", bound=Response)
 
@@ -46,9 +39,7 @@ class MirrorClient:
         self._client = client
 
     async def create(self, name: str, settings: Mapping[str, str], *, is_enabled: bool = True) -> None:
-        await self._request(
-            None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), enabled=is_enabled), Response
-        )
+        await self._request(None, NewMirror(name=name, settings=dict(settings), enabled=is_enabled))
 
     async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
         """Wait until a mirror has compared the topics; return why it does not run by then, and what is not mirrored."""
@@ -65,15 +56,15 @@ class MirrorClient:
 
     async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
         """Change settings; None resets one to its default."""
-        await self._request(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
+        await self._request(None, MirrorChanges(name=name, settings=dict(settings)))
 
     async def set_enabled(self, name: str, *, is_enabled: bool) -> None:
         """Pause or resume a mirror."""
-        await self._request(None, ALTER_KEY, MirrorChanges(name=name, enabled=is_enabled), Response)
+        await self._request(None, MirrorChanges(name=name, enabled=is_enabled))
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a mirror without copies; one that is the way back after a failover only with `force`."""
-        await self._request(None, DELETE_KEY, MirrorDeletion(name=name, force=force), Response)
+        await self._request(None, MirrorDeletion(name=name, force=force))
 
     async def fail_over(
         self, name: str, topics: Sequence[str] | None = None, *, is_planned: bool = False
@@ -83,15 +74,15 @@ class MirrorClient:
         With `is_planned`, the last offsets of groups are fetched from the source first, which has to be reachable.
         """
         body = FailoverRequest(name=name, topics=None if topics is None else list(topics), is_planned=is_planned)
-        return await self._request(None, FAILOVER_KEY, body, FailoverResponse)
+        return await self._request(None, body)
 
     async def reverse(self, request: ReverseRequest) -> ReverseResponse:
         """Make the old source follow this cluster."""
-        return await self._request(None, REVERSE_KEY, request, ReverseResponse)
+        return await self._request(None, request)
 
     async def switch(self, request: ReverseRequest) -> ReverseResponse:
         """Reverse the direction of a mirror without losing anything."""
-        return await self._request(None, SWITCH_KEY, request, ReverseResponse)
+        return await self._request(None, SwitchRequest(**msgspec.structs.asdict(request)))
 
     async def settle(
         self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, idle_s: float
@@ -129,7 +120,7 @@ class MirrorClient:
 
     async def original_of(self, copy: str) -> dict[str, str] | None:
         """Return the mirror that writes a topic, and the topic of its source; None if it is not a copy."""
-        for one in (await self._request(None, LIST_KEY, MirrorNames(), MirrorDescriptions)).mirrors:
+        for one in (await self._request(None, MirrorNames())).mirrors:
             if copy in one["copies"]:
                 return {"mirror": one["name"], "topic": copy.removeprefix(one["settings"]["rename"])}
         return None
@@ -140,9 +131,7 @@ class MirrorClient:
         `problems` are the notes that something is not mirrored.
         """
         body = MirrorNames(names=None if names is None else list(names))
-        responses, failed = await ask_all_nodes(
-            self._client, lambda node: self._request(node, LIST_KEY, body, MirrorDescriptions)
-        )
+        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
         by_name: dict[str, list[dict[str, Any]]] = {}
         for response in responses:
             for one in response.mirrors:
@@ -151,13 +140,12 @@ class MirrorClient:
             raise failed[0]
         return [_merge_reports(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
 
-    async def _request(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
-        response = decode(await self._client.private(node, key, encode(body), waits=True), kind)
-        if response.error == _DUPLICATE_RESOURCE:
-            raise MirrorExists(response.message or "")
-        if response.error:
-            raise error_from_code(response.error, response.message)
-        return response
+    async def _request(self, node: NodeId | None, request: Request[R]) -> R:
+        try:
+            return await request_private(self._client, node, request, waits=True)
+        except SubscriptionExists as error:
+            # Its code stands for any name that is taken.
+            raise MirrorExists(str(error)) from None
 
 
 def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:

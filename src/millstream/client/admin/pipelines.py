@@ -18,24 +18,17 @@ from millstream.core.errors import (
     MillstreamError,
     NotFound,
     PipelineExists,
+    SubscriptionExists,
     UnknownGroup,
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, LandSettings, Pipeline, PipelineKind, Rule
 from millstream.core.setting import HIDDEN
-from millstream.protocol.private.message import Nothing, decode, decode_document, encode
+from millstream.protocol.private.message import NODE_STATUS_KEY, Request, decode_document, encode, request_document
 from millstream.protocol.private.pipeline_messages import (
-    ALTER_KEY,
-    CANCEL_RUN_KEY,
-    CREATE_KEY,
-    DELETE_KEY,
-    LIST_KEY,
     LOCAL_TABLES,
-    REQUEST_RUN_KEY,
-    RULES_KEY,
-    RUN_LOG_KEY,
-    RUNS_KEY,
-    JobName,
+    CancelRunRequest,
+    DeletePipelineRequest,
     JobRuns,
     NewPipeline,
     PipelineChanges,
@@ -43,12 +36,12 @@ from millstream.protocol.private.pipeline_messages import (
     RuleChanges,
     RuleMessage,
     RunLogRequest,
+    StartRunRequest,
 )
 from millstream.protocol.wire.admin_requests import NODE_RESOURCE, describe_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-_DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
 
@@ -106,10 +99,10 @@ class PipelineClient:
             enabled=is_enabled,
             validate_only=True,
         )
-        response = await self._request(None, CREATE_KEY, body)
+        response = await self._request(None, body)
         if not validate_only:
             await self._forget_progress(name)
-            response = await self._request(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
+            response = await self._request(None, msgspec.structs.replace(body, validate_only=False))
         return PipelineMade(UUID(response["pipeline_id"]), response.get("notes", []))
 
     async def _forget_progress(self, name: str) -> None:
@@ -135,19 +128,19 @@ class PipelineClient:
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
         """Change settings; None restores a default. Return notes for the owner."""
         body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
-        notes: list[str] = (await self._request(None, ALTER_KEY, body)).get("notes", [])
+        notes: list[str] = (await self._request(None, body)).get("notes", [])
         return notes
 
     async def start(self, name: str) -> None:
         """Start it; a parked pipeline is retried."""
-        await self._request(None, ALTER_KEY, PipelineChanges(name=name, enabled=True))
+        await self._request(None, PipelineChanges(name=name, enabled=True))
 
     async def stop(self, name: str) -> None:
-        await self._request(None, ALTER_KEY, PipelineChanges(name=name, enabled=False))
+        await self._request(None, PipelineChanges(name=name, enabled=False))
 
     async def delete(self, name: str) -> None:
         """Delete it and its offsets; what it has written stays."""
-        await self._request(None, DELETE_KEY, {"name": name})
+        await self._request(None, DeletePipelineRequest(name=name))
         # The node that runs it needs a moment to learn of this, and deletes the group afterwards.
         with suppress(UnknownGroup, GroupNotEmpty):
             await delete_group(self._client, f"{GROUP_PREFIX}{name}")
@@ -166,7 +159,7 @@ class PipelineClient:
         """Add or replace rules, and delete others."""
         put = [RuleMessage.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
-        response = await self._request(None, RULES_KEY, body)
+        response = await self._request(None, body)
         return RulesChanged(response["rules"], response.get("notes", []))
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -176,7 +169,7 @@ class PipelineClient:
         another does; `notes` say so for pipelines that it may be running.
         """
         body = PipelineNames(names=None if names is None else list(names))
-        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, LIST_KEY, body))
+        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
         found: dict[str, dict[str, Any]] = {}
         local: dict[str, list[bool]] = defaultdict(list)
         for response in responses:
@@ -198,16 +191,16 @@ class PipelineClient:
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""
-        found: list[dict[str, Any]] = (await self._request(None, RUNS_KEY, JobRuns(name=name, limit=limit)))["runs"]
+        found: list[dict[str, Any]] = (await self._request(None, JobRuns(name=name, limit=limit)))["runs"]
         return found
 
     async def request_run(self, name: str) -> None:
         """Request a run of a job now; if one is in progress, the next follows it."""
-        await self._request(None, REQUEST_RUN_KEY, JobName(name=name))
+        await self._request(None, StartRunRequest(name=name))
 
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
-        responses = await self._request_all(CANCEL_RUN_KEY, JobName(name=name))
+        responses = await self._request_all(CancelRunRequest(name=name))
         found = [response["run"] for response in responses if response["run"]]
         if not found:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
@@ -218,7 +211,7 @@ class PipelineClient:
 
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
-        responses = await self._request_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run))
+        responses = await self._request_all(RunLogRequest(name=name, run=run))
         found = [response for response in responses if response["run"]]
         if not found:
             what = f"run {run}" if run else "the last run"
@@ -231,20 +224,19 @@ class PipelineClient:
             "is_truncated": any(response["is_truncated"] for response in texts),
         }
 
-    async def _request_all(self, key: int, body: Any) -> list[dict[str, Any]]:
+    async def _request_all(self, request: Request[Any]) -> list[dict[str, Any]]:
         """Ask every node; those that do not respond are skipped as long as another does."""
-        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, key, body))
+        responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, request))
         if failed and not responses:
             raise failed[0]
         return responses
 
-    async def _request(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
-        response: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)
-        if response["error"] == _DUPLICATE_RESOURCE:
-            raise PipelineExists(response["message"])
-        if response["error"]:
-            raise error_from_code(response["error"], response["message"])
-        return response
+    async def _request(self, node: NodeId | None, request: Request[Any]) -> dict[str, Any]:
+        try:
+            return decode_document(await self._client.private(node, request.KEY, encode(request)))
+        except SubscriptionExists as error:
+            # Its code stands for any name that is taken.
+            raise PipelineExists(str(error)) from None
 
 
 def _merge_reports(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
@@ -418,8 +410,6 @@ def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
 LAKE: Final = "lake"
 FOLDER: Final = "pipelines"
 
-_NODE_STATUS_KEY: Final = 32000
-_NODE_RESOURCE: Final = 4
 _LAKE_SETTING: Final = "pipelines-lake"
 _FOLDER_SETTING: Final = "pipelines-folder"
 
@@ -449,7 +439,7 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
     if result.error_code:
         raise error_from_code(result.error_code, result.error_message, about=f"settings of node {chosen}")
     configs = {one.name: one.value or "" for one in result.configs}
-    status = decode_document(await client.private(chosen, _NODE_STATUS_KEY, encode(Nothing())))
+    status = await request_document(client, chosen, NODE_STATUS_KEY)
     return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
 
 

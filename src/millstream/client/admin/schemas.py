@@ -12,21 +12,11 @@ import msgspec
 
 from millstream.core.errors import InvalidRequest, ProtocolViolation, SchemaRegistryError
 from millstream.core.schema import PROTOBUF
-from millstream.protocol.private.message import decode_response, encode
+from millstream.protocol.private.message import Request, request_private
 from millstream.protocol.private.schema_messages import (
-    CHECK_KEY,
-    CONFIGURE_KEY,
-    DELETE_KEY,
-    GET_KEY,
-    LIST_KEY,
-    LOOKUP_KEY,
-    REGISTER_KEY,
-    SETTINGS_KEY,
-    SUBJECT_KEY,
     CheckResponse,
     CheckSchema,
     Configure,
-    DeletedResponse,
     DeleteSubject,
     GetSchema,
     GetSettings,
@@ -45,7 +35,7 @@ from millstream.protocol.wire.client import Client
 
 R = TypeVar("R", bound=RegistryResponse)
 
-_EXAMINING: Final = frozenset({REGISTER_KEY, LOOKUP_KEY, CHECK_KEY})
+_EXAMINING: Final = (RegisterSchema, LookupSchema, CheckSchema)
 """Requests that wait until a schema is examined; other requests should not queue behind them."""
 
 
@@ -57,26 +47,26 @@ class SchemaClient:
 
     async def register(self, request: RegisterSchema) -> SchemaMessage:
         """Register a schema as the next version of a subject, unless a version has it already."""
-        return _found((await self._request(REGISTER_KEY, request, SchemaResponse)).schema)
+        return _found((await self._request(request)).schema)
 
     async def lookup(self, request: LookupSchema) -> SchemaMessage:
         """Find the version of a subject that has a schema."""
-        return _found((await self._request(LOOKUP_KEY, request, SchemaResponse)).schema)
+        return _found((await self._request(request)).schema)
 
     async def check(self, request: CheckSchema) -> list[str]:
         """Return why a schema is incompatible with a subject; empty if it is compatible."""
-        return list((await self._request(CHECK_KEY, request, CheckResponse)).reasons)
+        return list((await self._request(request)).reasons)
 
     async def try_out(self, request: CheckSchema) -> CheckResponse:
         """Return why a schema is incompatible with a subject, which may be new, and the schema for a codec."""
-        return await self._request(CHECK_KEY, msgspec.structs.replace(request, compiled=True), CheckResponse)
+        return await self._request(msgspec.structs.replace(request, compiled=True))
 
     async def get(self, request: GetSchema) -> SchemaResponse:
         """Return a schema by its id or guid."""
-        return await self._request(GET_KEY, request, SchemaResponse)
+        return await self._request(request)
 
     async def subjects(self, request: ListSubjects) -> SubjectsResponse:
-        return await self._request(LIST_KEY, request, SubjectsResponse)
+        return await self._request(request)
 
     async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
         """Return the latest version of each subject that starts with a prefix, however many they are."""
@@ -91,27 +81,25 @@ class SchemaClient:
 
     async def subject(self, request: GetSubject) -> SubjectResponse:
         """Return the versions of a subject, or one of them."""
-        return await self._request(SUBJECT_KEY, request, SubjectResponse)
+        return await self._request(request)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
         return _found((await self.subject(GetSubject(subject=subject, version=version, deleted=deleted))).schema)
 
     async def delete(self, request: DeleteSubject) -> list[int]:
         """Delete a subject or one of its versions; return the numbers of those deleted."""
-        return list((await self._request(DELETE_KEY, request, DeletedResponse)).versions)
+        return list((await self._request(request)).versions)
 
     async def settings(self, subject: str = "", *, default_to_global: bool = False) -> SettingsResponse:
         """Return configuration and mode of a subject or context."""
-        request = GetSettings(subject=subject, default_to_global=default_to_global)
-        return await self._request(SETTINGS_KEY, request, SettingsResponse)
+        return await self._request(GetSettings(subject=subject, default_to_global=default_to_global))
 
     async def configure(self, request: Configure) -> SettingsResponse:
         """Change configuration or mode; return what was set before."""
-        return await self._request(CONFIGURE_KEY, request, SettingsResponse)
+        return await self._request(request)
 
-    async def _request(self, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-        body = await self._client.private(None, key, encode(request), waits=key in _EXAMINING)
-        response = decode_response(body, kind)
+    async def _request(self, request: Request[R]) -> R:
+        response = await request_private(self._client, None, request, waits=isinstance(request, _EXAMINING))
         if response.code:
             raise SchemaRegistryError(response.message or "the registry refused the request", code=response.code)
         return response

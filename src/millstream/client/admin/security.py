@@ -17,15 +17,11 @@ from millstream.core.credential import (
 )
 from millstream.core.errors import NotFound
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Nothing, Response, request_private
+from millstream.protocol.private.message import request_private
 from millstream.protocol.private.security_messages import (
-    CREATE_TOKEN_KEY,
-    LIST_TOKENS_KEY,
-    REVOKE_TOKEN_KEY,
-    SECRETS_KEY,
     TOKEN_LIFETIME_MS,
     CreateTokenResponse,
-    ListTokensResponse,
+    ListTokensRequest,
     NewToken,
     RevokeTokenRequest,
     ScopeRule,
@@ -97,17 +93,17 @@ async def create_token(
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
     request = NewToken(owner=owner, lifetime_ms=lifetime_ms, scope=[ScopeRule.of(acl) for acl in scope])
-    return await request_private(client, None, CREATE_TOKEN_KEY, request, CreateTokenResponse)
+    return await request_private(client, None, request)
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
     """Return the API tokens that the client may see."""
-    return (await request_private(client, None, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
+    return (await request_private(client, None, ListTokensRequest())).tokens
 
 
 async def revoke_token(client: Client, token_id: str) -> None:
     """Revoke an API token and those that were created with it."""
-    await request_private(client, None, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
+    await request_private(client, None, RevokeTokenRequest(token_id=token_id))
 
 
 async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
@@ -144,4 +140,4 @@ async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
 
 async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:
     """Return the secrets in the catalog, without their values; with `reseal`, seal them with the newest key first."""
-    return await request_private(client, None, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)
+    return await request_private(client, None, SecretsRequest(reseal=reseal))

@@ -26,7 +26,7 @@ from millstream.pipelines.source.options import FromLake, Offsets, Position, Rea
 from millstream.pipelines.source.ranges import Range, Table
 from millstream.pipelines.source.rows import shaped
 from millstream.pipelines.source.shape import Shape
-from millstream.protocol.private.pipeline_messages import LIST_KEY
+from millstream.protocol.private.pipeline_messages import PipelineNames
 
 _LAKE_NAMES = {"timestampType": "timestamp_type"}
 
@@ -165,7 +165,7 @@ def all_landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings
 
 async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
     client = link.client
-    if not await client.serves(LIST_KEY):
+    if not await client.serves(PipelineNames.KEY):
         return []
     found = []
     root = lake

@@ -15,7 +15,7 @@ from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.transactions import PREPARE_KEY
+from millstream.protocol.private.transactions import BatchMember
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -59,7 +59,7 @@ def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
 
 def supports_batch_commit(link: Link) -> bool:
     """Whether the brokers support Millstream's batch commit."""
-    return link.call(link.client.serves(PREPARE_KEY))
+    return link.call(link.client.serves(BatchMember.KEY))
 
 
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
-from millstream.protocol.private.message import Response
-
-TOPICS_KEY: Final = 32190
-RIGHTS_KEY: Final = 32191
-SUMS_KEY: Final = 32192
-READING_KEY: Final = 32193
+from millstream.protocol.private.message import Request, Response
 
 BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES = "name", "partitions", "records", "bytes"
 ORDERS: Final = (BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES)
@@ -20,9 +15,17 @@ PAGE_MAX: Final = 10_000
 RIGHTS_MAX: Final = 1000
 
 
-class ListTopicsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ListTopicsResponse(Response, frozen=True, kw_only=True):
+    """One page, and how many topics all pages have."""
+
+    topics: Sequence[ListedTopic] = ()
+    total: int = 0
+
+
+class ListTopicsRequest(Request[ListTopicsResponse], frozen=True, kw_only=True):
     """Which topics to list, and in which order."""
 
+    KEY: ClassVar = 32190
     search: str = ""
     """Topics whose names contain this, in any case."""
     names: list[str] | None = None
@@ -55,19 +58,6 @@ class ListedTopic(msgspec.Struct, frozen=True, array_like=True):
     """The sizes of the partitions that the responding node leads, if asked for."""
 
 
-class ListTopicsResponse(Response, frozen=True, kw_only=True):
-    """One page, and how many topics all pages have."""
-
-    topics: Sequence[ListedTopic] = ()
-    total: int = 0
-
-
-class ListRightsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations on resources, each as `[operation, resource type, name]`, with Kafka's numbers."""
-
-    asked: list[tuple[int, int, str]]
-
-
 class ListRightsResponse(Response, frozen=True, kw_only=True):
     """Whether the client may perform each operation, and its principal; both empty on a node without authentication."""
 
@@ -75,9 +65,17 @@ class ListRightsResponse(Response, frozen=True, kw_only=True):
     principal: str = ""
 
 
-class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ListRightsRequest(Request[ListRightsResponse], frozen=True, kw_only=True):
+    """Operations on resources, each as `[operation, resource type, name]`, with Kafka's numbers."""
+
+    KEY: ClassVar = 32191
+    asked: list[tuple[int, int, str]]
+
+
+class NoteReadingRequest(Request[Response], frozen=True, kw_only=True):
     """Records in the audit log that the client shows messages of a topic to a user."""
 
+    KEY: ClassVar = 32193
     topic: str
     how: str
     """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter` (trying one) or `dry-run`."""
@@ -85,10 +83,6 @@ class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = -1
     """The offset of a single message; -1 for several."""
     filter: str = ""
-
-
-class NoteReadingResponse(Response, frozen=True, kw_only=True):
-    """Confirms that the event was recorded."""
 
 
 class NodeSumsResponse(Response, frozen=True, kw_only=True):
@@ -115,3 +109,7 @@ class NodeSumsResponse(Response, frozen=True, kw_only=True):
     """Partitions of the whole cluster; below, those without a leader and those with replicas out of sync."""
     without_leader: int = 0
     under_replicated: int = 0
+
+
+class NodeSumsRequest(Request[NodeSumsResponse], frozen=True):
+    KEY: ClassVar = 32192

@@ -1,14 +1,14 @@
 """The one encoding of Millstream's private requests and their responses: MessagePack of typed messages.
 
-A request is a msgspec struct. A response starts with `error`, Kafka's code (0 for success), and `message`, which
-explains it. New fields go to the end and have a default, so that nodes of adjacent versions understand each other; any
-other change raises the version of the request.
+A request is a `Request`, which declares its API key and the type of its response. A response starts with `error`,
+Kafka's code (0 for success), and `message`, which explains it. New fields go to the end and have a default, so that
+nodes of adjacent versions understand each other; any other change raises the version of the request.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
@@ -32,10 +32,6 @@ def encode(message: Any) -> bytes:
         raise InvalidRequest("a number has more than 64 bits") from None
 
 
-class Nothing(msgspec.Struct, frozen=True):
-    """A request without parameters."""
-
-
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a request, without further fields."""
 
@@ -54,6 +50,16 @@ class HasError(Protocol):
 
 
 R = TypeVar("R", bound=HasError)
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True):
+    """A request whose response is an `R`."""
+
+    KEY: ClassVar[int]
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """A request without parameters, for a response that is read as a document."""
 
 
 def decode(body: bytes | memoryview, kind: type[T]) -> T:
@@ -78,9 +84,32 @@ def decode_response(body: bytes | memoryview, kind: type[R], *, about: str = "")
     return response
 
 
-async def request_private(client: Client, node: NodeId | None, key: int, request: object, kind: type[R]) -> R:
+def response_type(request: Request[R]) -> type[R]:
+    """Return the type of the response that a request declares."""
+    return cast("type[R]", _declared_response(type(request)))
+
+
+@cache
+def _declared_response(request_type: type) -> Any:
+    bases = next(vars(kind)["__orig_bases__"] for kind in request_type.__mro__ if "__orig_bases__" in vars(kind))
+    return get_args(bases[0])[0]
+
+
+async def request_private(
+    client: Client, node: NodeId | None, request: Request[R], *, waits: bool = False, about: str = ""
+) -> R:
     """Send a request to a node, or to any; return its response, or raise the error in it."""
-    return decode_response(await client.private(node, key, encode(request)), kind)
+    body = await client.private(node, request.KEY, encode(request), waits=waits)
+    return decode_response(body, response_type(request), about=about)
+
+
+NODE_STATUS_KEY = 32000
+CLIENT_LIST_KEY = 32001
+
+
+async def request_document(client: Client, node: NodeId | None, key: int) -> dict[str, Any]:
+    """Ask a node, or any, for a document; raise the error in the response."""
+    return decode_document(await client.private(node, key, encode(Nothing())))
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:

@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
 from uuid import UUID
 
 import msgspec
 
-from millstream.protocol.private.message import Response
+from millstream.protocol.private.message import Request, Response
 from millstream.protocol.private.schema_messages import SchemaMessage
 
-CREATE_KEY: Final = 32120
-ALTER_KEY: Final = 32121
-DELETE_KEY: Final = 32122
-LIST_KEY: Final = 32123
-FAILOVER_KEY: Final = 32124
-REVERSE_KEY: Final = 32125
-SWITCH_KEY: Final = 32126
-CUT_KEY: Final = 32127
-EXPOSE_KEY: Final = 32128
-OFFER_KEY: Final = 32129
-BARRIER_KEY: Final = 32130
-HOLD_KEY: Final = 32131
-ADOPT_KEY: Final = 32132
-NOTICE_KEY: Final = 32133
-REGISTRY_KEY: Final = 32134
-FENCE_KEY: Final = 32135
+R = TypeVar("R", bound=Response)
 
 Offsets = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
 
 
-class NewMirror(msgspec.Struct, frozen=True, kw_only=True):
+class NewMirror(Request[Response], frozen=True, kw_only=True):
+    KEY: ClassVar = 32120
     name: str
-    settings: dict[str, str] = {}
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
     enabled: bool = True
 
 
-class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True):
+class MirrorChanges(Request[Response], frozen=True, kw_only=True):
     """Changes of a mirror; None keeps a value."""
 
+    KEY: ClassVar = 32121
     name: str
-    settings: dict[str, str | None] = {}
+    settings: dict[str, str | None] = msgspec.field(default_factory=dict)
     enabled: bool | None = None
 
 
-class MirrorDeletion(msgspec.Struct, frozen=True, kw_only=True):
+class MirrorDeletion(Request[Response], frozen=True, kw_only=True):
     """A mirror to delete; one that is the way back after a failover only with `force`."""
 
+    KEY: ClassVar = 32122
     name: str
     force: bool = False
-
-
-class MirrorNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of mirrors; None means all."""
-
-    names: list[str] | None = None
 
 
 class MirrorDescriptions(Response, frozen=True, kw_only=True):
@@ -65,16 +47,33 @@ class MirrorDescriptions(Response, frozen=True, kw_only=True):
     mirrors: Sequence[dict[str, Any]] = ()
 
 
-class OwnerRequest(msgspec.Struct, frozen=True, kw_only=True):
+class MirrorNames(Request[MirrorDescriptions], frozen=True, kw_only=True):
+    """Names of mirrors; None means all."""
+
+    KEY: ClassVar = 32123
+    names: list[str] | None = None
+
+
+class OwnerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """A request that the owner of mirrors carries out, and other nodes forward to it."""
 
     is_forwarded: bool = False
     """Whether another node has sent it on; it is not sent on again, since nodes may disagree on the owner."""
 
 
-class FailoverRequest(OwnerRequest, frozen=True, kw_only=True):
+class FailoverResponse(Response, frozen=True, kw_only=True):
+    """The copies that are writable now."""
+
+    partitions: Sequence[CutPartition] = ()
+    source_error: str = ""
+    """Why the missing offsets could not be determined; empty if they could."""
+    waited_ms: int = 0
+
+
+class FailoverRequest(OwnerRequest[FailoverResponse], frozen=True, kw_only=True):
     """Copies to make writable; None means all of the mirror's."""
 
+    KEY: ClassVar = 32124
     name: str
     topics: list[str] | None = None
     is_planned: bool = False
@@ -101,37 +100,6 @@ class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.source_end is None else max(0, self.source_end - self.offset)
 
 
-class FailoverResponse(Response, frozen=True, kw_only=True):
-    """The copies that are writable now."""
-
-    partitions: Sequence[CutPartition] = ()
-    source_error: str = ""
-    """Why the missing offsets could not be determined; empty if they could."""
-    waited_ms: int = 0
-
-
-class ReverseRequest(OwnerRequest, frozen=True, kw_only=True):
-    """How the old source follows this cluster from now on."""
-
-    name: str
-    address: str = ""
-    """The address at which the old source reaches this cluster; empty for the addresses of its nodes."""
-    settings: dict[str, str] = {}
-    """How it signs in here, and other settings of the mirror that is declared there."""
-    save_to: str = ""
-    """A topic of the old source for records that only it has; empty drops them."""
-    timeout_ms: int = 60_000
-
-
-class RemovedRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Records that only the old source had, or had committed, and which it drops."""
-
-    topic: str
-    partition: int
-    start: int
-    end: int
-
-
 class ReverseResponse(Response, frozen=True, kw_only=True):
     """What the old source gives up."""
 
@@ -144,9 +112,43 @@ class ReverseResponse(Response, frozen=True, kw_only=True):
     waited_ms: int = 0
 
 
-class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReverseRequest(OwnerRequest[ReverseResponse], frozen=True, kw_only=True):
+    """How the old source follows this cluster from now on."""
+
+    KEY: ClassVar = 32125
+    name: str
+    address: str = ""
+    """The address at which the old source reaches this cluster; empty for the addresses of its nodes."""
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    """How it signs in here, and other settings of the mirror that is declared there."""
+    save_to: str = ""
+    """A topic of the old source for records that only it has; empty drops them."""
+    timeout_ms: int = 60_000
+
+
+class SwitchRequest(ReverseRequest, frozen=True, kw_only=True):
+    """The same, without losing anything: this cluster takes over first."""
+
+    KEY: ClassVar = 32126
+
+
+class RemovedRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Records that only the old source had, or had committed, and which it drops."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+
+
+class CutResponse(Response, frozen=True, kw_only=True):
+    cut: CutPartition | None = None
+
+
+class CutRequest(Request[CutResponse], frozen=True, kw_only=True):
     """Asks the leader of a copy to cut it, and to be ready for writers."""
 
+    KEY: ClassVar = 32127
     mirror: str
     topic: str
     partition: int
@@ -157,13 +159,18 @@ class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The offset from which the copy may lack values of keys."""
 
 
-class CutResponse(Response, frozen=True, kw_only=True):
-    cut: CutPartition | None = None
+class ExposeResponse(Response, frozen=True, kw_only=True):
+    """The copies that this node leads, with the offsets that all replicas have or clients can read."""
+
+    reached: Offsets = msgspec.field(default_factory=dict)
+    waiting: Sequence[tuple[str, int]] = ()
+    """The copies on which clients wait at a commit."""
 
 
-class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ExposeRequest(Request[ExposeResponse], frozen=True, kw_only=True):
     """Asks a node whether its copies reach some offsets; then to expose whole transactions up to there."""
 
+    KEY: ClassVar = 32128
     mirror: str
     offsets: Offsets
     is_verified: bool = False
@@ -175,17 +182,10 @@ class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether clients must be able to read up to these offsets; otherwise it suffices that all replicas have them."""
 
 
-class ExposeResponse(Response, frozen=True, kw_only=True):
-    """The copies that this node leads, with the offsets that all replicas have or clients can read."""
-
-    reached: Offsets = msgspec.field(default_factory=dict)
-    waiting: Sequence[tuple[str, int]] = ()
-    """The copies on which clients wait at a commit."""
-
-
-class CommitNotice(msgspec.Struct, frozen=True, kw_only=True):
+class CommitNotice(Request[Response], frozen=True, kw_only=True):
     """Notifies the owner of a mirror that clients wait at a commit on this node."""
 
+    KEY: ClassVar = 32133
     mirror: str
 
 
@@ -202,9 +202,27 @@ class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
 
 
-class OfferRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OfferResponse(Response, frozen=True, kw_only=True):
+    """What a node of the source has."""
+
+    mirrored: Sequence[str] = ()
+    """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""
+    origins: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Without topics in the request: the ids of the clusters from which the records of topics came."""
+    fenced: dict[str, str] = msgspec.field(default_factory=dict)
+    """Without topics in the request: those that refuse writers during a switch, with the name of its mirror."""
+    letters: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Without topics in the request: dead letter topics, each with the topics whose messages it may hold."""
+    subscriptions: Sequence[OfferedSubscription] = ()
+    queues: Sequence[QueueSnapshot] = ()
+    has_more: bool = False
+    """Whether queues were left out because the response would be too large."""
+
+
+class OfferRequest(Request[OfferResponse], frozen=True, kw_only=True):
     """Asks a node of the source for everything but records."""
 
+    KEY: ClassVar = 32129
     topics: Sequence[UUID] = ()
     """Topics whose queues are wanted."""
     known: Sequence[QueueKeyMessage] = ()
@@ -232,26 +250,19 @@ class OfferedSubscription(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
 
 
-class OfferResponse(Response, frozen=True, kw_only=True):
-    """What a node of the source has."""
+class RegistryResponse(Response, frozen=True, kw_only=True):
+    """Versions of subjects, deleted ones included; the last page has all settings."""
 
-    mirrored: Sequence[str] = ()
-    """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""
-    origins: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Without topics in the request: the ids of the clusters from which the records of topics came."""
-    fenced: dict[str, str] = msgspec.field(default_factory=dict)
-    """Without topics in the request: those that refuse writers during a switch, with the name of its mirror."""
-    letters: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Without topics in the request: dead letter topics, each with the topics whose messages it may hold."""
-    subscriptions: Sequence[OfferedSubscription] = ()
-    queues: Sequence[QueueSnapshot] = ()
+    last: int = 0
+    schemas: Sequence[SchemaMessage] = ()
+    settings: Sequence[SettingsMessage] = ()
     has_more: bool = False
-    """Whether queues were left out because the response would be too large."""
 
 
-class RegistryRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RegistryRequest(Request[RegistryResponse], frozen=True, kw_only=True):
     """Asks a source for its schemas."""
 
+    KEY: ClassVar = 32134
     since: int = -1
     """The change that the caller has seen; nothing is returned if there was none since."""
     offset: int = 0
@@ -266,25 +277,6 @@ class SettingsMessage(msgspec.Struct, frozen=True, kw_only=True):
     mode: str | None = None
 
 
-class RegistryResponse(Response, frozen=True, kw_only=True):
-    """Versions of subjects, deleted ones included; the last page has all settings."""
-
-    last: int = 0
-    schemas: Sequence[SchemaMessage] = ()
-    settings: Sequence[SettingsMessage] = ()
-    has_more: bool = False
-
-
-class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a source for a moment at which no transaction is half committed."""
-
-    topics: list[str]
-    topic_ids: dict[str, UUID] = msgspec.field(default_factory=dict)
-    """The ids that topics had; those that have another one now are left out of the response."""
-    with_groups: bool = False
-    """Whether to return the groups with offsets that transactions have committed, and their offsets."""
-
-
 class BarrierResponse(Response, frozen=True, kw_only=True):
     """The high watermarks of that moment."""
 
@@ -295,15 +287,15 @@ class BarrierResponse(Response, frozen=True, kw_only=True):
     """Whether groups are left out, because they have too many offsets."""
 
 
-class HoldCommitsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a node of the source to hold back decisions of transactions, or about what it holds back."""
+class BarrierRequest(Request[BarrierResponse], frozen=True, kw_only=True):
+    """Asks a source for a moment at which no transaction is half committed."""
 
-    token: str
-    action: Literal["hold", "release", "read groups"]
-    hold_ms: int = 0
-    """How long to hold them back, unless they are released earlier."""
-    topics: dict[str, UUID | None] = {}
-    """With their ids, to read the groups for which transactions have committed offsets in them."""
+    KEY: ClassVar = 32130
+    topics: list[str]
+    topic_ids: dict[str, UUID] = msgspec.field(default_factory=dict)
+    """The ids that topics had; those that have another one now are left out of the response."""
+    with_groups: bool = False
+    """Whether to return the groups with offsets that transactions have committed, and their offsets."""
 
 
 class HoldCommitsResponse(Response, frozen=True, kw_only=True):
@@ -317,36 +309,26 @@ class HoldCommitsResponse(Response, frozen=True, kw_only=True):
     """Whether groups are left out, because they have too many offsets."""
 
 
-class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class HoldCommitsRequest(Request[HoldCommitsResponse], frozen=True, kw_only=True):
+    """Asks a node of the source to hold back decisions of transactions, or about what it holds back."""
+
+    KEY: ClassVar = 32131
+    token: str
+    action: Literal["hold", "release", "read groups"]
+    hold_ms: int = 0
+    """How long to hold them back, unless they are released earlier."""
+    topics: dict[str, UUID | None] = msgspec.field(default_factory=dict)
+    """With their ids, to read the groups for which transactions have committed offsets in them."""
+
+
+class FenceRequest(Request[Response], frozen=True, kw_only=True):
     """Asks a node of an old source whether it refuses writes to topics, and has acknowledged all earlier ones."""
 
+    KEY: ClassVar = 32135
     mirror: str
     topic_ids: Sequence[UUID] = ()
     cuts: Offsets = msgspec.field(default_factory=dict)
     """Where to truncate partitions that the node leads, because the other cluster has other records from there on."""
-
-
-class AdoptRequest(OwnerRequest, frozen=True, kw_only=True):
-    """Asks an old source to follow the cluster that took over from it.
-
-    `fence` ends writing to the topics, while transactions may still end; `check` only returns what a `fence` would find
-    beyond the cuts; `follow` makes it follow; `release` lets clients write again, as if nothing had happened.
-    """
-
-    name: str
-    step: Literal["check", "fence", "follow", "release"]
-    settings: dict[str, str] = {}
-    cuts: Offsets = msgspec.field(default_factory=dict)
-    aborted: Offsets = msgspec.field(default_factory=dict)
-    """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
-    topic_ids: Sequence[UUID] = ()
-    names: Sequence[str] = ()
-    """The names of these topics; another topic may have one of them there."""
-    cluster_id: str = ""
-    """The cluster that takes over, which the old source has to reach before it changes anything."""
-    save_to: str = ""
-    is_fenced: bool = False
-    """For `follow`: whether the caller relies on a fence, so that the topics were not written since."""
 
 
 class AdoptResponse(Response, frozen=True, kw_only=True):
@@ -358,3 +340,27 @@ class AdoptResponse(Response, frozen=True, kw_only=True):
     """After `follow`: what is dropped. After `check` and `fence`: what would be dropped beyond the cuts."""
     recreated: Sequence[str] = ()
     """After `follow`: topics that were left alone, because they have another id than the requested one."""
+
+
+class AdoptRequest(OwnerRequest[AdoptResponse], frozen=True, kw_only=True):
+    """Asks an old source to follow the cluster that took over from it.
+
+    `fence` ends writing to the topics, while transactions may still end; `check` only returns what a `fence` would find
+    beyond the cuts; `follow` makes it follow; `release` lets clients write again, as if nothing had happened.
+    """
+
+    KEY: ClassVar = 32132
+    name: str
+    step: Literal["check", "fence", "follow", "release"]
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    cuts: Offsets = msgspec.field(default_factory=dict)
+    aborted: Offsets = msgspec.field(default_factory=dict)
+    """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
+    topic_ids: Sequence[UUID] = ()
+    names: Sequence[str] = ()
+    """The names of these topics; another topic may have one of them there."""
+    cluster_id: str = ""
+    """The cluster that takes over, which the old source has to reach before it changes anything."""
+    save_to: str = ""
+    is_fenced: bool = False
+    """For `follow`: whether the caller relies on a fence, so that the topics were not written since."""

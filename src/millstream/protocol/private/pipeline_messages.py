@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from uuid import UUID
 
 import msgspec
 
 from millstream.core.job import JobRun, RunState
 from millstream.core.pipeline import Rule
-from millstream.protocol.private.message import Response
-
-CREATE_KEY: Final = 32050
-ALTER_KEY: Final = 32051
-DELETE_KEY: Final = 32052
-LIST_KEY: Final = 32053
-RULES_KEY: Final = 32054
-LANDED_KEY: Final = 32055
-RUNS_KEY: Final = 32056
-RUN_LOG_KEY: Final = 32057
-CANCEL_RUN_KEY: Final = 32058
-REQUEST_RUN_KEY: Final = 32059
+from millstream.protocol.private.message import Request, Response
 
 
 class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +20,10 @@ class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
     offsets: dict[int, int]
 
 
-class Landed(msgspec.Struct, frozen=True, kw_only=True):
+class Landed(Request[Response], frozen=True, kw_only=True):
     """How far a pipeline has landed its topics, and where, according to its settings."""
 
+    KEY: ClassVar = 32055
     pipeline_id: UUID
     lake: str
     format: str
@@ -57,55 +47,21 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return msgspec.convert(self, Rule, from_attributes=True)
 
 
-class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    kind: str
-    settings: dict[str, str] = {}
-    rules: list[RuleMessage] = []
-    enabled: bool = True
-    validate_only: bool = False
-
-
-class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of a pipeline; None keeps a value."""
-
-    name: str
-    settings: dict[str, str | None] = {}
-    enabled: bool | None = None
-    parked: str | None = None
-    validate_only: bool = False
-
-
-class RuleChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules to add or replace, and the names of rules to delete."""
-
-    name: str
-    put: list[RuleMessage] = []
-    delete: list[str] = []
-    validate_only: bool = False
-
-
-class PipelineNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of pipelines; None means all."""
-
-    names: list[str] | None = None
-
-
-LOCAL_TABLES: Final = (
-    "Its tables are in the data folder of the node that runs it: a node that takes over lands the topics again, in new "
-    "tables in its own folder. Set pipelines-lake on all nodes to a folder or URL that all of them reach."
-)
-
-
-class DeletePipelineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-
-
 class CreatePipelineResponse(Response, frozen=True, kw_only=True):
     """The id of a declared pipeline, and remarks for its owner."""
 
     pipeline_id: str = ""
     notes: Sequence[str] = ()
+
+
+class NewPipeline(Request[CreatePipelineResponse], frozen=True, kw_only=True):
+    KEY: ClassVar = 32050
+    name: str
+    kind: str
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    rules: list[RuleMessage] = msgspec.field(default_factory=list)
+    enabled: bool = True
+    validate_only: bool = False
 
 
 class AlterPipelineResponse(Response, frozen=True, kw_only=True):
@@ -114,8 +70,15 @@ class AlterPipelineResponse(Response, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
-class ListPipelinesResponse(Response, frozen=True, kw_only=True):
-    pipelines: Sequence[dict[str, Any]] = ()
+class PipelineChanges(Request[AlterPipelineResponse], frozen=True, kw_only=True):
+    """Changes of a pipeline; None keeps a value."""
+
+    KEY: ClassVar = 32051
+    name: str
+    settings: dict[str, str | None] = msgspec.field(default_factory=dict)
+    enabled: bool | None = None
+    parked: str | None = None
+    validate_only: bool = False
 
 
 class RuleChangeResponse(Response, frozen=True, kw_only=True):
@@ -125,9 +88,48 @@ class RuleChangeResponse(Response, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
-class JobRuns(msgspec.Struct, frozen=True, kw_only=True):
+class RuleChanges(Request[RuleChangeResponse], frozen=True, kw_only=True):
+    """Rules to add or replace, and the names of rules to delete."""
+
+    KEY: ClassVar = 32054
+    name: str
+    put: list[RuleMessage] = msgspec.field(default_factory=list)
+    delete: list[str] = msgspec.field(default_factory=list)
+    validate_only: bool = False
+
+
+class ListPipelinesResponse(Response, frozen=True, kw_only=True):
+    pipelines: Sequence[dict[str, Any]] = ()
+
+
+class PipelineNames(Request[ListPipelinesResponse], frozen=True, kw_only=True):
+    """Names of pipelines; None means all."""
+
+    KEY: ClassVar = 32053
+    names: list[str] | None = None
+
+
+LOCAL_TABLES: Final = (
+    "Its tables are in the data folder of the node that runs it: a node that takes over lands the topics again, in new "
+    "tables in its own folder. Set pipelines-lake on all nodes to a folder or URL that all of them reach."
+)
+
+
+class DeletePipelineRequest(Request[Response], frozen=True, kw_only=True):
+    KEY: ClassVar = 32052
+    name: str
+
+
+class JobRunsResponse(Response, frozen=True, kw_only=True):
+    """The last runs of a job, the latest first."""
+
+    runs: Sequence[RunDescription] = ()
+
+
+class JobRuns(Request[JobRunsResponse], frozen=True, kw_only=True):
     """Asks for the last runs of a job."""
 
+    KEY: ClassVar = 32056
     name: str
     limit: int = 20
 
@@ -152,20 +154,6 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
         return cls(run=run.number, **{name: getattr(run, name) for name in cls.__struct_fields__ if name != "run"})
 
 
-class JobRunsResponse(Response, frozen=True, kw_only=True):
-    """The last runs of a job, the latest first."""
-
-    runs: Sequence[RunDescription] = ()
-
-
-class RunLogRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the output of a run; 0 is the last run."""
-
-    name: str
-    run: int = 0
-    bytes_max: int = 256 * 1024
-
-
 class RunLogResponse(Response, frozen=True, kw_only=True):
     """The end of a run's output; `run` is 0 if the node does not have it."""
 
@@ -174,9 +162,17 @@ class RunLogResponse(Response, frozen=True, kw_only=True):
     is_truncated: bool = False
 
 
-class JobName(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a job whose run is asked for or cancelled."""
+class RunLogRequest(Request[RunLogResponse], frozen=True, kw_only=True):
+    """Asks for the output of a run; 0 is the last run."""
 
+    KEY: ClassVar = 32057
+    name: str
+    run: int = 0
+    bytes_max: int = 256 * 1024
+
+
+class StartRunRequest(Request[Response], frozen=True, kw_only=True):
+    KEY: ClassVar = 32059
     name: str
 
 
@@ -184,3 +180,8 @@ class CancelRunResponse(Response, frozen=True, kw_only=True):
     """The number of the run that was cancelled; 0 if none runs on the node."""
 
     run: int = 0
+
+
+class CancelRunRequest(Request[CancelRunResponse], frozen=True, kw_only=True):
+    KEY: ClassVar = 32058
+    name: str

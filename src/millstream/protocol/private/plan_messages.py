@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import ClassVar
 from uuid import UUID
 
 import msgspec
 
 from millstream.core.cluster_plan import THROTTLE_BYTES, Move
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.protocol.private.message import Response
-
-PROPOSE_KEY: Final = 32100
-APPLY_KEY: Final = 32101
-CANCEL_KEY: Final = 32102
-DESCRIBE_KEY: Final = 32103
-UNDRAIN_KEY: Final = 32104
+from millstream.protocol.private.message import Request, Response
 
 
 class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,35 +48,6 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ProposePlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan to store for review."""
-
-    kind: str
-    subject: str
-    moves: Sequence[PlannedMove]
-    throttle_bytes: int = THROTTLE_BYTES
-
-
-class ApplyPlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan to carry out; without an id the last one."""
-
-    plan_id: str = ""
-    throttle_bytes: int | None = None
-    """Another speed than the plan has, in bytes per second for each receiving node."""
-
-
-class CancelPlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan to stop; without an id the last one."""
-
-    plan_id: str = ""
-
-
-class UndrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that may get leaders and replicas again."""
-
-    node: int
-
-
 class PlanResponse(Response, frozen=True, kw_only=True):
     """The last plan; `plan_id` is empty if there is none."""
 
@@ -100,3 +65,40 @@ class PlanResponse(Response, frozen=True, kw_only=True):
     """The machine of each node that shares it with others, by the first of its nodes, also while it is away."""
     racks: Mapping[NodeId, str] = {}
     """The rack of each node that has one, also while it is away."""
+
+
+class ProposePlanRequest(Request[PlanResponse], frozen=True, kw_only=True):
+    """A plan to store for review."""
+
+    KEY: ClassVar = 32100
+    kind: str
+    subject: str
+    moves: Sequence[PlannedMove]
+    throttle_bytes: int = THROTTLE_BYTES
+
+
+class ApplyPlanRequest(Request[PlanResponse], frozen=True, kw_only=True):
+    """A plan to carry out; without an id the last one."""
+
+    KEY: ClassVar = 32101
+    plan_id: str = ""
+    throttle_bytes: int | None = None
+    """Another speed than the plan has, in bytes per second for each receiving node."""
+
+
+class CancelPlanRequest(Request[PlanResponse], frozen=True, kw_only=True):
+    """A plan to stop; without an id the last one."""
+
+    KEY: ClassVar = 32102
+    plan_id: str = ""
+
+
+class DescribePlanRequest(Request[PlanResponse], frozen=True):
+    KEY: ClassVar = 32103
+
+
+class UndrainRequest(Request[Response], frozen=True, kw_only=True):
+    """A node that may get leaders and replicas again."""
+
+    KEY: ClassVar = 32104
+    node: int

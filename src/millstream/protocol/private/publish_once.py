@@ -11,31 +11,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import msgspec
 
 from millstream.core.errors import ProtocolViolation, QuotaExceeded
 from millstream.core.ids import NodeId
 from millstream.core.topic import partition_for_key
-from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.message import Request, decode, encode
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-PUBLISH_ONCE_KEY: Final = 32038
 TIMEOUT_MS: Final = 30_000
 PATIENCE_S: Final = 120.0
 """How long a publish waits for its client's quota by default."""
-
-
-class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One batch for a partition; every record in it has an id."""
-
-    topic: str
-    partition: int
-    batch: bytes
-    timeout_ms: int = TIMEOUT_MS
 
 
 class PublishOnceResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +36,16 @@ class PublishOnceResponse(msgspec.Struct, frozen=True, array_like=True):
     placed: list[tuple[int, int, bool]] = []
     throttle_ms: int = 0
     """How long the client's quota forbids publishing."""
+
+
+class PublishOnceRequest(Request[PublishOnceResponse], frozen=True, array_like=True):
+    """One batch for a partition; every record in it has an id."""
+
+    KEY: ClassVar = 32038
+    topic: str
+    partition: int
+    batch: bytes
+    timeout_ms: int = TIMEOUT_MS
 
 
 class Placed(NamedTuple):
@@ -77,7 +77,7 @@ async def publish_once(
     body = encode(PublishOnceRequest(topic, partition, bytes(encode_batch(records))))
 
     async def attempt(leader: NodeId) -> PublishOnceResponse:
-        frame = await client.private(leader, PUBLISH_ONCE_KEY, body)
+        frame = await client.private(leader, PublishOnceRequest.KEY, body)
         response = decode(frame, PublishOnceResponse)
         if response.error:
             refused = error_from_code(response.error, response.message, about=f"publish to {topic}-{partition}")

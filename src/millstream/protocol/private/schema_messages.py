@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from millstream.protocol.private.message import Response
+from millstream.protocol.private.message import Request, Response
 
-REGISTER_KEY: Final = 32070
-LOOKUP_KEY: Final = 32071
-CHECK_KEY: Final = 32072
-GET_KEY: Final = 32073
-LIST_KEY: Final = 32074
-SUBJECT_KEY: Final = 32075
-DELETE_KEY: Final = 32076
-SETTINGS_KEY: Final = 32077
-CONFIGURE_KEY: Final = 32078
+R = TypeVar("R", bound=Response)
 
 
 class RegistryResponse(Response, frozen=True, kw_only=True):
@@ -42,7 +34,7 @@ class SchemaMessage(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
 
 
-class SchemaBody(msgspec.Struct, frozen=True, kw_only=True):
+class SchemaBody(Request[R], Generic[R], frozen=True, kw_only=True):
     """A schema as a client sends it for a subject."""
 
     subject: str
@@ -52,46 +44,6 @@ class SchemaBody(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, Any] | None = None
     rule_set: Mapping[str, Any] | None = None
     normalize: bool = False
-
-
-class RegisterSchema(SchemaBody, frozen=True, kw_only=True):
-    """Registers a schema; an id is given only in IMPORT mode. Version -1 compares it with the latest version only."""
-
-    id: int | None = None
-    version: int | None = None
-
-
-class LookupSchema(SchemaBody, frozen=True, kw_only=True):
-    """Finds the version of a subject that has a schema."""
-
-    deleted: bool = False
-    format: str = ""
-
-
-class CheckSchema(SchemaBody, frozen=True, kw_only=True):
-    """Checks a schema against one version, or against those that the subject's level covers."""
-
-    version: str | None = None
-    compiled: bool = False
-    """Whether the schema is returned as codecs need it; a subject without versions is then no error."""
-
-
-class CheckResponse(RegistryResponse, frozen=True, kw_only=True):
-    """Why a schema is incompatible; nothing if it is compatible."""
-
-    reasons: Sequence[str] = ()
-    compiled: str = ""
-
-
-class GetSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for a schema by its id in the context of a subject, or by its guid."""
-
-    id: int = 0
-    guid: str = ""
-    subject: str = ""
-    format: str = ""
-    deleted: bool = False
-    """Whether deleted versions that have the schema are listed, too."""
 
 
 class SchemaResponse(RegistryResponse, frozen=True, kw_only=True):
@@ -104,9 +56,62 @@ class SchemaResponse(RegistryResponse, frozen=True, kw_only=True):
     max_id: int = 0
 
 
-class ListSubjects(msgspec.Struct, frozen=True, kw_only=True):
+class RegisterSchema(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
+    """Registers a schema; an id is given only in IMPORT mode. Version -1 compares it with the latest version only."""
+
+    KEY: ClassVar = 32070
+    id: int | None = None
+    version: int | None = None
+
+
+class LookupSchema(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
+    """Finds the version of a subject that has a schema."""
+
+    KEY: ClassVar = 32071
+    deleted: bool = False
+    format: str = ""
+
+
+class CheckResponse(RegistryResponse, frozen=True, kw_only=True):
+    """Why a schema is incompatible; nothing if it is compatible."""
+
+    reasons: Sequence[str] = ()
+    compiled: str = ""
+
+
+class CheckSchema(SchemaBody[CheckResponse], frozen=True, kw_only=True):
+    """Checks a schema against one version, or against those that the subject's level covers."""
+
+    KEY: ClassVar = 32072
+    version: str | None = None
+    compiled: bool = False
+    """Whether the schema is returned as codecs need it; a subject without versions is then no error."""
+
+
+class GetSchema(Request[SchemaResponse], frozen=True, kw_only=True):
+    """Asks for a schema by its id in the context of a subject, or by its guid."""
+
+    KEY: ClassVar = 32073
+    id: int = 0
+    guid: str = ""
+    subject: str = ""
+    format: str = ""
+    deleted: bool = False
+    """Whether deleted versions that have the schema are listed, too."""
+
+
+class SubjectsResponse(RegistryResponse, frozen=True, kw_only=True):
+    """Names of subjects, the schemas that were asked for, and every context."""
+
+    subjects: Sequence[str] = ()
+    schemas: Sequence[SchemaMessage] = ()
+    contexts: Sequence[str] = ()
+
+
+class ListSubjects(Request[SubjectsResponse], frozen=True, kw_only=True):
     """Asks for the subjects that start with a prefix, `:*:` standing for those of every context."""
 
+    KEY: ClassVar = 32074
     prefix: str = ""
     deleted: bool = False
     deleted_only: bool = False
@@ -119,17 +124,18 @@ class ListSubjects(msgspec.Struct, frozen=True, kw_only=True):
     """How many are returned; a response has its own limit for schemas."""
 
 
-class SubjectsResponse(RegistryResponse, frozen=True, kw_only=True):
-    """Names of subjects, the schemas that were asked for, and every context."""
+class SubjectResponse(RegistryResponse, frozen=True, kw_only=True):
+    """The versions of a subject, or one version and the ids of the schemas that refer to it."""
 
-    subjects: Sequence[str] = ()
-    schemas: Sequence[SchemaMessage] = ()
-    contexts: Sequence[str] = ()
+    versions: Sequence[int] = ()
+    schema: SchemaMessage | None = None
+    referrers: Sequence[int] = ()
 
 
-class GetSubject(msgspec.Struct, frozen=True, kw_only=True):
+class GetSubject(Request[SubjectResponse], frozen=True, kw_only=True):
     """Asks for the versions of a subject, or for one of them."""
 
+    KEY: ClassVar = 32075
     subject: str
     version: str | None = None
     deleted: bool = False
@@ -139,33 +145,19 @@ class GetSubject(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for the latest version that has these properties."""
 
 
-class SubjectResponse(RegistryResponse, frozen=True, kw_only=True):
-    """The versions of a subject, or one version and the ids of the schemas that refer to it."""
-
-    versions: Sequence[int] = ()
-    schema: SchemaMessage | None = None
-    referrers: Sequence[int] = ()
-
-
-class DeleteSubject(msgspec.Struct, frozen=True, kw_only=True):
-    """Deletes a subject, or one of its versions."""
-
-    subject: str
-    version: str | None = None
-    permanent: bool = False
-
-
 class DeletedResponse(RegistryResponse, frozen=True, kw_only=True):
     """The versions that were deleted."""
 
     versions: Sequence[int] = ()
 
 
-class GetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the settings of a subject, or of the default context."""
+class DeleteSubject(Request[DeletedResponse], frozen=True, kw_only=True):
+    """Deletes a subject, or one of its versions."""
 
-    subject: str = ""
-    default_to_global: bool = False
+    KEY: ClassVar = 32076
+    subject: str
+    version: str | None = None
+    permanent: bool = False
 
 
 class SettingsResponse(RegistryResponse, frozen=True, kw_only=True):
@@ -175,9 +167,18 @@ class SettingsResponse(RegistryResponse, frozen=True, kw_only=True):
     mode: str | None = None
 
 
-class Configure(msgspec.Struct, frozen=True, kw_only=True):
+class GetSettings(Request[SettingsResponse], frozen=True, kw_only=True):
+    """Asks for the settings of a subject, or of the default context."""
+
+    KEY: ClassVar = 32077
+    subject: str = ""
+    default_to_global: bool = False
+
+
+class Configure(Request[SettingsResponse], frozen=True, kw_only=True):
     """Changes the configuration or the mode of a subject or context; the response has what was set before."""
 
+    KEY: ClassVar = 32078
     subject: str = ""
     config: Mapping[str, Any] | None = None
     mode: str | None = None

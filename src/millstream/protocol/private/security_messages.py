@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType, name_of, parse_name
 from millstream.core.credential import ApiToken
-from millstream.protocol.private.message import Response
-
-AUTHENTICATE_KEY: Final = 32060
+from millstream.protocol.private.message import Request, Response
 
 BASIC: Final = "basic"
 BEARER: Final = "bearer"
 SESSION: Final = "session"
 NO_CREDENTIAL: Final = ""
-
-
-class AuthenticateRequest(msgspec.Struct, frozen=True):
-    """The credentials and the address of a caller."""
-
-    scheme: str
-    """`basic` with a user and a password, `bearer` with a token, `session` with a session that a node of the cluster
-    has opened, or empty for a caller without credentials."""
-    host: str
-    user: str = ""
-    secret: str = ""
-    session_s: int = 0
-    """How long a session to open lasts at most; 0 opens none."""
-
-    def __repr__(self) -> str:
-        return f"AuthenticateRequest(scheme={self.scheme!r}, host={self.host!r}, user={self.user!r})"
 
 
 class AuthenticateResponse(Response, frozen=True, kw_only=True):
@@ -50,12 +32,35 @@ class AuthenticateResponse(Response, frozen=True, kw_only=True):
     session_expires_ms: int = 0
 
 
-SECRETS_KEY: Final = 32090
+class AuthenticateRequest(Request[AuthenticateResponse], frozen=True):
+    """The credentials and the address of a caller."""
+
+    KEY: ClassVar = 32060
+    scheme: str
+    """`basic` with a user and a password, `bearer` with a token, `session` with a session that a node of the cluster
+    has opened, or empty for a caller without credentials."""
+    host: str
+    user: str = ""
+    secret: str = ""
+    session_s: int = 0
+    """How long a session to open lasts at most; 0 opens none."""
+
+    def __repr__(self) -> str:
+        return f"AuthenticateRequest(scheme={self.scheme!r}, host={self.host!r}, user={self.user!r})"
 
 
-class SecretsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SecretsResponse(Response, frozen=True, kw_only=True):
+    """Every secret, the key that seals new ones, and how many were sealed again."""
+
+    newest: str = ""
+    resealed: int = 0
+    secrets: Sequence[ListedSecret] = ()
+
+
+class SecretsRequest(Request[SecretsResponse], frozen=True, kw_only=True):
     """Whether to seal everything with the node's newest key before it is listed."""
 
+    KEY: ClassVar = 32090
     reseal: bool = False
 
 
@@ -70,18 +75,6 @@ class ListedSecret(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why the node cannot open it; empty if it can."""
 
-
-class SecretsResponse(Response, frozen=True, kw_only=True):
-    """Every secret, the key that seals new ones, and how many were sealed again."""
-
-    newest: str = ""
-    resealed: int = 0
-    secrets: Sequence[ListedSecret] = ()
-
-
-CREATE_TOKEN_KEY: Final = 32080
-LIST_TOKENS_KEY: Final = 32081
-REVOKE_TOKEN_KEY: Final = 32082
 
 TOKEN_LIFETIME_MS: Final = 30 * 86_400_000
 TOKEN_LIFETIME_MS_MAX: Final = 366 * 86_400_000
@@ -114,13 +107,6 @@ class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ).check()
 
 
-class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    owner: str = ""
-    """The principal that it acts for; empty for the client's own."""
-    lifetime_ms: int = TOKEN_LIFETIME_MS
-    scope: list[ScopeRule] = []
-
-
 class CreateTokenResponse(Response, frozen=True, kw_only=True):
     """A new token; its text is shown only once."""
 
@@ -130,6 +116,14 @@ class CreateTokenResponse(Response, frozen=True, kw_only=True):
     expires_ms: int = 0
     is_shortened: bool = False
     """Whether it expires earlier than requested, with the token that it was created with."""
+
+
+class NewToken(Request[CreateTokenResponse], frozen=True, kw_only=True):
+    KEY: ClassVar = 32080
+    owner: str = ""
+    """The principal that it acts for; empty for the client's own."""
+    lifetime_ms: int = TOKEN_LIFETIME_MS
+    scope: list[ScopeRule] = msgspec.field(default_factory=list)
 
 
 class TokenDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,5 +154,10 @@ class ListTokensResponse(Response, frozen=True, kw_only=True):
     tokens: Sequence[TokenDescription] = ()
 
 
-class RevokeTokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ListTokensRequest(Request[ListTokensResponse], frozen=True):
+    KEY: ClassVar = 32081
+
+
+class RevokeTokenRequest(Request[Response], frozen=True, kw_only=True):
+    KEY: ClassVar = 32082
     token_id: str

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 from uuid import UUID
 
 import msgspec
 from msgspec import Meta
 
 from millstream.core.errors import QuotaExceeded
-from millstream.protocol.private.message import Response
+from millstream.protocol.private.message import Request, Response
 
 RECEIVE_KEY: Final = 32030
 SETTLE_KEY: Final = 32031
 CREATE_KEY: Final = 32032
-ALTER_KEY: Final = 32033
-DELETE_KEY: Final = 32034
-LIST_KEY: Final = 32035
-SEEK_KEY: Final = 32036
-FORGET_KEY: Final = 32037
-REVIVE_KEY: Final = 32040
-APPEND_LETTER_KEY: Final = 32043
 
 
-class Receive(msgspec.Struct, frozen=True, array_like=True):
+class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
+    """The response to `Receive`; `error` is Kafka's code."""
+
+    error: int
+    message: str | None
+    partitions: list[PartitionMessages] = []
+    throttle_ms: int = 0
+    """How long the client's quota still forbids messages; the response then has none."""
+    waited_ms: int = 0
+    """How long the request waited, at least, before the first message was leased."""
+
+    @property
+    def held_back(self) -> QuotaExceeded | None:
+        """Return the reason if the quota is why there are no messages."""
+        if self.partitions or not self.throttle_ms:
+            return None
+        reason = f"this client exceeds its consumer_byte_rate for another {self.throttle_ms} ms"
+        return QuotaExceeded(reason, wait_s=self.throttle_ms / 1000)
+
+
+class Receive(Request[ReceiveResponse], frozen=True, array_like=True):
     """Requests messages of the partitions that the node leads."""
 
+    KEY: ClassVar = RECEIVE_KEY
     subscription: str
     worker: str
     max_records: int
@@ -61,26 +75,6 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
     """The duration of the leases from when they were granted; None if nothing is leased (at most once)."""
 
 
-class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The response to `Receive`; `error` is Kafka's code."""
-
-    error: int
-    message: str | None
-    partitions: list[PartitionMessages] = []
-    throttle_ms: int = 0
-    """How long the client's quota still forbids messages; the response then has none."""
-    waited_ms: int = 0
-    """How long the request waited, at least, before the first message was leased."""
-
-    @property
-    def held_back(self) -> QuotaExceeded | None:
-        """Return the reason if the quota is why there are no messages."""
-        if self.partitions or not self.throttle_ms:
-            return None
-        reason = f"this client exceeds its consumer_byte_rate for another {self.throttle_ms} ms"
-        return QuotaExceeded(reason, wait_s=self.throttle_ms / 1000)
-
-
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
     """One verb on consecutive messages; the end is exclusive."""
 
@@ -102,14 +96,6 @@ class PartitionSettles(msgspec.Struct, frozen=True, array_like=True):
     verbs: list[SettledRange]
 
 
-class SettleRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Settles messages that a worker holds."""
-
-    subscription: str
-    worker: str
-    partitions: list[PartitionSettles]
-
-
 class SettleResponse(msgspec.Struct, frozen=True, array_like=True):
     """For every partition, a result for every verb: Kafka's code, and a message if it is not 0."""
 
@@ -118,11 +104,13 @@ class SettleResponse(msgspec.Struct, frozen=True, array_like=True):
     results: list[list[tuple[int, str | None]]] = []
 
 
-class CreateSubscriptionRequest(msgspec.Struct, frozen=True):
-    name: str
-    topics: list[str]
-    settings: dict[str, str] = {}
-    validate_only: bool = False
+class SettleRequest(Request[SettleResponse], frozen=True, array_like=True):
+    """Settles messages that a worker holds."""
+
+    KEY: ClassVar = SETTLE_KEY
+    subscription: str
+    worker: str
+    partitions: list[PartitionSettles]
 
 
 class CreateSubscriptionResponse(Response, frozen=True, kw_only=True):
@@ -131,29 +119,30 @@ class CreateSubscriptionResponse(Response, frozen=True, kw_only=True):
     subscription_id: str = ""
 
 
-class AlterSubscriptionRequest(msgspec.Struct, frozen=True):
+class CreateSubscriptionRequest(Request[CreateSubscriptionResponse], frozen=True):
+    KEY: ClassVar = CREATE_KEY
+    name: str
+    topics: list[str]
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    validate_only: bool = False
+
+
+class AlterSubscriptionRequest(Request[Response], frozen=True):
     """Changes of a subscription; a setting of None returns to its default, topics of None stay."""
 
+    KEY: ClassVar = 32033
     name: str
-    settings: dict[str, str | None] = {}
+    settings: dict[str, str | None] = msgspec.field(default_factory=dict)
     topics: list[str] | None = None
     validate_only: bool = False
 
 
-class DeleteSubscriptionRequest(msgspec.Struct, frozen=True):
+class DeleteSubscriptionRequest(Request[Response], frozen=True):
     """A subscription to delete; one with open dead letters only with `force`."""
 
+    KEY: ClassVar = 32034
     name: str
     force: bool = False
-
-
-class ListSubscriptionsRequest(msgspec.Struct, frozen=True):
-    """Which subscriptions to describe, None for all, and the partitions whose queues are opened for that."""
-
-    names: list[str] | None = None
-    open: list[tuple[str, int]] = []
-    leases_max: int = 0
-    """How many leases to list of each subscription."""
 
 
 class ListSubscriptionsResponse(Response, frozen=True, kw_only=True):
@@ -162,13 +151,14 @@ class ListSubscriptionsResponse(Response, frozen=True, kw_only=True):
     subscriptions: Sequence[dict[str, Any]] = ()
 
 
-class SeekSubscriptionRequest(msgspec.Struct, frozen=True):
-    """Where the queues of a subscription continue: all of them, or those of one topic or partition."""
+class ListSubscriptionsRequest(Request[ListSubscriptionsResponse], frozen=True):
+    """Which subscriptions to describe, None for all, and the partitions whose queues are opened for that."""
 
-    name: str
-    to: str
-    topic: str | None = None
-    partition: int | None = None
+    KEY: ClassVar = 32035
+    names: list[str] | None = None
+    open: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    leases_max: int = 0
+    """How many leases to list of each subscription."""
 
 
 class SeekSubscriptionResponse(Response, frozen=True, kw_only=True):
@@ -177,9 +167,20 @@ class SeekSubscriptionResponse(Response, frozen=True, kw_only=True):
     queues: Sequence[dict[str, Any]] = ()
 
 
-class ForgetSubscriptionRequest(msgspec.Struct, frozen=True):
+class SeekSubscriptionRequest(Request[SeekSubscriptionResponse], frozen=True):
+    """Where the queues of a subscription continue: all of them, or those of one topic or partition."""
+
+    KEY: ClassVar = 32036
+    name: str
+    to: str
+    topic: str | None = None
+    partition: int | None = None
+
+
+class ForgetSubscriptionRequest(Request[Response], frozen=True):
     """A topic whose delivery state is discarded; with `only_close`, its queues are only closed."""
 
+    KEY: ClassVar = 32037
     name: str
     topic: str
     only_close: bool = False
@@ -193,9 +194,16 @@ Letters = Annotated[
 """Messages by offset, each with the partition and offset of its dead letter."""
 
 
-class ReviveMessagesRequest(msgspec.Struct, frozen=True):
+class ReviveMessagesResponse(Response, frozen=True, kw_only=True):
+    """The messages that the log no longer has."""
+
+    missing: Sequence[int] = ()
+
+
+class ReviveMessagesRequest(Request[ReviveMessagesResponse], frozen=True):
     """Messages of a partition to deliver again, by their dead letters."""
 
+    KEY: ClassVar = 32040
     name: str
     topic: str
     topic_id: UUID
@@ -204,26 +212,21 @@ class ReviveMessagesRequest(msgspec.Struct, frozen=True):
     """In which the messages were written: after a failover, a log may have others at their offsets."""
     letter_topic_id: UUID
     letters: Letters
-    closed: Letters = []
-
-
-class ReviveMessagesResponse(Response, frozen=True, kw_only=True):
-    """The messages that the log no longer has."""
-
-    missing: Sequence[int] = ()
-
-
-class AppendLetterRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A batch with a dead letter for a partition, from a node that proves itself by a secret."""
-
-    topic: str
-    partition: int
-    batch: bytes
-    node_id: int
-    secret: str
+    closed: Letters = msgspec.field(default_factory=list)
 
 
 class AppendLetterResponse(msgspec.Struct, frozen=True, array_like=True):
     error: int
     message: str | None
     offset: int = -1
+
+
+class AppendLetterRequest(Request[AppendLetterResponse], frozen=True, array_like=True):
+    """A batch with a dead letter for a partition, from a node that proves itself by a secret."""
+
+    KEY: ClassVar = 32043
+    topic: str
+    partition: int
+    batch: bytes
+    node_id: int
+    secret: str

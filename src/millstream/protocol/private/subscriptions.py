@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -22,31 +22,21 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.subscription import LETTERS_PREFIX, Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
-from millstream.protocol.private.message import Response, decode_response, encode
+from millstream.protocol.private.message import Request, Response, decode_response, encode, request_private
 from millstream.protocol.private.subscription_messages import (
-    ALTER_KEY,
-    CREATE_KEY,
-    DELETE_KEY,
-    LIST_KEY,
     RECEIVE_KEY,
-    REVIVE_KEY,
-    SEEK_KEY,
     SETTLE_KEY,
     AlterSubscriptionRequest,
     CreateSubscriptionRequest,
-    CreateSubscriptionResponse,
     DeleteSubscriptionRequest,
     LeasedRange,
     ListSubscriptionsRequest,
-    ListSubscriptionsResponse,
     PartitionMessages,
     PartitionSettles,
     Receive,
     ReceiveResponse,
     ReviveMessagesRequest,
-    ReviveMessagesResponse,
     SeekSubscriptionRequest,
-    SeekSubscriptionResponse,
     SettledRange,
     SettleRequest,
     SettleResponse,
@@ -56,12 +46,17 @@ from millstream.protocol.records.record import Record, decode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
-LEDGER_MARK_KEY: Final = 32042
+
+class LedgerMarkResponse(Response, frozen=True, kw_only=True):
+    """The queues that the node leads."""
+
+    queues: Sequence[MarkedQueue] = ()
 
 
-class LedgerMarkRequest(msgspec.Struct, frozen=True):
+class LedgerMarkRequest(Request[LedgerMarkResponse], frozen=True):
     """Names the mark, and the subscriptions; all that have a ledger if there are none."""
 
+    KEY: ClassVar = 32042
     mark: str
     names: list[str] | None = None
 
@@ -78,29 +73,32 @@ class MarkedQueue(msgspec.Struct, frozen=True):
     """The offset up to which messages could be delivered then."""
 
 
-class LedgerMarkResponse(Response, frozen=True, kw_only=True):
-    """The queues that the node leads."""
-
-    queues: Sequence[MarkedQueue] = ()
-
-
 async def mark_ledger(client: Client, mark: str, names: list[str] | None = None) -> list[MarkedQueue]:
     """Mark the queues of all nodes; return once that is durable."""
     found: dict[tuple[str, str, int], MarkedQueue] = {}
-    body = encode(LedgerMarkRequest(mark, names))
+    request = LedgerMarkRequest(mark, names)
     for node in (await client.metadata(())).nodes:
-        frame = await client.private(NodeId(node), LEDGER_MARK_KEY, body)
-        response = decode_response(frame, LedgerMarkResponse, about=f"the ledger on node {node}")
+        response = await request_private(client, node, request, about=f"the ledger on node {node}")
         found |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
     return list(found.values())
 
 
-MESSAGE_TRACE_KEY: Final = 32041
+class MessageTrace(Response, frozen=True, kw_only=True):
+    """The life of a message in all subscriptions that the client may describe."""
+
+    topic: str = ""
+    topic_id: str = ""
+    partition: int = 0
+    offset: int = 0
+    log_start: int = 0
+    """The first offset that the log still holds."""
+    subscriptions: tuple[SubscriptionTrace, ...] = ()
 
 
-class MessageTraceRequest(msgspec.Struct, frozen=True, array_like=True):
+class MessageTraceRequest(Request[MessageTrace], frozen=True, array_like=True):
     """Names a message by its position."""
 
+    KEY: ClassVar = 32041
     topic: str
     partition: int
     offset: int
@@ -160,46 +158,19 @@ class SubscriptionTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What cannot be known, and why; empty if nothing is missing."""
 
 
-class MessageTrace(Response, frozen=True, kw_only=True):
-    """The life of a message in all subscriptions that the client may describe."""
-
-    topic: str = ""
-    topic_id: str = ""
-    partition: int = 0
-    offset: int = 0
-    log_start: int = 0
-    """The first offset that the log still holds."""
-    subscriptions: tuple[SubscriptionTrace, ...] = ()
-
-
 async def message_trace(client: Client, topic: str, partition: int, offset: int) -> MessageTrace:
     """Ask the leader of a partition, which runs all its queues."""
-    body = encode(MessageTraceRequest(topic, partition, offset))
+    request = MessageTraceRequest(topic, partition, offset)
 
     async def attempt(leader: NodeId) -> MessageTrace:
-        return decode_response(
-            await client.private(leader, MESSAGE_TRACE_KEY, body),
-            MessageTrace,
-            about=f"{topic}-{partition} at {offset}",
-        )
+        return await request_private(client, leader, request, about=f"{topic}-{partition} at {offset}")
 
     return await client.call_leader(topic, partition, attempt)
 
 
-DELIVERY_STATE_KEY: Final = 32039
 ACCEPTED: Final = "accepted"
 WAIT_MS_MAX: Final = 20_000
 """The longest wait of one request; for longer waits, ask again."""
-
-
-class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Names a message of a subscription, and how long to wait for its final state."""
-
-    subscription: str
-    topic: str
-    partition: int
-    offset: int
-    wait_ms: int = 0
 
 
 class DeliveryStateResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -209,6 +180,17 @@ class DeliveryStateResponse(msgspec.Struct, frozen=True, array_like=True):
     attempt: int = 0
     next_ms: int = 0
     is_final: bool = False
+
+
+class DeliveryStateRequest(Request[DeliveryStateResponse], frozen=True, array_like=True):
+    """Names a message of a subscription, and how long to wait for its final state."""
+
+    KEY: ClassVar = 32039
+    subscription: str
+    topic: str
+    partition: int
+    offset: int
+    wait_ms: int = 0
 
 
 class MessageDelivery(NamedTuple):
@@ -231,11 +213,10 @@ async def delivery_state(
 ) -> MessageDelivery:
     """Ask the leader of a partition; with a wait of at most `WAIT_MS_MAX`, it responds when the state is final."""
     request = DeliveryStateRequest(subscription, topic, partition, offset, min(wait_ms, WAIT_MS_MAX))
-    body = encode(request)
 
     async def attempt(leader: NodeId) -> MessageDelivery:
-        frame = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
-        response = decode_response(frame, DeliveryStateResponse, about=f"{topic}-{partition} at {offset}")
+        about = f"{topic}-{partition} at {offset}"
+        response = await request_private(client, leader, request, waits=wait_ms > 0, about=about)
         return MessageDelivery(response.state, response.attempt, response.next_ms, response.is_final)
 
     return await client.call_leader(topic, partition, attempt)
@@ -244,8 +225,6 @@ async def delivery_state(
 _TURN_MS: Final = 200
 _NODES_S: Final = 1.0
 """How long the list of nodes is cached."""
-
-R = TypeVar("R", bound=Response)
 
 
 class LeasedMessage(NamedTuple):
@@ -318,17 +297,17 @@ class SubscriptionClient:
         self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
     ) -> UUID:
         request = CreateSubscriptionRequest(name, list(topics), dict(settings), validate_only)
-        return UUID((await self._request(None, CREATE_KEY, request, CreateSubscriptionResponse)).subscription_id)
+        return UUID((await request_private(self._client, None, request)).subscription_id)
 
     async def alter(
         self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
     ) -> None:
         request = AlterSubscriptionRequest(name, dict(settings), None if topics is None else list(topics))
-        await self._request(None, ALTER_KEY, request, Response)
+        await request_private(self._client, None, request)
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a subscription; one with open dead letters only with `force`."""
-        await self._request(None, DELETE_KEY, DeleteSubscriptionRequest(name, force), Response)
+        await request_private(self._client, None, DeleteSubscriptionRequest(name, force))
 
     async def revive(
         self,
@@ -348,7 +327,7 @@ class SubscriptionClient:
         request = ReviveMessagesRequest(name, *place, letter_topic_id, list(letters), list(closed))
 
         async def attempt(leader: NodeId) -> list[int]:
-            return list((await self._request(leader, REVIVE_KEY, request, ReviveMessagesResponse)).missing)
+            return list((await request_private(self._client, leader, request)).missing)
 
         return await self._client.call_leader(topic, partition, attempt)
 
@@ -392,7 +371,7 @@ class SubscriptionClient:
         nodes = await self._nodes()
         for node in nodes:
             try:
-                response = await self._request(node, LIST_KEY, request, ListSubscriptionsResponse)
+                response = await request_private(self._client, node, request)
             except (BrokerUnreachable, RequestTimedOut) as error:
                 # There may be other nodes by now.
                 self._known_nodes = []
@@ -417,7 +396,7 @@ class SubscriptionClient:
         request = SeekSubscriptionRequest(name, to, topic, partition)
         moved: list[dict[str, Any]] = []
         for node in await self._nodes():
-            moved += (await self._request(node, SEEK_KEY, request, SeekSubscriptionResponse)).queues
+            moved += (await request_private(self._client, node, request)).queues
         return moved
 
     async def receive(
@@ -572,9 +551,6 @@ class SubscriptionClient:
             self._known_nodes = [NodeId(node_id) for node_id in sorted(metadata.nodes)]
             self._known_until = loop.time() + _NODES_S
         return self._known_nodes
-
-    async def _request(self, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
-        return decode_response(await self._client.private(node, key, encode(request)), kind)
 
 
 def _runs(messages: Sequence[LeasedMessage]) -> list[range]:

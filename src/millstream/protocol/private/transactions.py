@@ -15,37 +15,24 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, ProducerId
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Request, Response, decode, encode, response_type
 from millstream.protocol.wire.client import GROUP_COORDINATOR, Client
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.group_offsets import GroupMember
 
-PREPARE_KEY: Final = 32010
-COMPLETE_BATCH_KEY: Final = 32011
-ABORT_BATCH_KEY: Final = 32012
-LAST_BATCH_KEY: Final = 32013
-ABORT_KEY: Final = 32014
 
+class BatchMember(Request[Response], frozen=True):
+    """A transaction that is one part of a batch, by its producer; as a request, it prepares the transaction."""
 
-class BatchMember(msgspec.Struct, frozen=True):
-    """A transaction that is one part of a batch, by its producer."""
-
+    KEY: ClassVar = 32010
     transactional_id: str
     producer_id: int
     producer_epoch: int
-
-
-class CompleteBatchRequest(msgspec.Struct, frozen=True):
-    query: str
-    batch: int
-    members: tuple[BatchMember, ...]
 
 
 class CompleteBatchResponse(Response, frozen=True, kw_only=True):
@@ -54,12 +41,11 @@ class CompleteBatchResponse(Response, frozen=True, kw_only=True):
     done_now: bool = False
 
 
-class AbortBatchRequest(msgspec.Struct, frozen=True):
-    """A batch, and the run that may not start further attempts."""
-
+class CompleteBatchRequest(Request[CompleteBatchResponse], frozen=True):
+    KEY: ClassVar = 32011
     query: str
     batch: int
-    run: str = ""
+    members: tuple[BatchMember, ...]
 
 
 class AbortBatchResponse(Response, frozen=True, kw_only=True):
@@ -68,8 +54,13 @@ class AbortBatchResponse(Response, frozen=True, kw_only=True):
     aborted: int = 0
 
 
-class LastBatchRequest(msgspec.Struct, frozen=True):
+class AbortBatchRequest(Request[AbortBatchResponse], frozen=True):
+    """A batch, and the run that may not start further attempts."""
+
+    KEY: ClassVar = 32012
     query: str
+    batch: int
+    run: str = ""
 
 
 class LastBatchResponse(Response, frozen=True, kw_only=True):
@@ -78,16 +69,22 @@ class LastBatchResponse(Response, frozen=True, kw_only=True):
     batch: int = -1
 
 
-class AbortTransactionRequest(msgspec.Struct, frozen=True):
-    """A transactional id."""
-
-    transactional_id: str
+class LastBatchRequest(Request[LastBatchResponse], frozen=True):
+    KEY: ClassVar = 32013
+    query: str
 
 
 class AbortTransactionResponse(Response, frozen=True, kw_only=True):
     """The state that the transaction was in."""
 
     state: str = ""
+
+
+class AbortTransactionRequest(Request[AbortTransactionResponse], frozen=True):
+    """A transactional id."""
+
+    KEY: ClassVar = 32014
+    transactional_id: str
 
 
 TRANSACTION_COORDINATOR: Final = 1
@@ -174,30 +171,30 @@ class Transactions:
 
     async def prepare(self, producer: TransactionalProducer) -> None:
         """Prepare one part of a batch, once it is written and acknowledged; from now on only the batch decides."""
-        await self._request(producer.transactional_id, PREPARE_KEY, _member(producer), Response)
+        await self._request(producer.transactional_id, _member(producer))
 
     async def complete_batch(self, query: str, batch: int, members: Iterable[TransactionalProducer]) -> bool:
         """Commit all parts of a batch together; return False if the batch was committed before."""
         request = CompleteBatchRequest(query, batch, tuple(_member(member) for member in members))
-        return (await self._request(_place_of(query), COMPLETE_BATCH_KEY, request, CompleteBatchResponse)).done_now
+        return (await self._request(_place_of(query), request)).done_now
 
     async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
         """Abort every attempt at a batch, and all that this run still starts; return how many there were."""
         request = AbortBatchRequest(query, batch, run)
-        return (await self._request(_place_of(query), ABORT_BATCH_KEY, request, AbortBatchResponse)).aborted
+        return (await self._request(_place_of(query), request)).aborted
 
     async def last_batch(self, query: str) -> int:
         """Return the last committed batch of a query; -1 if there is none."""
-        return (await self._request(_place_of(query), LAST_BATCH_KEY, LastBatchRequest(query), LastBatchResponse)).batch
+        return (await self._request(_place_of(query), LastBatchRequest(query))).batch
 
     async def abort(self, transactional_id: str) -> str:
         """Abort a transaction of another producer; return its previous state."""
-        request = AbortTransactionRequest(transactional_id)
-        return (await self._request(transactional_id, ABORT_KEY, request, AbortTransactionResponse)).state
+        return (await self._request(transactional_id, AbortTransactionRequest(transactional_id))).state
 
-    async def _request(self, transactional_id: str, api_key: int, request: msgspec.Struct, kind: type[R]) -> R:
+    async def _request(self, transactional_id: str, request: Request[R]) -> R:
         async def attempt(node: NodeId) -> R:
-            response = decode(await self._client.private(node, api_key, encode(request)), kind)
+            body = await self._client.private(node, request.KEY, encode(request))
+            response = decode(body, response_type(request))
             _check(response.error, f"{transactional_id!r}", response.message)
             return response
 

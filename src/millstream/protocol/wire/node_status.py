@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.tasks import within
-from millstream.protocol.private.message import Nothing, decode_document, encode
+from millstream.protocol.private.message import NODE_STATUS_KEY, request_document
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
 
-NODE_STATUS_KEY = 32000
 RESPONSE_S = 3.0
 """A broker that takes longer to report its status is not healthy."""
 
@@ -145,7 +144,7 @@ class BrokerStatus:
         try:
             async with asyncio.timeout(self._response_s):
                 client = await self._connect()
-                status = decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
+                status = await request_document(client, None, NODE_STATUS_KEY)
         except TimeoutError:
             raise RequestTimedOut(f"no response from {self._kafka_address} within {self._response_s:g} s") from None
         others = [NodeId(node) for node in status["machine"] if node != status["node_id"]]
@@ -158,7 +157,7 @@ class BrokerStatus:
         """Return the status of another node of the machine; None if it does not respond, as while it restarts."""
         try:
             async with asyncio.timeout(self._response_s):
-                return decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
+                return await request_document(client, node, NODE_STATUS_KEY)
         except (MillstreamError, TimeoutError):
             return None
 

@@ -11,11 +11,6 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.transactions import (
-    ABORT_BATCH_KEY,
-    ABORT_KEY,
-    COMPLETE_BATCH_KEY,
-    LAST_BATCH_KEY,
-    PREPARE_KEY,
     AbortBatchRequest,
     AbortBatchResponse,
     AbortTransactionRequest,
@@ -42,7 +37,6 @@ class PrepareTransaction(_TransactionApi[BatchMember, Response]):
     AbortTransaction end it. May be repeated. A writer whose batch is committed already, by others, is PRODUCER_FENCED.
     """
 
-    key = PREPARE_KEY
     changes = None
 
     async def needs(self, request: BatchMember) -> Sequence[Need]:
@@ -67,7 +61,6 @@ class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]
     `done_now` false: nothing is committed then.
     """
 
-    key = COMPLETE_BATCH_KEY
     changes = None
 
     async def needs(self, request: CompleteBatchRequest) -> Sequence[Need]:
@@ -92,7 +85,6 @@ class AbortBatch(_TransactionApi[AbortBatchRequest, AbortBatchResponse]):
     from here on, so that a task that is still running cannot open a transaction that would never end.
     """
 
-    key = ABORT_BATCH_KEY
     changes = None
 
     async def needs(self, request: AbortBatchRequest) -> Sequence[Need]:
@@ -111,7 +103,6 @@ class LastBatch(_TransactionApi[LastBatchRequest, LastBatchResponse]):
     -1 means none. Writers ask first, and do not write a committed batch again.
     """
 
-    key = LAST_BATCH_KEY
     changes = None
 
     async def needs(self, request: LastBatchRequest) -> Sequence[Need]:
@@ -130,7 +121,6 @@ class AbortTransaction(_TransactionApi[AbortTransactionRequest, AbortTransaction
     before. An id without an open transaction, and one that is being committed, get INVALID_TXN_STATE.
     """
 
-    key = ABORT_KEY
     changes = None
 
     async def needs(self, request: AbortTransactionRequest) -> Sequence[Need]:

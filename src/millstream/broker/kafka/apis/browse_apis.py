@@ -25,21 +25,17 @@ from millstream.protocol.private.browse_messages import (
     BY_RECORDS,
     ORDERS,
     PAGE_MAX,
-    READING_KEY,
-    RIGHTS_KEY,
     RIGHTS_MAX,
-    SUMS_KEY,
-    TOPICS_KEY,
     ListedTopic,
     ListRightsRequest,
     ListRightsResponse,
     ListTopicsRequest,
     ListTopicsResponse,
+    NodeSumsRequest,
     NodeSumsResponse,
     NoteReadingRequest,
-    NoteReadingResponse,
 )
-from millstream.protocol.private.message import Nothing
+from millstream.protocol.private.message import Response
 
 _FILTER_CHARACTERS_MAX: Final = 1000
 _TURN: Final = 250
@@ -59,7 +55,6 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     start of the node.
     """
 
-    key = TOPICS_KEY
     changes = None
 
     def __init__(self, topics: Topics) -> None:
@@ -163,7 +158,7 @@ class _Partitions(NamedTuple):
 _NEVER: Final = (-1, -1, frozenset[NodeId]())
 
 
-class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
+class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
     """Reports the state of a node in a few numbers.
 
         {}   response: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
@@ -173,7 +168,6 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
     them.
     """
 
-    key = SUMS_KEY
     changes = None
     cluster_operation = Operation.DESCRIBE
 
@@ -184,7 +178,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         self._folder = folder
         self._partition_counts = (_NEVER, _Partitions(0, 0, 0))
 
-    async def handle(self, request: Nothing) -> NodeSumsResponse:
+    async def handle(self, request: NodeSumsRequest) -> NodeSumsResponse:
         records_in = bytes_in = bytes_out = stored = leads = replicas = 0
         for at, one in enumerate(list(self._topics.hosted())):
             if at % _TURN == _TURN - 1:
@@ -255,7 +249,6 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     `principal` is empty where clients are not authorized, and everything is allowed.
     """
 
-    key = RIGHTS_KEY
     changes = None
 
     async def needs(self, request: ListRightsRequest) -> Sequence[Need]:
@@ -275,24 +268,22 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return ListRightsResponse(allowed=allowed, principal=rights.principal)
 
 
-class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
+class NoteReading(PrivateApi[NoteReadingRequest, Response]):
     """Records in the audit log that a user views messages; the console sends it before it shows them.
 
     {"topic": "orders", "how": "message", "partition": 0, "offset": 42, "filter": ""}
     response: {"error": 0, "message": null}
     """
 
-    key = READING_KEY
-
     async def needs(self, request: NoteReadingRequest) -> Sequence[Need]:
         return [(Operation.READ, ResourceType.TOPIC, request.topic)]
 
-    async def handle(self, request: NoteReadingRequest) -> NoteReadingResponse:
+    async def handle(self, request: NoteReadingRequest) -> Response:
         """Do nothing: `changes` records the request."""
-        return NoteReadingResponse()
+        return Response()
 
     @staticmethod
-    def changes(request: NoteReadingRequest, response: NoteReadingResponse, _users: Users) -> Iterator[Change]:
+    def changes(request: NoteReadingRequest, response: Response, _users: Users) -> Iterator[Change]:
         if response.error == 0:
             data: dict[str, Any] = {"how": request.how}
             if request.offset >= 0:

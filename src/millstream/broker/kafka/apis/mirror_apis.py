@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,22 +22,6 @@ from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, Millst
 from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
-    ADOPT_KEY,
-    ALTER_KEY,
-    BARRIER_KEY,
-    CREATE_KEY,
-    CUT_KEY,
-    DELETE_KEY,
-    EXPOSE_KEY,
-    FAILOVER_KEY,
-    FENCE_KEY,
-    HOLD_KEY,
-    LIST_KEY,
-    NOTICE_KEY,
-    OFFER_KEY,
-    REGISTRY_KEY,
-    REVERSE_KEY,
-    SWITCH_KEY,
     AdoptRequest,
     AdoptResponse,
     BarrierRequest,
@@ -64,9 +48,10 @@ from millstream.protocol.private.mirror_messages import (
     RegistryResponse,
     ReverseRequest,
     ReverseResponse,
+    SwitchRequest,
 )
 
-OwnerRequestT = TypeVar("OwnerRequestT", bound=OwnerRequest)
+OwnerRequestT = TypeVar("OwnerRequestT", bound=OwnerRequest[Any])
 
 SOURCE_S: Final = 2.0
 """How long the source of a new mirror is waited for."""
@@ -82,7 +67,6 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
     async def _run_on_owner(
         self,
         request: OwnerRequestT,
-        kind: type[R],
         carry_out: Callable[[MirrorService, OwnerRequestT], Awaitable[R]],
         timeout_s: float = SWITCH_S,
     ) -> R:
@@ -94,7 +78,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         if owner == NO_CONTROLLER or request.is_forwarded:
             raise CoordinatorUnavailable("the nodes do not agree on a controller at the moment; try again")
         forwarded = msgspec.structs.replace(request, is_forwarded=True)
-        return await service.ask_node(owner, self.key, forwarded, kind, waits=True, timeout_s=timeout_s)
+        return await service.ask_node(owner, forwarded, waits=True, timeout_s=timeout_s)
 
 
 class MirrorCreate(_MirrorApi[NewMirror, Response]):
@@ -106,7 +90,6 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
     """
 
-    key = CREATE_KEY
     changes = single_change("mirror", CREATE)
 
     async def handle(self, request: NewMirror) -> Response:
@@ -136,7 +119,6 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
     RESOURCE_NOT_FOUND.
     """
 
-    key = ALTER_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: MirrorChanges) -> Response:
@@ -161,7 +143,6 @@ class MirrorDelete(_MirrorApi[MirrorDeletion, Response]):
     mirror whose source can be made to follow after a failover, unless it is forced.
     """
 
-    key = DELETE_KEY
     changes = single_change("mirror", DELETE)
 
     async def handle(self, request: MirrorDeletion) -> Response:
@@ -187,7 +168,6 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
     Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """
 
-    key = LIST_KEY
     changes = None
     cluster_operation = Operation.DESCRIBE
 
@@ -207,14 +187,13 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     Without topics, the mirror is paused. `source_end` is null if the source could not be asked. May be repeated.
     """
 
-    key = FAILOVER_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: FailoverRequest) -> FailoverResponse:
         if not request.is_planned and not self._mirrors.is_fenced(request.name):
             return await fail_over(self._mirrors, request)
         # Only the owner knows what was carried over, and waits for a fence that is under way.
-        return await self._run_on_owner(request, FailoverResponse, fail_over, 2 * SWITCH_S)
+        return await self._run_on_owner(request, fail_over, 2 * SWITCH_S)
 
 
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
@@ -224,7 +203,6 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
     response: {"error": 0, "message": null, "cut": {…}}
     """
 
-    key = CUT_KEY
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
 
@@ -239,7 +217,6 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     response: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
     """
 
-    key = EXPOSE_KEY
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
 
@@ -253,7 +230,6 @@ class MirrorNotice(_MirrorApi[CommitNotice, Response]):
     {"mirror": "paris"}     response: {"error": 0, "message": null}
     """
 
-    key = NOTICE_KEY
     cluster_operation = Operation.CLUSTER_ACTION
     changes = None
 
@@ -277,7 +253,6 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     they may hold. Queues whose last write the caller has seen are left out.
     """
 
-    key = OFFER_KEY
     changes = None
     cluster_operation = Operation.DESCRIBE
 
@@ -296,7 +271,6 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
     `since` is the last change that the caller knows, -1 for none; without a change since, nothing is returned.
     """
 
-    key = REGISTRY_KEY
     cluster_operation = Operation.DESCRIBE
     changes = None
 
@@ -316,7 +290,6 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     If there are more than 100,000 such offsets, none are returned, and `groups_omitted` is true.
     """
 
-    key = BARRIER_KEY
     changes = None
     cluster_operation = Operation.DESCRIBE
 
@@ -336,7 +309,6 @@ class MirrorHold(_MirrorApi[HoldCommitsRequest, HoldCommitsResponse]):
     topics, given with their ids or null, by the partition of `__consumer_offsets` that stores them.
     """
 
-    key = HOLD_KEY
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
 
@@ -353,7 +325,6 @@ class MirrorFence(_MirrorApi[FenceRequest, Response]):
     if records are not replicated in time.
     """
 
-    key = FENCE_KEY
     cluster_operation = Operation.CLUSTER_ACTION
     changes = None
 
@@ -374,14 +345,13 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
     deletes its own. The user that the mirror signs in as there needs ALTER on the old source.
     """
 
-    key = REVERSE_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
         return await reverse(self._mirrors, request)
 
 
-class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
+class MirrorSwitch(_MirrorApi[SwitchRequest, ReverseResponse]):
     """Switches the direction of a mirror without loss.
 
         as MirrorReverse, with "timeout_ms": 60000
@@ -391,13 +361,12 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
     follows. If that takes too long, the source keeps its role.
     """
 
-    key = SWITCH_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
         # Only the owner knows what was carried over. A switch takes a few seconds longer than the drain.
         timeout_s = request.timeout_ms / 1000 + SWITCH_S
-        return await self._run_on_owner(request, ReverseResponse, switch, timeout_s)
+        return await self._run_on_owner(request, switch, timeout_s)
 
 
 class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
@@ -414,9 +383,8 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
     other ids: `follow` leaves them alone, `check` and `fence` refuse.
     """
 
-    key = ADOPT_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: AdoptRequest) -> AdoptResponse:
         # On one node, steps wait for each other.
-        return await self._run_on_owner(request, AdoptResponse, adopt)
+        return await self._run_on_owner(request, adopt)

@@ -38,21 +38,11 @@ from millstream.core.pipeline import (
 from millstream.core.subscription import FILTER
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import (
-    ALTER_KEY,
-    CANCEL_RUN_KEY,
-    CREATE_KEY,
-    DELETE_KEY,
-    LANDED_KEY,
-    LIST_KEY,
-    REQUEST_RUN_KEY,
-    RULES_KEY,
-    RUN_LOG_KEY,
-    RUNS_KEY,
     AlterPipelineResponse,
+    CancelRunRequest,
     CancelRunResponse,
     CreatePipelineResponse,
     DeletePipelineRequest,
-    JobName,
     JobRuns,
     JobRunsResponse,
     Landed,
@@ -66,6 +56,7 @@ from millstream.protocol.private.pipeline_messages import (
     RunDescription,
     RunLogRequest,
     RunLogResponse,
+    StartRunRequest,
 )
 
 JOBS_ARE_OFF = (
@@ -103,7 +94,6 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     RuleChange. Notes are what its owner should know, and no reason to refuse it.
     """
 
-    key = CREATE_KEY
     changes = single_change("pipeline", CREATE)
 
     async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
@@ -140,7 +130,6 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed settings.
     """
 
-    key = ALTER_KEY
     changes = single_change("pipeline", UPDATE)
 
     async def handle(self, request: PipelineChanges, owner: Owner | None = None) -> AlterPipelineResponse:
@@ -196,7 +185,6 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
     """
 
-    key = DELETE_KEY
     changes = single_change("pipeline", DELETE)
     cluster_operation = Operation.ALTER
 
@@ -224,7 +212,6 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     read the tables of this one, and would land the topics again; it is null if this node runs no pipelines.
     """
 
-    key = LIST_KEY
     changes = None
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard, advice: PipelineAdvice) -> None:
@@ -279,7 +266,6 @@ class PipelineLanded(PrivateApi[Landed, Response]):
     A topic with `retention.until.landed` keeps what follows.
     """
 
-    key = LANDED_KEY
     changes = None
 
     def __init__(self, board: LandedBoard) -> None:
@@ -303,7 +289,6 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
     Deleting a rule that does not exist is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
     """
 
-    key = RULES_KEY
     changes = single_change("pipeline", UPDATE)
 
     async def handle(self, request: RuleChanges, owner: Owner | None = None) -> RuleChangeResponse:
@@ -340,7 +325,6 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
     "progress": {"written": 1200}}]}
     """
 
-    key = RUNS_KEY
     changes = None
 
     async def needs(self, request: JobRuns) -> Sequence[Need]:
@@ -362,7 +346,6 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     The node that ran it has the text; others respond with run 0.
     """
 
-    key = RUN_LOG_KEY
     changes = None
 
     async def needs(self, request: RunLogRequest) -> Sequence[Need]:
@@ -386,25 +369,24 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
 LOG_BYTES_MAX = 1024 * 1024
 
 
-class PipelineRequestRun(_JobRequest[JobName, Response]):
+class PipelineRequestRun(_JobRequest[StartRunRequest, Response]):
     """Requests a run of a job now; if one is running, the new one follows it.
 
     {"name": "nightly"}     response: {"error": 0, "message": null}
     """
 
-    key = REQUEST_RUN_KEY
     changes = single_change("pipeline", UPDATE)
     cluster_operation = Operation.ALTER
 
-    async def handle(self, request: JobName, owner: Owner | None = None) -> Response:
+    async def handle(self, request: StartRunRequest, owner: Owner | None = None) -> Response:
         await self._pipelines.request_run(request.name, owner=owner)
         return Response()
 
-    async def handle_from(self, client: ClientInfo, request: JobName) -> Response:
+    async def handle_from(self, client: ClientInfo, request: StartRunRequest) -> Response:
         return await self.handle(request, owner_of(client))
 
 
-class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
+class PipelineCancelRun(_JobRequest[CancelRunRequest, CancelRunResponse]):
     """Cancels the run of a job that is in progress; it is not retried, and its schedule continues.
 
         {"name": "nightly"}     response: {"error": 0, "message": null, "run": 7}
@@ -412,11 +394,10 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
     Only the node that runs it can; others respond with run 0, so a client asks all nodes.
     """
 
-    key = CANCEL_RUN_KEY
     changes = single_change("pipeline", UPDATE)
     cluster_operation = Operation.ALTER
 
-    async def handle(self, request: JobName) -> CancelRunResponse:
+    async def handle(self, request: CancelRunRequest) -> CancelRunResponse:
         job = await self._find_job(request.name)
         control = self._board.jobs
         return CancelRunResponse(run=(control.cancel(job.name) if control is not None else None) or 0)

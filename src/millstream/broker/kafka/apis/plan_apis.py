@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from millstream.broker.cluster.plans import PlanHeader, Plans
-from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.kafka.api import PrivateApi, RequestT, ResponseT
 from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.changes import CREATE, UPDATE, Changes, Users
 from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import NodeId
-from millstream.protocol.private.message import Nothing, Response
+from millstream.protocol.private.message import Response
 from millstream.protocol.private.plan_messages import (
-    APPLY_KEY,
-    CANCEL_KEY,
-    DESCRIBE_KEY,
-    PROPOSE_KEY,
-    UNDRAIN_KEY,
     ApplyPlanRequest,
     CancelPlanRequest,
+    DescribePlanRequest,
     PlannedMove,
     PlanResponse,
     ProposePlanRequest,
     UndrainRequest,
 )
-
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
 
 
 def _plan_changed(activity: Activity) -> Changes:
@@ -67,7 +60,6 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     It replaces the last plan, which must have ended. A partition that was moved since is INVALID_REQUEST.
     """
 
-    key = PROPOSE_KEY
     changes = _plan_changed(CREATE)
 
     async def handle(self, request: ProposePlanRequest) -> PlanResponse:
@@ -84,7 +76,6 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "running", …}
     """
 
-    key = APPLY_KEY
     changes = _plan_changed(UPDATE)
 
     async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
@@ -98,7 +89,6 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
     {"plan_id": "1f0c2a3b"}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "cancelling", …}
     """
 
-    key = CANCEL_KEY
     changes = _plan_changed(UPDATE)
 
     async def handle(self, request: CancelPlanRequest) -> PlanResponse:
@@ -106,7 +96,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
         return _build_response(await self.plans.cancel(request.plan_id))
 
 
-class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
+class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
     """Returns the last plan, what became of each move, the drained nodes, and the machines and racks of nodes.
 
     {}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
@@ -115,11 +105,10 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
     "racks": {"1": "a", "1001": "a"}}
     """
 
-    key = DESCRIBE_KEY
     changes = None
     cluster_operation = Operation.DESCRIBE
 
-    async def handle(self, request: Nothing) -> PlanResponse:
+    async def handle(self, request: DescribePlanRequest) -> PlanResponse:
         """Describe it as this node sees it."""
         plans = self.plans
         header = plans.current
@@ -137,8 +126,6 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
 
     {"node": 2}     response: {"error": 0, "message": null}
     """
-
-    key = UNDRAIN_KEY
 
     async def handle(self, request: UndrainRequest) -> Response:
         """Undrain the node."""

@@ -31,7 +31,7 @@ from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicNam
 from millstream.core.ids import Offset
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.topic import Topic
-from millstream.protocol.private.publish_once import PUBLISH_ONCE_KEY, PublishOnceRequest, PublishOnceResponse
+from millstream.protocol.private.publish_once import PublishOnceRequest, PublishOnceResponse
 from millstream.protocol.records.batch import check_crc, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_batch, encode_batch
 
@@ -47,7 +47,6 @@ _ACKS_ALL: Final = -1
 class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
     """Stores messages that are not stored yet."""
 
-    key = PUBLISH_ONCE_KEY
     changes = None
 
     def __init__(self, topics: Topics, quota: QuotaMeter, rules: SchemaRules | None = None) -> None:

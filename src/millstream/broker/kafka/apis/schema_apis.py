@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -31,15 +31,6 @@ from millstream.core.schema import (
     subject_topic,
 )
 from millstream.protocol.private.schema_messages import (
-    CHECK_KEY,
-    CONFIGURE_KEY,
-    DELETE_KEY,
-    GET_KEY,
-    LIST_KEY,
-    LOOKUP_KEY,
-    REGISTER_KEY,
-    SETTINGS_KEY,
-    SUBJECT_KEY,
     CheckResponse,
     CheckSchema,
     Configure,
@@ -143,12 +134,12 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
         )
 
 
-def references_of(body: SchemaBody) -> tuple[SchemaReference, ...]:
+def references_of(body: SchemaBody[Any]) -> tuple[SchemaReference, ...]:
     """Return what a schema that a client sends refers to."""
     return tuple(SchemaReference(*one) for one in body.references)
 
 
-def new_schema(body: SchemaBody, *, schema_id: int | None = None, version: int | None = None) -> NewSchema:
+def new_schema(body: SchemaBody[Any], *, schema_id: int | None = None, version: int | None = None) -> NewSchema:
     """Convert what a client sends."""
     content = SchemaContent(
         schema_type=body.schema_type,
@@ -174,7 +165,6 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
     42210 if its rules are.
     """
 
-    key = REGISTER_KEY
     changes = single_change("schema", CREATE, name="subject")
 
     async def needs(self, request: RegisterSchema) -> Sequence[Need]:
@@ -198,7 +188,6 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
     A refusal has Confluent's code: 40401 for an unknown subject, 40403 if none of its versions has the schema.
     """
 
-    key = LOOKUP_KEY
     changes = None
 
     async def needs(self, request: LookupSchema) -> Sequence[Need]:
@@ -222,7 +211,6 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     are no reasons against it. `compiled` asks for the schema as codecs need it, to try it on stored messages.
     """
 
-    key = CHECK_KEY
     changes = None
 
     async def needs(self, request: CheckSchema) -> Sequence[Need]:
@@ -252,7 +240,6 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
     descriptor of a Protobuf schema, `resolved` for an Avro schema with its references written out.
     """
 
-    key = GET_KEY
     changes = None
 
     async def needs(self, request: GetSchema) -> Sequence[Need]:
@@ -296,7 +283,6 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
     `:.context:` lists a context, `:*:` all of them; otherwise the subjects of the default context are listed.
     """
 
-    key = LIST_KEY
     changes = None
 
     async def needs(self, request: ListSubjects) -> Sequence[Need]:
@@ -365,7 +351,6 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
     it. `metadata` asks for the latest version that has these properties.
     """
 
-    key = SUBJECT_KEY
     changes = None
 
     async def needs(self, request: GetSubject) -> Sequence[Need]:
@@ -407,7 +392,6 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
     deleted already. What other schemas refer to is not deleted.
     """
 
-    key = DELETE_KEY
     changes = single_change("schema", DELETE, name="subject")
 
     async def needs(self, request: DeleteSubject) -> Sequence[Need]:
@@ -434,7 +418,6 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
     returned, unless `default_to_global` asks for what applies to it.
     """
 
-    key = SETTINGS_KEY
     changes = None
 
     async def needs(self, request: GetSettings) -> Sequence[Need]:
@@ -461,7 +444,6 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
     permanently.
     """
 
-    key = CONFIGURE_KEY
     changes = single_change("schema settings", UPDATE, name="subject")
 
     async def needs(self, request: Configure) -> Sequence[Need]:

@@ -16,21 +16,17 @@ from millstream.broker.security.state import NO_SNAPSHOT, SecurityState
 from millstream.core.acl import CLUSTER_NAME, EVERYONE, NAME_CHARACTERS_MAX, Operation, ResourceType, check_principal
 from millstream.core.credential import is_api_token, new_token, split_token
 from millstream.core.errors import AuthenticationFailed, CatalogUnavailable, InvalidRequest, NotFound
-from millstream.protocol.private.message import Nothing, Response
+from millstream.protocol.private.message import Response
 from millstream.protocol.private.security_messages import (
-    AUTHENTICATE_KEY,
     BASIC,
     BEARER,
-    CREATE_TOKEN_KEY,
-    LIST_TOKENS_KEY,
-    REVOKE_TOKEN_KEY,
-    SECRETS_KEY,
     SESSION,
     TOKEN_LIFETIME_MS_MAX,
     AuthenticateRequest,
     AuthenticateResponse,
     CreateTokenResponse,
     ListedSecret,
+    ListTokensRequest,
     ListTokensResponse,
     NewToken,
     RevokeTokenRequest,
@@ -59,8 +55,6 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
     that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
     The token itself is in this response only.
     """
-
-    key = CREATE_TOKEN_KEY
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
@@ -117,7 +111,7 @@ def _token_owner(request: NewToken, rights: Rights) -> str:
     return owner
 
 
-class TokenList(PrivateApi[Nothing, ListTokensResponse]):
+class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
     """Lists API tokens.
 
         {}     response: {"error": 0, "message": null, "tokens": [{"token_id": "mst_…", "owner": "User:alice",
@@ -127,13 +121,12 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
     listed.
     """
 
-    key = LIST_TOKENS_KEY
     changes = None
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
 
-    async def needs(self, request: Nothing) -> Sequence[Need]:
+    async def needs(self, request: ListTokensRequest) -> Sequence[Need]:
         """Nothing: tokens that the client may not see are omitted."""
         return ()
 
@@ -144,7 +137,7 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
         own = [one for one in response.tokens if rights.has_token(self._state.tokens.get(one.token_id))]
         return ListTokensResponse(tokens=own)
 
-    async def handle(self, request: Nothing) -> ListTokensResponse:
+    async def handle(self, request: ListTokensRequest) -> ListTokensResponse:
         """Describe those that have not expired."""
         now_ms = time.time_ns() // 1_000_000
         valid = [token for token in self._state.tokens.values() if token.expires_ms > now_ms]
@@ -160,8 +153,6 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
     Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
     another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
     """
-
-    key = REVOKE_TOKEN_KEY
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
@@ -202,8 +193,6 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
     `newest` is the key with which the node that responds seals, empty if it has none; `problem` says why it cannot open
     a secret. With `reseal`, secrets that older keys sealed are sealed with `newest` first.
     """
-
-    key = SECRETS_KEY
 
     def __init__(self, secrets: StoredSecrets) -> None:
         self._secrets = secrets
@@ -253,7 +242,6 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     Only nodes may send this request, since the sender names the address that access rules are evaluated with.
     """
 
-    key = AUTHENTICATE_KEY
     changes = None
 
     def __init__(self, knowledge: Knowledge | None, *, requires: bool) -> None:

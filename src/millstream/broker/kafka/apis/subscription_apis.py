@@ -35,9 +35,6 @@ from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_ch
 from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
 from millstream.broker.subscriptions.state_shard import (
-    FRAMES_KEY,
-    LOAD_KEY,
-    WRITE_KEY,
     FramesRead,
     LoadQueue,
     QueueLoaded,
@@ -76,14 +73,6 @@ from millstream.core.subscription import (
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import (
-    ALTER_KEY,
-    APPEND_LETTER_KEY,
-    CREATE_KEY,
-    DELETE_KEY,
-    FORGET_KEY,
-    LIST_KEY,
-    REVIVE_KEY,
-    SEEK_KEY,
     AlterSubscriptionRequest,
     AppendLetterRequest,
     AppendLetterResponse,
@@ -99,9 +88,6 @@ from millstream.protocol.private.subscription_messages import (
     SeekSubscriptionResponse,
 )
 from millstream.protocol.private.subscriptions import (
-    DELIVERY_STATE_KEY,
-    LEDGER_MARK_KEY,
-    MESSAGE_TRACE_KEY,
     WAIT_MS_MAX,
     DeliveryStateRequest,
     DeliveryStateResponse,
@@ -130,7 +116,6 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
     docs/configuration.md.
     """
 
-    key = CREATE_KEY
     changes = single_change("subscription", CREATE)
 
     def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
@@ -174,7 +159,6 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     A setting of null is reset to its default; topics of null are left unchanged.
     """
 
-    key = ALTER_KEY
     changes = single_change("subscription", UPDATE)
 
     def first_needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
@@ -213,7 +197,6 @@ class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
     """
 
-    key = DELETE_KEY
     changes = single_change("subscription", DELETE)
 
     async def needs(self, request: DeleteSubscriptionRequest) -> Sequence[Need]:
@@ -266,7 +249,6 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     others see whether it is paused, and its dead letter topic if they may describe that.
     """
 
-    key = LIST_KEY
     changes = None
 
     async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
@@ -494,7 +476,6 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     replaced.
     """
 
-    key = SEEK_KEY
     changes = single_change("subscription", UPDATE)
 
     def first_needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
@@ -577,7 +558,6 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
     response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
     """
 
-    key = REVIVE_KEY
     changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
@@ -616,7 +596,6 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
     they are next used they begin where the subscription's `share.auto.offset.reset` says.
     """
 
-    key = FORGET_KEY
     changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
@@ -652,7 +631,6 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
     read in the coordination store. Any other sender gets CLUSTER_AUTHORIZATION_FAILED.
     """
 
-    key = APPEND_LETTER_KEY
     changes = None
 
     def __init__(self, topics: Topics, membership: Membership) -> None:
@@ -680,7 +658,6 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
     is the time that it waits for. A queue has 256 such waits at most; more are POLICY_VIOLATION.
     """
 
-    key = DELIVERY_STATE_KEY
     changes = None
     waits_for_others = True
 
@@ -726,7 +703,6 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     Each node marks the queues that it leads, so a client asks all nodes. An audit compares events with the mark.
     """
 
-    key = LEDGER_MARK_KEY
     changes = None
 
     async def needs(self, request: LedgerMarkRequest) -> Sequence[Need]:
@@ -797,7 +773,6 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
     is missing.
     """
 
-    key = MESSAGE_TRACE_KEY
     changes = None
 
     async def needs(self, request: MessageTraceRequest) -> Sequence[Need]:
@@ -860,7 +835,6 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     After the response, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
     """
 
-    key = LOAD_KEY
     changes = None
 
     async def handle(self, request: LoadQueue) -> QueueLoaded:
@@ -874,7 +848,6 @@ class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
     [subscription id, topic id, partition, offset, since]   response: [error, message, [frame, …]]
     """
 
-    key = FRAMES_KEY
     changes = None
 
     async def handle(self, request: ReadFrames) -> FramesRead:
@@ -891,7 +864,6 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
     OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.
     """
 
-    key = WRITE_KEY
     changes = None
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:

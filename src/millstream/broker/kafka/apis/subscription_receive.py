@@ -35,7 +35,6 @@ from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
-    RECEIVE_KEY,
     LeasedRange,
     PartitionMessages,
     Receive,
@@ -56,7 +55,6 @@ WORKER_LENGTH_MAX = 249
 class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
     """Leases messages to workers."""
 
-    key = RECEIVE_KEY
     changes = None
     waits_for_others = True
 

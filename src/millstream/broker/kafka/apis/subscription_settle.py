@@ -34,7 +34,6 @@ from millstream.core.ids import Offset
 from millstream.core.subscription import Subscription, Verb
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
-    SETTLE_KEY,
     PartitionSettles,
     SettledRange,
     SettleRequest,
@@ -50,7 +49,6 @@ _VERBS = frozenset(Verb)
 
 
 class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
-    key = SETTLE_KEY
     changes = None
 
     def __init__(self, service: SubscriptionService) -> None:

@@ -66,7 +66,7 @@ from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted
 from millstream.protocol.private.message import encode
-from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
+from millstream.protocol.private.pipeline_messages import Landed, LandedTopic
 from millstream.protocol.wire.client import Client
 
 _SIMPLE: Final[Mapping[str, pa.DataType]] = {
@@ -150,7 +150,7 @@ async def report_landed(
     body = encode(report)
     nodes = (await client.metadata(())).nodes
     # A node that misses the report keeps data longer than necessary, until the next batch.
-    await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)
+    await asyncio.gather(*(client.private(NodeId(node), Landed.KEY, body) for node in nodes), return_exceptions=True)
 
 
 _logger = logging.getLogger(__name__)
