@@ -103,7 +103,7 @@ def test_records_are_decoded() -> None:
 
 def test_keys_are_decoded() -> None:
     for kind in Kind:
-        key = ConsumerKey(kind, "g", "name" if kind not in (Kind.GROUP, Kind.TARGET_EPOCH, Kind.OLD_TOPICS) else "")
+        key = ConsumerKey(kind, "g", "name" if kind not in (Kind.GROUP, Kind.TARGET_EPOCH) else "")
         assert records.read_consumer_key(records.tombstone(key).key) == key
     for number in (0, 1, 2, 9, 15, 17, 99, -1):
         assert records.read_consumer_key(number.to_bytes(2, "big", signed=True) + b"\0\1g") is None

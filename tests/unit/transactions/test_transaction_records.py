@@ -88,17 +88,7 @@ def test_the_encoding_is_that_of_kafka() -> None:
     )
 
 
-def test_version_0_is_decoded_too() -> None:
-    value = bytes.fromhex(
-        "0000 0000000000000007 0003 0000ea60 04 00000001 0001 74 00000001 00000002 0000000000000006 0000000000000005"
-    )
-    read = read_transaction("tx", value)
-    assert (read.producer_id, read.epoch, read.state) == (7, 3, TransactionState.COMPLETE_COMMIT)
-    assert read.partitions == {TopicPartition("t", PartitionIndex(2))}
-    assert (read.updated_ms, read.started_ms, read.last_epoch, read.version) == (6, 5, -1, 0)
-
-
-@pytest.mark.parametrize("value", ["0002", "0001 0000000000000007 0003 0000ea60 09", "0001 00"])
+@pytest.mark.parametrize("value", ["0000", "0002", "0001 0000000000000007 0003 0000ea60 09", "0001 00"])
 def test_undecodable_records_are_refused(value: str) -> None:
     with pytest.raises(ProtocolViolation):
         read_transaction("tx", bytes.fromhex(value))

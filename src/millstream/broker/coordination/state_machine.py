@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError
+from millstream.protocol.messages.primitives import Writer
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -68,6 +69,15 @@ class StateRecord(NamedTuple):
     key: bytes
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+def record_key(kind: int, *names: str) -> bytes:
+    """Encode a key as in Kafka's internal topics: the kind of the record, and the names that identify it."""
+    writer = Writer(flexible=False)
+    writer.int16(kind)
+    for name in names:
+        writer.string(name)
+    return bytes(writer.buffer)
 
 
 Outcome = tuple[Sequence[StateRecord], T | Deferred[T]]

@@ -1,10 +1,10 @@
 """The records of `__consumer_offsets`, in Kafka's own formats, so that tools which read that topic understand it.
 
-    key 0, 1  (group, topic, partition)   value: a committed offset
-    key 2     (group)                     value: a generation of a group, with its members and their assignments
+    key 1  (group, topic, partition)   value: a committed offset
+    key 2  (group)                     value: a generation of a group, with its members and their assignments
 
-Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Records are written in
-the versions that Kafka 4 writes (offsets: 3, or 1 if the client set a retention; groups: 3), and read in all versions.
+Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Versions are those that
+Kafka 4 writes (offsets: 3, or 1 if the client set a retention; groups: 3).
 An offset also carries the id of its topic in the header `topic-id`: a name can be reused after a topic was deleted, and
 offsets of the old topic must not apply to the new one. The empty header `transactional` marks an offset that a
 transaction has committed, now or before. Kafka's tools ignore headers.
@@ -16,21 +16,18 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord, record_key
 from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages.primitives import Reader, Writer
 
 TOPIC_ID_HEADER: Final = "topic-id"
 TRANSACTIONAL_HEADER: Final = "transactional"
 
-_OFFSET_KEYS: Final = (0, 1)
+_OFFSET_KEY: Final = 1
 _GROUP_KEY: Final = 2
 _OFFSET_VERSION: Final = 3
 _OFFSET_VERSION_WITH_EXPIRY: Final = 1
 _GROUP_VERSION: Final = 3
-_VERSION_MAX: Final = 4
-_FLEXIBLE_SINCE: Final = 4
-_TOPIC_ID_TAG: Final = 0
 
 NO_TIME_MS: Final = -1
 
@@ -89,15 +86,14 @@ class StoredGroup:
 
 def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
     expires = committed.expire_ms != NO_TIME_MS
-    version = _OFFSET_VERSION_WITH_EXPIRY if expires else _OFFSET_VERSION
     writer = Writer(flexible=False)
-    writer.int16(version)
+    writer.int16(_OFFSET_VERSION_WITH_EXPIRY if expires else _OFFSET_VERSION)
     writer.int64(committed.offset)
-    if version >= 3:
+    if not expires:
         writer.int32(committed.leader_epoch)
     writer.string(committed.metadata)
     writer.int64(committed.commit_ms)
-    if version == 1:
+    if expires:
         writer.int64(committed.expire_ms)
     headers = [] if committed.topic_id is None else [(TOPIC_ID_HEADER, committed.topic_id.bytes)]
     if committed.is_transactional:
@@ -127,23 +123,23 @@ def group_record(group_id: str, group: StoredGroup) -> StateRecord:
         writer.int32(member.session_timeout_ms)
         writer.blob(member.subscription)
         writer.blob(member.assignment)
-    return StateRecord(_group_key(group_id), bytes(writer.buffer))
+    return stored_group_record(group_id, bytes(writer.buffer))
 
 
 def stored_group_record(group_id: str, value: bytes) -> StateRecord:
     """Build the record of a generation from its stored value."""
-    return StateRecord(_group_key(group_id), value)
+    return StateRecord(record_key(_GROUP_KEY, group_id), value)
 
 
 def group_tombstone(group_id: str) -> StateRecord:
-    return StateRecord(_group_key(group_id), None)
+    return StateRecord(record_key(_GROUP_KEY, group_id), None)
 
 
 def read_key(key: bytes) -> OffsetKey | GroupKey | None:
     """Parse the key of a record; return None for kinds that this broker does not store."""
     reader = Reader(key, flexible=False)
     kind = reader.int16()
-    if kind in _OFFSET_KEYS:
+    if kind == _OFFSET_KEY:
         return OffsetKey(reader.string(), reader.string(), reader.int32())
     if kind == _GROUP_KEY:
         return GroupKey(reader.string())
@@ -151,76 +147,50 @@ def read_key(key: bytes) -> OffsetKey | GroupKey | None:
 
 
 def read_offset(record: StateRecord) -> CommittedOffset:
-    reader, version = _read_header(record)
-    offset = reader.int64()
-    leader_epoch = reader.int32() if version >= 3 else -1
-    metadata = reader.string()
-    commit_ms = reader.int64()
-    expire_ms = reader.int64() if version == 1 else NO_TIME_MS
-    topic_id = _topic_id(record)
-    for tag, content in reader.tags():
-        if tag == _TOPIC_ID_TAG and topic_id is None:
-            topic_id = content.uuid()
+    reader = Reader(record.value or b"", flexible=False)
+    expires = _check_version(reader, _OFFSET_VERSION, _OFFSET_VERSION_WITH_EXPIRY) == _OFFSET_VERSION_WITH_EXPIRY
     return CommittedOffset(
-        offset=offset,
-        leader_epoch=leader_epoch,
-        metadata=metadata,
-        commit_ms=commit_ms,
-        expire_ms=expire_ms,
-        topic_id=topic_id,
+        offset=reader.int64(),
+        leader_epoch=-1 if expires else reader.int32(),
+        metadata=reader.string(),
+        commit_ms=reader.int64(),
+        expire_ms=reader.int64() if expires else NO_TIME_MS,
+        topic_id=_topic_id(record),
         is_transactional=any(name == TRANSACTIONAL_HEADER for name, _ in record.headers),
     )
 
 
 def read_group(record: StateRecord) -> StoredGroup:
-    reader, version = _read_header(record)
-    protocol_type = reader.string()
-    generation = reader.int32()
-    protocol_name = reader.nullable_string()
-    leader_id = reader.nullable_string()
-    state_since_ms = reader.int64() if version >= 2 else NO_TIME_MS
-    members = tuple([_read_member(reader, version) for _ in range(max(0, reader.array_length()))])
-    reader.skip_tags()
-    return StoredGroup(
-        protocol_type=protocol_type,
-        generation=generation,
-        protocol_name=protocol_name,
-        leader_id=leader_id,
-        state_since_ms=state_since_ms,
-        members=members,
-    )
-
-
-def _read_member(reader: Reader, version: int) -> StoredMember:
-    member_id = reader.string()
-    instance_id = reader.nullable_string() if version >= 3 else None
-    client_id = reader.string()
-    client_host = reader.string()
-    rebalance_timeout_ms = reader.int32() if version >= 1 else -1
-    session_timeout_ms = reader.int32()
-    subscription = bytes(reader.blob() or b"")
-    assignment = bytes(reader.blob() or b"")
-    reader.skip_tags()
-    return StoredMember(
-        member_id=member_id,
-        instance_id=instance_id,
-        client_id=client_id,
-        client_host=client_host,
-        # The first version had no rebalance timeout: the session timeout was used for both.
-        rebalance_timeout_ms=session_timeout_ms if rebalance_timeout_ms == -1 else rebalance_timeout_ms,
-        session_timeout_ms=session_timeout_ms,
-        subscription=subscription,
-        assignment=assignment,
-    )
-
-
-def _read_header(record: StateRecord) -> tuple[Reader, int]:
     reader = Reader(record.value or b"", flexible=False)
+    _check_version(reader, _GROUP_VERSION)
+    return StoredGroup(
+        protocol_type=reader.string(),
+        generation=reader.int32(),
+        protocol_name=reader.nullable_string(),
+        leader_id=reader.nullable_string(),
+        state_since_ms=reader.int64(),
+        members=tuple([_read_member(reader) for _ in range(max(0, reader.array_length()))]),
+    )
+
+
+def _read_member(reader: Reader) -> StoredMember:
+    return StoredMember(
+        member_id=reader.string(),
+        instance_id=reader.nullable_string(),
+        client_id=reader.string(),
+        client_host=reader.string(),
+        rebalance_timeout_ms=reader.int32(),
+        session_timeout_ms=reader.int32(),
+        subscription=bytes(reader.blob() or b""),
+        assignment=bytes(reader.blob() or b""),
+    )
+
+
+def _check_version(reader: Reader, *known: int) -> int:
     version = reader.int16()
-    if not 0 <= version <= _VERSION_MAX:
-        raise ProtocolViolation(f"version {version} of a record in the offsets topic is unknown")
-    reader.flexible = version >= _FLEXIBLE_SINCE
-    return reader, version
+    if version not in known:
+        raise ProtocolViolation(f"a record in the offsets topic has unknown version {version}")
+    return version
 
 
 def _topic_id(record: StateRecord) -> UUID | None:
@@ -231,19 +201,7 @@ def _topic_id(record: StateRecord) -> UUID | None:
 
 
 def _offset_key(key: OffsetKey) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(_OFFSET_KEYS[-1])
-    writer.string(key.group_id)
-    writer.string(key.topic)
-    writer.int32(key.partition)
-    return bytes(writer.buffer)
-
-
-def _group_key(group_id: str) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(_GROUP_KEY)
-    writer.string(group_id)
-    return bytes(writer.buffer)
+    return record_key(_OFFSET_KEY, key.group_id, key.topic) + key.partition.to_bytes(4, "big", signed=True)
 
 
 FLEXIBLE_VALUE_VERSION: Final = 0
@@ -260,7 +218,5 @@ def begin_flexible_value() -> Writer:
 def open_flexible_value(record: StateRecord) -> Reader:
     """Read the value of a consumer or share group's record from its first field on."""
     reader = Reader(record.value or b"", flexible=True)
-    version = reader.int16()
-    if version != FLEXIBLE_VALUE_VERSION:
-        raise ProtocolViolation(f"a record in the offsets topic has unknown version {version}")
+    _check_version(reader, FLEXIBLE_VALUE_VERSION)
     return reader

@@ -5,9 +5,9 @@
                                     Tag 0: the last run that was aborted
 
 Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Transactions are
-written in version 1, which has tagged fields, and read in versions 0 and 1. Two tags are added to Kafka's (0 previous
-producer id, 1 next producer id, 2 version of the protocol): the last epoch, without which a producer that retries after
-a change of coordinator would be fenced, and the flag of a prepared transaction, which Kafka's tools show as ongoing.
+stored in version 1, which has tagged fields. Two tags are added to Kafka's (0 previous producer id, 1 next producer id,
+2 version of the protocol): the last epoch, without which a producer that retries after a change of coordinator would be
+fenced, and the flag of a prepared transaction, which Kafka's tools show as ongoing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord, record_key
 from millstream.broker.transactions.transaction import (
     FIRST_VERSION,
     NO_EPOCH,
@@ -87,11 +87,11 @@ def transaction_record(transaction: Transaction) -> StateRecord:
         (_PREPARED_TAG, b"\x01" if is_prepared else b"\x00", 0),
     ]
     writer.tags({tag: content for tag, content, absent in tags if _number(content) != absent})
-    return StateRecord(_transaction_key(transaction.transactional_id), bytes(writer.buffer))
+    return StateRecord(record_key(_TRANSACTION_KEY, transaction.transactional_id), bytes(writer.buffer))
 
 
 def transaction_tombstone(transactional_id: str) -> StateRecord:
-    return StateRecord(_transaction_key(transactional_id), None)
+    return StateRecord(record_key(_TRANSACTION_KEY, transactional_id), None)
 
 
 def query_record(query: str, last: LastBatch) -> StateRecord:
@@ -100,12 +100,12 @@ def query_record(query: str, last: LastBatch) -> StateRecord:
     writer.int64(last.batch)
     writer.int64(last.updated_ms)
     writer.tags({_ENDED_RUN_TAG: last.ended_run.encode()} if last.ended_run else {})
-    return StateRecord(_query_key(query), bytes(writer.buffer))
+    return StateRecord(record_key(_QUERY_KEY, query), bytes(writer.buffer))
 
 
 def query_tombstone(query: str) -> StateRecord:
     """Build the tombstone of a query's last batch."""
-    return StateRecord(_query_key(query), None)
+    return StateRecord(record_key(_QUERY_KEY, query), None)
 
 
 def read_key(key: bytes) -> TransactionKey | QueryKey | None:
@@ -128,11 +128,10 @@ def read_query(value: bytes) -> LastBatch:
 
 
 def read_transaction(transactional_id: str, value: bytes) -> Transaction:
-    reader = Reader(value, flexible=False)
+    reader = Reader(value)
     version = reader.int16()
-    if not 0 <= version <= _VERSION:
+    if version != _VERSION:
         raise ProtocolViolation(f"version {version} of a transaction's record is unknown")
-    reader.flexible = version >= 1
     producer_id, epoch, timeout_ms = reader.int64(), reader.int16(), reader.int32()
     status = reader.int8()
     if not 0 <= status < len(_STATUS):
@@ -179,17 +178,3 @@ def _read_partitions(reader: Reader) -> Iterable[TopicPartition]:
 
 def _number(content: bytes) -> int:
     return int.from_bytes(content, "big", signed=True)
-
-
-def _transaction_key(transactional_id: str) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(_TRANSACTION_KEY)
-    writer.string(transactional_id)
-    return bytes(writer.buffer)
-
-
-def _query_key(query: str) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(_QUERY_KEY)
-    writer.string(query)
-    return bytes(writer.buffer)

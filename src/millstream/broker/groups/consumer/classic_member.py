@@ -238,8 +238,6 @@ def deletion_records(group: ConsumerGroup) -> list[StateRecord]:
         records += member_tombstones(group.group_id, member_id)
     for expression in group.resolved:
         records.append(tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, expression)))
-    if group.has_old_topics:
-        records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
     return [*records, *group_tombstones(group.group_id)]
 
 

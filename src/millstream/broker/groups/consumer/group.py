@@ -56,7 +56,6 @@ class ConsumerGroup:
         self.assignors: Counter[str] = Counter()
         self.members_bytes = 0
         self.classic_members = 0
-        self.has_old_topics = False
         self._classic_support: Counter[str] = Counter()
         self._owners: dict[tuple[UUID, int], str] = {}
         # Soft: the version of the topics up to which this group, and each of its expressions, is current; for the

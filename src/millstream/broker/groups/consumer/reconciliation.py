@@ -461,8 +461,6 @@ class Reconciliation:
             return
         self._epoch = group.epoch + 1
         self.records.append(group_epoch_record(group.group_id, self._epoch, hashed))
-        if group.has_old_topics:
-            self.records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
         _logger.info("group rebalances", extra={"group": group.group_id, "epoch": self._epoch})
 
     def _may_compute_target(self) -> bool:

@@ -1,7 +1,6 @@
 """The records of consumer groups in `__consumer_offsets`, in Kafka's own formats.
 
     key 3   (group)               value: the epoch of the group, and a hash of its topics
-    key 4   (group)               the topics themselves, from Kafka 4.0; skipped when read, and never written
     key 5   (group, member)       value: the metadata and subscription of a member
     key 6   (group)               value: the epoch of the target assignment
     key 7   (group, member)       value: the target of a member
@@ -19,7 +18,7 @@ from enum import IntEnum
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord, record_key
 from millstream.broker.groups.consumer.member import (
     Assignment,
     ClassicSide,
@@ -43,7 +42,6 @@ Since = Mapping[UUID, Mapping[int, int]]
 
 class Kind(IntEnum):
     GROUP = 3
-    OLD_TOPICS = 4
     SUBSCRIPTION = 5
     TARGET_EPOCH = 6
     TARGET = 7
@@ -287,9 +285,4 @@ def _record(key: ConsumerKey, writer: Writer) -> StateRecord:
 
 
 def _key(key: ConsumerKey) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(key.kind)
-    writer.string(key.group_id)
-    if key.kind in _WITH_NAME:
-        writer.string(key.name)
-    return bytes(writer.buffer)
+    return record_key(key.kind, key.group_id, *([key.name] if key.kind in _WITH_NAME else []))

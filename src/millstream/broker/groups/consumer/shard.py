@@ -98,10 +98,6 @@ def _apply_group(group: ConsumerGroup, _: str, record: StateRecord) -> None:
     group.epoch, group.metadata_hash = read_group_epoch(record)
 
 
-def _apply_old_topics(group: ConsumerGroup, _: str, record: StateRecord) -> None:
-    group.has_old_topics = record.value is not None
-
-
 def _apply_target_epoch(group: ConsumerGroup, _: str, record: StateRecord) -> None:
     group.target_epoch = -1 if record.value is None else read_target_epoch(record)
 
@@ -137,7 +133,6 @@ def _find_or_create_member(group: ConsumerGroup, member_id: str) -> ConsumerMemb
 
 _APPLY: Final[dict[Kind, Callable[[ConsumerGroup, str, StateRecord], None]]] = {
     Kind.GROUP: _apply_group,
-    Kind.OLD_TOPICS: _apply_old_topics,
     Kind.TARGET_EPOCH: _apply_target_epoch,
     Kind.SUBSCRIPTION: _apply_subscription,
     Kind.TARGET: _apply_target,

@@ -12,10 +12,10 @@ from enum import IntEnum, StrEnum
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord, record_key
 from millstream.broker.groups.consumer.assignor import TopicView, existing, metadata_hash, partitions_of
 from millstream.broker.groups.records import begin_flexible_value, open_flexible_value
-from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.messages.primitives import Reader
 
 Assignment = Mapping[UUID, frozenset[int]]
 """Partitions by topic."""
@@ -256,9 +256,4 @@ def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
 
 
 def _key(key: ShareKey) -> bytes:
-    writer = Writer(flexible=False)
-    writer.int16(key.kind)
-    writer.string(key.group_id)
-    if key.kind is ShareKind.MEMBER:
-        writer.string(key.member_id)
-    return bytes(writer.buffer)
+    return record_key(key.kind, key.group_id, *([key.member_id] if key.kind is ShareKind.MEMBER else []))
