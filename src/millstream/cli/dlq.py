@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,7 +75,7 @@ def list_(common: Common = COMMON) -> None:
 
     found = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     print_list(
-        {"dead_letters": [one._asdict() for one in found]},
+        {"dead_letters": [asdict(one) for one in found]},
         ["topic", "subscriptions", "letters"],
         [[one.topic, ", ".join(one.subscriptions), one.letters] for one in found],
         empty="No subscription keeps dead letters.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import NAMESPACE_OID, uuid5
@@ -284,7 +284,7 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
     found = await tables_of(client, described)
     return {
         **described,
-        "tables": [one._asdict() for one in found.tables],
+        "tables": [asdict(one) for one in found.tables],
         "notes": [*described["notes"], *found.notes],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,7 +84,7 @@ def list_(name: Name, common: Common = COMMON) -> None:
     """List the rules of a pipeline."""
     rules = _rules_of(name, common)
     print_list(
-        [_as_document(rule) for rule in rules],
+        [asdict(rule) for rule in rules],
         ("rule", "topic", "to", "where"),
         [[rule.name, rule.topic, ", ".join(rule.targets), condition_text(rule)] for rule in rules],
         empty=f"No rules yet; add one with: millstream pipeline rule put {one_line(name)} RULE --topic … --to …",
@@ -140,34 +141,23 @@ def read_rules(file: str) -> tuple[Rule, ...]:
     import msgspec
 
     from millstream.core.json_problem import plain_problem
-    from millstream.protocol.private.pipeline_messages import RuleMessage
 
     text = sys.stdin.read() if file == "-" else read_text_file(Path(file), flag="the rules")
     try:
-        rules = msgspec.json.decode(text, type=list[RuleMessage])
+        rules = msgspec.json.decode(text, type=tuple[Rule, ...])
+        for unknown in {name for one in msgspec.json.decode(text) for name in one} - {one.name for one in fields(Rule)}:
+            raise msgspec.ValidationError(f"Object contains unknown field `{unknown}`")
     except msgspec.MsgspecError as error:
         raise CommandFailed(
             f"{file} is not a JSON list of rules: {plain_problem(error)}; a rule has name, topic, targets, condition "
             "or subscription",
             ExitCode.USAGE,
         ) from None
-    return tuple(one.rule() for one in rules)
-
-
-def _as_document(rule: Rule) -> dict[str, object]:
-    return {
-        "name": rule.name,
-        "topic": rule.topic,
-        "targets": list(rule.targets),
-        "condition": rule.condition,
-        "subscription": rule.subscription,
-    }
+    return rules
 
 
 def _rules_of(name: str, common: Common) -> list[Rule]:
     import msgspec
 
-    from millstream.protocol.private.pipeline_messages import RuleMessage
-
     (described,) = call_pipelines(common, lambda pipelines: pipelines.describe([name]))
-    return [one.rule() for one in msgspec.convert(described["rules"], list[RuleMessage])]
+    return msgspec.convert(described["rules"], list[Rule])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 
 if TYPE_CHECKING:
-    from millstream.client.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
+    from millstream.client.admin.transactions import DescribedTransaction, ListedTransaction
     from millstream.protocol.wire.client import Client
 
 app = Noun(help="List, describe and abort transactions.", no_args_is_help=True)
@@ -81,7 +81,7 @@ def describe(
 
     found = call_broker(common, lambda client: describe_transaction(client, transactional_id))
     if common.as_json:
-        print_json(_as_document(found))
+        print_json(found.described())
         return
     print_line(f"{one_line(found.transactional_id)}  ({found.state})")
     print_line(f"producer {found.producer_id}, epoch {found.epoch}, coordinated by node {found.coordinator}")
@@ -148,7 +148,7 @@ def _list_hanging(common: Common) -> None:
 
     found = call_broker(common, hanging_transactions)
     print_list(
-        {"hanging": [_opened(one) for one in found]},
+        {"hanging": [one.described() for one in found]},
         ["topic", "partition", "producer id", "epoch", "from offset"],
         [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found],
         empty="No transactions are hanging: every open transaction has a coordinator that will end it.",
@@ -172,24 +172,7 @@ def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, f
 
     found = call_broker(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
     print_result(
-        _opened(found),
+        found.described(),
         f"Aborted the transaction of producer {producer_id} on {one_line(str(where))}.",
         as_json=common.as_json,
     )
-
-
-def _opened(one: OpenTransaction) -> dict[str, Any]:
-    return {
-        "topic": one.where.topic,
-        "partition": one.where.partition,
-        "producer_id": one.producer_id,
-        "epoch": one.epoch,
-        "start_offset": one.start_offset,
-    }
-
-
-def _as_document(found: DescribedTransaction) -> dict[str, Any]:
-    document = dataclasses.asdict(found)
-    document["started_ms"] = None if found.started_ms < 0 else found.started_ms
-    document["partitions"] = [[one.topic, one.partition] for one in found.partitions]
-    return document

@@ -142,7 +142,8 @@ _PASSES = (*TRANSIENT, UnknownGroup)
 T = TypeVar("T")
 
 
-class DeadLetterTopic(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DeadLetterTopic:
     """A dead letter topic, the subscriptions that write to it, and its number of open letters."""
 
     topic: str

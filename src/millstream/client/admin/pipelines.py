@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -34,7 +35,6 @@ from millstream.protocol.private.pipeline_messages import (
     PipelineChanges,
     PipelineNames,
     RuleChanges,
-    RuleMessage,
     RunLogRequest,
     StartRunRequest,
 )
@@ -95,7 +95,7 @@ class PipelineClient:
             name=name,
             kind=str(kind),
             settings=dict(settings),
-            rules=[RuleMessage.of(rule) for rule in rules],
+            rules=list(rules),
             enabled=is_enabled,
             validate_only=True,
         )
@@ -157,8 +157,7 @@ class PipelineClient:
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
     ) -> RulesChanged:
         """Add or replace rules, and delete others."""
-        put = [RuleMessage.of(rule) for rule in rules]
-        body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
+        body = RuleChanges(name=name, put=list(rules), delete=list(gone), validate_only=validate_only)
         response = await self._request(None, body)
         return RulesChanged(response["rules"], response.get("notes", []))
 
@@ -403,7 +402,7 @@ def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
         kind=PipelineKind(described["kind"]),
         # Secrets are not shown: another cluster has its own credentials.
         overrides={name: text for name, text in described["overrides"].items() if text != HIDDEN},
-        rules=tuple(RuleMessage(**rule).rule() for rule in described["rules"]),
+        rules=msgspec.convert(described["rules"], tuple[Rule, ...]),
     )
 
 
@@ -463,7 +462,10 @@ _READERS: Final = {
 }
 
 
-class LandedTable(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LandedTable:
+    """The table of a topic."""
+
     topic: str
     location: str
     """A folder on the node that runs the pipeline, or a URL."""

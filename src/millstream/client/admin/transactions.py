@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from millstream.core.errors import InvalidRequest, InvalidTransactionState, UnknownTopic, UnknownTransaction
@@ -54,6 +54,12 @@ class DescribedTransaction:
     partitions: tuple[TopicPartition, ...]
     coordinator: NodeId
 
+    def described(self) -> dict[str, Any]:
+        """Return a JSON document."""
+        started_ms = None if self.started_ms < 0 else self.started_ms
+        partitions = [(one.topic, one.partition) for one in self.partitions]
+        return {**asdict(self), "started_ms": started_ms, "partitions": partitions}
+
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
@@ -65,6 +71,16 @@ class OpenTransaction:
     epoch: int
     coordinator_epoch: int
     start_offset: int
+
+    def described(self) -> dict[str, Any]:
+        """Return a JSON document."""
+        return {
+            "topic": self.where.topic,
+            "partition": self.where.partition,
+            "producer_id": self.producer_id,
+            "epoch": self.epoch,
+            "start_offset": self.start_offset,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,23 +30,6 @@ class Landed(Request[Response], frozen=True, kw_only=True):
     topics: list[LandedTopic]
 
 
-class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule of a route in JSON."""
-
-    name: str
-    topic: str
-    targets: list[str]
-    condition: str = ""
-    subscription: str = ""
-
-    @classmethod
-    def of(cls, rule: Rule) -> RuleMessage:
-        return msgspec.convert(rule, cls, from_attributes=True)
-
-    def rule(self) -> Rule:
-        return msgspec.convert(self, Rule, from_attributes=True)
-
-
 class CreatePipelineResponse(Response, frozen=True, kw_only=True):
     """The id of a declared pipeline, and remarks for its owner."""
 
@@ -59,7 +42,7 @@ class NewPipeline(Request[CreatePipelineResponse], frozen=True, kw_only=True):
     name: str
     kind: str
     settings: dict[str, str] = msgspec.field(default_factory=dict)
-    rules: list[RuleMessage] = msgspec.field(default_factory=list)
+    rules: Sequence[Rule] = ()
     enabled: bool = True
     validate_only: bool = False
 
@@ -93,7 +76,7 @@ class RuleChanges(Request[RuleChangeResponse], frozen=True, kw_only=True):
 
     KEY: ClassVar = 32054
     name: str
-    put: list[RuleMessage] = msgspec.field(default_factory=list)
+    put: Sequence[Rule] = ()
     delete: list[str] = msgspec.field(default_factory=list)
     validate_only: bool = False
 

@@ -52,7 +52,6 @@ from millstream.protocol.private.pipeline_messages import (
     PipelineNames,
     RuleChangeResponse,
     RuleChanges,
-    RuleMessage,
     RunDescription,
     RunLogRequest,
     RunLogResponse,
@@ -101,14 +100,13 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
-        rules = [rule.rule() for rule in request.rules]
-        await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
+        await check_filters_of(request.rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
         await check_table_conditions(request.settings)
         made = await self._pipelines.create(
             request.name,
             kind_of(request.kind),
             request.settings,
-            rules=rules,
+            rules=request.rules,
             is_enabled=request.enabled,
             validate_only=request.validate_only,
             owner=owner,
@@ -248,7 +246,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
             "owner": pipeline.owner.principal,
-            "rules": [RuleMessage.of(rule) for rule in rules],
+            "rules": list(rules),
             "local_tables": self._advice.has_local_tables(pipeline),
             "lag": self._board.lag(pipeline.name),
             "report": self._board.describe(pipeline.name),
@@ -292,11 +290,10 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
     changes = single_change("pipeline", UPDATE)
 
     async def handle(self, request: RuleChanges, owner: Owner | None = None) -> RuleChangeResponse:
-        rules = [rule.rule() for rule in request.put]
         now = await self._pipelines.find(request.name)
-        await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
+        await check_filters_of(request.put, self._subscriptions, decode=now.overrides.get(DECODE, ""))
         changed = await self._pipelines.change_rules(
-            request.name, rules, gone=request.delete, validate_only=request.validate_only, owner=owner
+            request.name, request.put, gone=request.delete, validate_only=request.validate_only, owner=owner
         )
         return RuleChangeResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
 

@@ -61,13 +61,18 @@ class PlanToCompute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     throttle_bytes_per_s: Annotated[int, Meta(ge=1024, le=2**62)] = THROTTLE_BYTES
 
 
-class ComputedMove(msgspec.Struct, frozen=True):
+class MovingPartition(msgspec.Struct, frozen=True):
     """A partition, its current replicas, and its planned replicas."""
 
     topic: str
     partition: int
     before: list[int] = msgspec.field(name="from")
     target: list[int] = msgspec.field(name="to")
+
+
+class ComputedMove(MovingPartition, frozen=True):
+    """A planned move, and how much it copies."""
+
     bytes: int
 
 
@@ -83,15 +88,6 @@ class ComputedPlan(msgspec.Struct, frozen=True):
     seconds: float
     staying: list[str]
     risks: list[str]
-
-
-class MovingPartition(msgspec.Struct, frozen=True):
-    """A partition that is being moved."""
-
-    topic: str
-    partition: int
-    before: list[int] = msgspec.field(name="from")
-    target: list[int] = msgspec.field(name="to")
 
 
 class PlanProgress(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from millstream.client.admin.dead_letter import (
     DeadLetterClient,
+    DeadLetterTopic,
     LetterFilter,
     Outcome,
     compile_letter_filter,
@@ -38,24 +39,10 @@ ShortCondition = Annotated[
 Number = Annotated[int, Meta(ge=1, le=WORKED_ON_MAX)]
 
 
-class DeadLetters(msgspec.Struct, frozen=True):
-    """A dead letter topic, the subscriptions that write to it, and how many letters are open."""
-
-    topic: str
-    subscriptions: list[str]
-    letters: int
-    unreachable: list[int]
-    """The partitions that did not respond; their letters are not counted."""
-    refused: int
-    """Messages that the topic refuses as letters, which are tried again."""
-    refusals: list[str]
-    """Why, and what to do about it."""
-
-
 class DeadLetterList(msgspec.Struct, frozen=True):
     """Dead letter topics, by name."""
 
-    dead_letters: list[DeadLetters]
+    dead_letters: list[DeadLetterTopic]
 
 
 class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,8 +102,7 @@ class LettersProcessed(msgspec.Struct, frozen=True):
 
 
 async def list_topics(services: Services, request: Request[NoFields, NoFields]) -> DeadLetterList:
-    found = await dead_letter_topics(services.client)
-    return DeadLetterList([DeadLetters(**one._asdict()) for one in found])
+    return DeadLetterList(await dead_letter_topics(services.client))
 
 
 async def show(services: Services, request: Request[Letters, NoFields]) -> LetterList:

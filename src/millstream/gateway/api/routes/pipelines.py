@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.pipelines import PipelineClient, summary_of, tables_of
+from millstream.broker.pipelines.report_board import PipelineReport, State
+from millstream.client.admin.pipelines import LandedTable, PipelineClient, summary_of, tables_of
 from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import NAME_LENGTH_MAX, PipelineKind, Rule, kind_of
 from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, TARGETS_MAX
@@ -30,7 +32,6 @@ PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Kind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
 """An unknown kind is refused with the list of kinds."""
-State = Literal["waiting", "idle", "starting", "running", "retrying", "parked", "stopped"]
 
 
 class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,39 +102,6 @@ class PipelineList(msgspec.Struct, frozen=True):
     pipelines: list[PipelineSummary]
 
 
-class RecentBatch(msgspec.Struct, frozen=True):
-    """One of the last batches of a pipeline."""
-
-    ended_ms: int
-    rows: int
-    seconds: float
-
-
-class PipelineReport(msgspec.Struct, frozen=True):
-    """A pipeline's progress since its driver started."""
-
-    state: State
-    rows: int
-    rows_per_s: float
-    lag: int | None
-    batches: int
-    recent: list[RecentBatch]
-    """The last batches, the latest first; empty for jobs, which have runs."""
-    restarts: int
-    stalls: int
-    stalled_s: float
-    last_error: str
-    last_error_ms: int
-    failing_ms: int
-    counts: dict[str, int]
-    levels: dict[str, int]
-    node: int
-    run: int
-    """The number of a job's last run."""
-    next_run_ms: int
-    """When a job runs next; 0 if that is not known."""
-
-
 class RunList(msgspec.Struct, frozen=True):
     """The last runs of a job, the latest first."""
 
@@ -169,14 +137,6 @@ class RunCancelled(msgspec.Struct, frozen=True):
     run: int
 
 
-class TableDescription(msgspec.Struct, frozen=True):
-    """The table of a topic: a folder of the node or a URL, and a Python expression that reads it."""
-
-    topic: str
-    location: str
-    read: str
-
-
 class PipelineDescription(msgspec.Struct, frozen=True):
     """A pipeline with its settings, rules and progress."""
 
@@ -192,7 +152,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     settings: dict[str, str]
     overrides: dict[str, str]
     rules: list[RoutingRule]
-    tables: list[TableDescription]
+    tables: list[LandedTable]
     """The tables that a landing pipeline writes."""
     report: PipelineReport | None
     notes: list[str]
@@ -241,7 +201,7 @@ async def describe(services: Services, request: Request[Any, Any]) -> PipelineDe
 async def _describe(services: Services, name: str, notes: list[str]) -> PipelineDescription:
     (described,) = await PipelineClient(services.client).describe([name])
     found = await tables_of(services.client, described)
-    tables = [one._asdict() for one in found.tables]
+    tables = [asdict(one) for one in found.tables]
     notes = [*notes, *described["notes"], *found.notes]
     return msgspec.convert({**described, "tables": tables, "notes": notes}, PipelineDescription)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from millstream.client.admin.transactions import (
-    OpenTransaction,
+    ListedTransaction,
     abort_on_partition,
     abort_transaction,
     describe_transaction,
@@ -31,18 +30,10 @@ class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
-class TransactionSummary(msgspec.Struct, frozen=True):
-    """A transactional id's summary."""
-
-    transactional_id: str
-    producer_id: int
-    state: str
-
-
 class TransactionList(msgspec.Struct, frozen=True):
     """Transactional ids."""
 
-    transactions: list[TransactionSummary]
+    transactions: list[ListedTransaction]
 
 
 class TransactionDescription(msgspec.Struct, frozen=True):
@@ -96,24 +87,13 @@ async def list_all(services: Services, request: Request[Transactions, NoFields])
     """List transactional ids with their states."""
     longer = -1 if request.query.longer_than_ms is None else request.query.longer_than_ms
     found = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
-    return TransactionList([TransactionSummary(**asdict(one)) for one in found])
+    return TransactionList(found)
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TransactionDescription:
     """Describe one transactional id."""
     found = await describe_transaction(services.client, request.path["transaction"])
-    partitions = [(one.topic, int(one.partition)) for one in found.partitions]
-    started_ms = None if found.started_ms < 0 else found.started_ms
-    return TransactionDescription(
-        found.transactional_id,
-        found.state,
-        found.timeout_ms,
-        started_ms,
-        found.producer_id,
-        found.epoch,
-        partitions,
-        found.coordinator,
-    )
+    return msgspec.convert(found.described(), TransactionDescription)
 
 
 async def abort(services: Services, request: Request[NoFields, NoFields]) -> Aborted:
@@ -123,18 +103,16 @@ async def abort(services: Services, request: Request[NoFields, NoFields]) -> Abo
 
 
 async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
-    return HangingList([_hanging(one) for one in await hanging_transactions(services.client)])
+    found = await hanging_transactions(services.client)
+    return msgspec.convert({"transactions": [one.described() for one in found]}, HangingList)
 
 
 async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:
     """Write the abort marker of a hanging transaction."""
     body = request.body
     where = TopicPartition(body.topic, PartitionIndex(body.partition))
-    return _hanging(await abort_on_partition(services.client, where, body.producer_id, force=body.force))
-
-
-def _hanging(one: OpenTransaction) -> HangingTransaction:
-    return HangingTransaction(one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset)
+    aborted = await abort_on_partition(services.client, where, body.producer_id, force=body.force)
+    return msgspec.convert(aborted.described(), HangingTransaction)
 
 
 ROUTES: Final = (

@@ -84,7 +84,7 @@ async def show(visit: Visit) -> Response:
         "described": described,
         "report": described["report"] or {},
         "summary": summary_of(described),
-        "tables": [one._asdict() for one in found.tables],
+        "tables": found.tables,
         "notes": [*described["notes"], *found.notes],
         "rules": described["rules"][:RULES_SHOWN],
         "rules_left": max(0, len(described["rules"]) - RULES_SHOWN),
