@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
-from millstream.broker.groups.requests import ConsumerHeartbeat
+from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
 from millstream.broker.groups.share.group import (
     ShareGroupDescription,
     ShareGroupState,
     ShareHeartbeat,
-    ShareHeartbeatResult,
     ShareKey,
     ShareKind,
     ShareMember,
@@ -54,7 +53,7 @@ class Sharer:
     epoch: int = 0
     assigned: Any = field(default_factory=dict)
 
-    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[ShareHeartbeatResult]:
+    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[HeartbeatResult]:
         sent = self.epoch if epoch is None else epoch
         values: dict[str, Any] = {"topics": self.topics if sent == 0 else None, "rack_id": None, "client_id": "client"}
         request = ShareHeartbeat(
@@ -65,7 +64,7 @@ class Sharer:
         )
         return self.harness.run(lambda shard: shard.shares.heartbeat(request))
 
-    def send_heartbeat(self, **given: Any) -> ShareHeartbeatResult:
+    def send_heartbeat(self, **given: Any) -> HeartbeatResult:
         response = self.send(**given).result()
         self.epoch = response.epoch
         if response.assignment is not None:
@@ -96,7 +95,7 @@ def described(harness: ConsumerHarness, group_id: str = GROUP) -> ShareGroupDesc
 def test_the_first_member_gets_every_partition_once(harness: ConsumerHarness) -> None:
     one = Sharer(harness, "one")
     joined = one.send_heartbeat()
-    assert joined == ShareHeartbeatResult(
+    assert joined == HeartbeatResult(
         member_id="one", epoch=1, heartbeat_ms=HEARTBEAT_MS, assignment=harness.partitions(orders={0, 1, 2, 3})
     )
     written = len(harness.log)
@@ -270,7 +269,7 @@ def test_another_node_continues_from_the_log(harness: ConsumerHarness) -> None:
     before = described(harness)
     harness.reload()
     # The assignments that were sent are not in the log, so they are sent again.
-    assert one.send_heartbeat() == ShareHeartbeatResult(
+    assert one.send_heartbeat() == HeartbeatResult(
         member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=harness.partitions(orders={0, 1, 2, 3})
     )
     assert two.send_heartbeat().assignment == harness.partitions(bills={0, 1})

@@ -10,10 +10,11 @@ import pytest
 from millstream.broker.subscriptions import outcomes
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import Settlement
-from millstream.broker.subscriptions.outcomes import MessageState, OutcomeBudget, OutcomeHistory, message_state
+from millstream.broker.subscriptions.outcomes import OutcomeBudget, OutcomeHistory, message_state
 from millstream.core.errors import NotLeader, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE, Verb
+from millstream.protocol.private.subscriptions import MessageDelivery
 from millstream_testing.queue_bench import Workbench, turns, wanted
 
 WAIT_S = 60.0
@@ -38,9 +39,9 @@ async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> Non
     assert await state(delivery) == "waiting"
     (lease,) = delivery.try_receive(wanted()).leases
     reported = await message_state(delivery, 0, start=0, wait_s=0)
-    assert reported == MessageState("leased", 1, lease.deadline_ms)
+    assert reported == MessageDelivery("leased", 1, lease.deadline_ms)
     delivery.settle_now("one", settle(0, Verb.RELEASE, 5000))
-    assert await message_state(delivery, 0, start=0, wait_s=0) == MessageState(
+    assert await message_state(delivery, 0, start=0, wait_s=0) == MessageDelivery(
         "delayed", 1, bench.clock.now_ms() + 5000
     )
     bench.clock.advance_ms(6000)
@@ -49,7 +50,7 @@ async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> Non
     await turns()
     assert not waiting.done()
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    assert await waiting == MessageState("accepted", 2, is_final=True)
+    assert await waiting == MessageDelivery("accepted", 2, is_final=True)
 
 
 async def test_a_message_with_another_outcome(bench: Workbench) -> None:

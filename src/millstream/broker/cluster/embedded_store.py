@@ -54,13 +54,6 @@ _HEADER = struct.Struct(">4sII")
 _ADVICE = "move the file out of the folder and start again: what it held is derived from the logs"
 
 
-class _StoredEntry(msgspec.Struct, frozen=True, array_like=True):
-    key: str
-    value: str
-    revision: int
-    created: int
-
-
 class _StoredChange(msgspec.Struct, frozen=True, array_like=True):
     key: str
     value: str | None
@@ -75,7 +68,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
     revision: int
     changes: list[_StoredChange]
-    entries: list[_StoredEntry] | None = None
+    entries: list[Entry] | None = None
 
 
 class CoordinationFile:
@@ -151,7 +144,7 @@ class CoordinationFile:
         self._end = end
 
     def _rewrite(self) -> None:
-        entries = [_StoredEntry(*entry) for entry in self.entries.values() if entry.key not in self._leased]
+        entries = [entry for entry in self.entries.values() if entry.key not in self._leased]
         content = _encode(_Record(self.revision, [], entries))
         replace_file(self._files, self._folder, FILE_NAME, content)
         old, self._descriptor = self._descriptor, self._files.open(self._path)
@@ -173,7 +166,7 @@ class CoordinationFile:
         while (record := self._record_at(content, self._end)) is not None:
             found, self._end = record
             if found.entries is not None:
-                self.entries = {one.key: Entry(one.key, one.value, one.revision, one.created) for one in found.entries}
+                self.entries = {one.key: one for one in found.entries}
                 self._live_bytes = self._end
             self._apply(found.changes, found.revision)
             self.revision = max(self.revision, found.revision)

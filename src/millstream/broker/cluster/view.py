@@ -267,19 +267,16 @@ class ClusterView:
         change.nodes.add(node)
 
     def _read_leaving(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        node = NodeId(int(rest))
-        if value is None:
-            self.leaving.discard(node)
-        else:
-            self.leaving.add(node)
-        change.nodes.add(node)
+        self._read_mark(self.leaving, NodeId(int(rest)), value, change)
 
     def _read_drained(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        node = NodeId(int(rest))
+        self._read_mark(self.drained, NodeId(int(rest)), value, change)
+
+    def _read_mark(self, marked: set[NodeId], node: NodeId, value: str | None, change: ViewChange) -> None:
         if value is None:
-            self.drained.discard(node)
+            marked.discard(node)
         else:
-            self.drained.add(node)
+            marked.add(node)
         change.nodes.add(node)
 
     def _read_plan(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:

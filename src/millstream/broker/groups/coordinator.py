@@ -36,7 +36,7 @@ from millstream.broker.groups.requests import (
     SyncRequest,
 )
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.share.group import JOIN_EPOCH, ShareGroupDescription, ShareHeartbeat, ShareHeartbeatResult
+from millstream.broker.groups.share.group import JOIN_EPOCH, ShareGroupDescription, ShareHeartbeat
 from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -152,7 +152,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
             self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
-    async def share_heartbeat(self, request: ShareHeartbeat) -> ShareHeartbeatResult:
+    async def share_heartbeat(self, request: ShareHeartbeat) -> HeartbeatResult:
         """Handle a share group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:

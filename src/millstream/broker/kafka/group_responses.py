@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
+from kio.schema.errors import ErrorCode
 from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.api import error_code, error_message
+from millstream.broker.groups.requests import HeartbeatResult
+from millstream.broker.kafka.api import NO_THROTTLE, error_code, error_message
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 _NAME_LENGTH_MAX: Final = 1024
@@ -31,15 +33,25 @@ def check_text(name: str, text: str | None) -> None:
         raise InvalidRequest(f"the {name} has at most {_NAME_LENGTH_MAX} characters, not {len(text)}")
 
 
-def milliseconds(value: int) -> i32Timedelta:
-    """Return a time in the type that responses use."""
-    return i32Timedelta.parse(timedelta(milliseconds=value))
-
-
-def partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Collection[int]]) -> tuple[T, ...]:
+def _partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Collection[int]]) -> tuple[T, ...]:
     return tuple(
         part(topic_id=topic_id, partitions=tuple(map(i32, sorted(partitions))))
         for topic_id, partitions in sorted(assignment.items())
+    )
+
+
+def heartbeat_response(
+    response: Callable[..., T], assignment: Callable[..., Any], part: Callable[..., Any], result: HeartbeatResult
+) -> T:
+    """Build the response to the heartbeat of a member."""
+    assigned = result.assignment
+    return response(
+        throttle_time=NO_THROTTLE,
+        error_code=ErrorCode.none,
+        member_id=result.member_id,
+        member_epoch=i32(result.epoch),
+        heartbeat_interval=i32Timedelta.parse(timedelta(milliseconds=result.heartbeat_ms)),
+        assignment=None if assigned is None else assignment(topic_partitions=_partitions_by_topic(part, assigned)),
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from msgspec.structs import replace
 
@@ -25,7 +25,7 @@ from millstream.broker.subscriptions.frame import Frame, FrameHeader, read_frame
 from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
 from millstream.core.errors import MillstreamError, PolicyViolation
 from millstream.core.ids import Offset
-from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace, TraceEvent
+from millstream.protocol.private.subscriptions import DeadLetterPosition, MessageDelivery, SubscriptionTrace, TraceEvent
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
@@ -211,16 +211,7 @@ _FINAL_STATES: Final = {
 _OTHER_FINAL_KINDS: Final = [kind for kind in _FINAL_STATES if kind != DeltaKind.ACCEPTED]
 
 
-class MessageState(NamedTuple):
-    """The state of a message, its last delivery, and the time it waits for or 0."""
-
-    state: str
-    attempt: int = 0
-    next_ms: int = 0
-    is_final: bool = False
-
-
-async def message_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> MessageState:
+async def message_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> MessageDelivery:
     """Return the state of a message; with a wait, once it is final or the wait is over.
 
     The result is durable. `start` is where the subscription started on the partition, if known.
@@ -250,34 +241,34 @@ async def message_state(delivery: Delivery, offset: int, *, start: int | None, w
             return _final_state(final)
 
 
-def _current_state(delivery: Delivery, offset: int, start: int | None) -> MessageState | None:
+def _current_state(delivery: Delivery, offset: int, start: int | None) -> MessageDelivery | None:
     """Return the current state; None if the message has ended."""
     fold = delivery.queue.fold
     if start is not None and offset < start and not fold.counters[DeltaKind.SOUGHT]:
-        return MessageState("skipped", is_final=True)
+        return MessageDelivery("skipped", is_final=True)
     if offset >= fold.window.end:
-        return MessageState("waiting")
+        return MessageDelivery("waiting")
     place = fold.place(offset)
     state = DONE if place is None else place[0].states[place[1]]
     if place is None or state == DONE:
         return None
     columns, index = place
     next_ms = columns.dues[index] if state in (LEASED, PARKED) else 0
-    return MessageState(_STATES[state], columns.attempts[index], next_ms)
+    return MessageDelivery(_STATES[state], columns.attempts[index], next_ms)
 
 
-def _recalled_state(delivery: Delivery, offset: int) -> MessageState:
+def _recalled_state(delivery: Delivery, offset: int) -> MessageDelivery:
     final = delivery.outcomes.find(offset)
     if final is not None:
         return _final_state(final)
     counters = delivery.queue.fold.counters
     # If no message ever ended in another way, this one was accepted.
     is_certain = not any(counters[kind] for kind in _OTHER_FINAL_KINDS)
-    return MessageState("accepted" if is_certain else "done", is_final=True)
+    return MessageDelivery("accepted" if is_certain else "done", is_final=True)
 
 
-def _final_state(final: Delta) -> MessageState:
-    return MessageState(_FINAL_STATES[final.kind], final.attempt, is_final=True)
+def _final_state(final: Delta) -> MessageDelivery:
+    return MessageDelivery(_FINAL_STATES[final.kind], final.attempt, is_final=True)
 
 
 # The history of a message in one queue, from its delivery state and the last frames of deltas.

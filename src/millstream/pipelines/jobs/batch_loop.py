@@ -44,9 +44,8 @@ from millstream.pipelines.source.batch_commit import (
     abort_batch,
     abort_undecided,
     prepare_offsets,
-    writing_link,
 )
-from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import (
     BROKERS,
@@ -159,7 +158,7 @@ class BatchLoop:
     @property
     def link(self) -> Link:
         """The client of this process."""
-        return writing_link(self.options)
+        return task_link(self.options)
 
     def options_for(self, topic: str) -> WriteOptions:
         return replace(self.options, topic=topic)

@@ -24,9 +24,9 @@ from millstream.core.errors import InvalidRequest, InvalidTransactionState, NotF
 from millstream.core.ids import MESSAGE_ID_HEADER
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets, writing_link
+from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets
 from millstream.pipelines.source.landed_history import landings, read_landed
-from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
 from millstream.pipelines.source.options import BROKERS, SourceOffsets, StartingTimestamp, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_between
@@ -125,7 +125,7 @@ class Replay:
 
     def run(self, report: Callable[[Progress], None] = lambda _: None, *, dry: bool = False) -> Progress:
         """Replay everything, or only count in a dry run; return how much that was."""
-        link = writing_link(self._write)
+        link = task_link(self._write)
         topics = link.call(link.client.metadata([self.order.topic, self.order.into])).topics
         for name in (self.order.topic, self.order.into):
             if name not in topics:

@@ -18,7 +18,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.core.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
 from millstream.core.heap import freeze_worker_heap
-from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.target_topic import supports_batch_commit
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
@@ -71,7 +71,7 @@ def commit_parts(
     members = [part.member for part in parts if part.member is not None]
     batch = batch or (parts[0].batch if parts else None)
     if batch is not None and (members or options.source is not None):
-        link = writing_link(options)
+        link = task_link(options)
         if not supports_batch_commit(link):
             raise InvalidSetting("sourceOffsets needs Millstream's batch commit, which this broker does not support")
         link.call(_commit(link, options.source, batch, members))
@@ -91,7 +91,7 @@ async def _commit(
 
 def abort_batch(options: WriteOptions, batch: Batch) -> None:
     """Abort every attempt at a batch, including those that its run still starts."""
-    link = writing_link(options)
+    link = task_link(options)
     if supports_batch_commit(link):
         link.call(Transactions(link.client).abort_batch(batch.query, batch.number, run=batch.run))
 
@@ -102,14 +102,14 @@ def abort_stream(
     """Abort a batch of a stream, whose query is known from returned parts or from transactional ids with its name."""
     batch = next((part.batch for part in messages if isinstance(part, Part)), None)
     if batch is None and stream:
-        batch = _last_tried(writing_link(options), stream, number)
+        batch = _last_tried(task_link(options), stream, number)
     if batch is not None:
         abort_batch(options, batch)
 
 
 def abort_undecided(options: WriteOptions, stream: str) -> bool:
     """Abort undecided transactions of a stream's earlier runs; return whether all nodes responded."""
-    link = writing_link(options)
+    link = task_link(options)
     if not supports_batch_commit(link):
         return True
     pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
@@ -124,17 +124,6 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
             # Otherwise it has just been committed.
             abort_batch(options, batch)
     return True
-
-
-def writing_link(options: WriteOptions) -> Link:
-    """Return this process's client for writing; tasks and commits wait for brokers that restart."""
-    return link_to(
-        options.brokers,
-        client_id=options.client_id,
-        timeout_s=options.timeout_s,
-        patience_s=options.timeout_s,
-        access=options.access,
-    )
 
 
 def _last_tried(link: Link, stream: str, number: int) -> Batch | None:

@@ -11,13 +11,16 @@ import atexit
 import os
 import threading
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from millstream.client.loop_thread import LoopThread
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import NO_CREDENTIALS, Credentials
+
+if TYPE_CHECKING:
+    from millstream.pipelines.source.options import ReadOptions, WriteOptions
 
 LINKS_MAX: Final = 64
 """How many clients one process keeps: one per cluster and credentials."""
@@ -90,6 +93,17 @@ def link_to(
         # Most recently used last.
         _links[key] = link
         return link
+
+
+def task_link(options: ReadOptions | WriteOptions) -> Link:
+    """Return this process's link; tasks and commits wait for brokers that restart."""
+    return link_to(
+        options.brokers,
+        client_id=options.client_id,
+        timeout_s=options.timeout_s,
+        patience_s=options.timeout_s,
+        access=options.access,
+    )
 
 
 def _close_all() -> None:

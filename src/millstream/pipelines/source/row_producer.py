@@ -16,8 +16,8 @@ from pyspark import TaskContext
 from millstream.core.errors import InvalidBatch, MillstreamError
 from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import ProducerId
-from millstream.pipelines.source.batch_commit import Batch, Part, writing_link
-from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.batch_commit import Batch, Part
+from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.schema_decoder import encode_values
 from millstream.pipelines.source.target_topic import count_partitions, partition_counts, supports_batch_commit
@@ -211,7 +211,7 @@ def write_part(options: WriteOptions, batch: Batch, iterator: Iterator[pa.Record
     """Write the rows of one attempt at a task and prepare its transaction, which the coordinator keeps until the batch
     is decided.
     """
-    link = writing_link(options)
+    link = task_link(options)
     write = _write_once if supports_batch_commit(link) else _write_at_least_once
     part = write(link, options, batch, iterator)
     freeze_worker_heap()
@@ -254,7 +254,7 @@ def write_with_offsets(
 
     Only for the driver of a pipeline, which knows whether the batch was committed before.
     """
-    link = writing_link(options)
+    link = task_link(options)
     transactions = Transactions(link.client)
     identity = link.call(transactions.begin(batch.new_attempt(0), timeout_ms=TASK_MS_MAX))
     producer = RowProducer(link, options, identity, transactional=True, partitions=partitions)

@@ -25,7 +25,7 @@ from millstream.client.admin.topics import find_topic
 from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
 from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import NO_TIMESTAMP_MS
-from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.options import OFFSET_EARLIEST, ReadOptions
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
@@ -161,17 +161,6 @@ def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | N
         if batch.num_rows:
             yield shaped(batch, shape, schemas)
     freeze_worker_heap()
-
-
-def task_link(options: ReadOptions) -> Link:
-    """Return the link of a task, which is patient."""
-    return link_to(
-        options.brokers,
-        client_id=options.client_id,
-        timeout_s=options.timeout_s,
-        patience_s=options.timeout_s,
-        access=options.access,
-    )
 
 
 def read_columns(

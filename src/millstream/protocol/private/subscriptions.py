@@ -201,11 +201,11 @@ class MessageDelivery(NamedTuple):
     """
 
     state: str
-    attempt: int
+    attempt: int = 0
     """The number of its last delivery; 0 before the first, or if unknown."""
-    next_ms: int
+    next_ms: int = 0
     """When its lease or delay ends; 0 if it waits for neither."""
-    is_final: bool
+    is_final: bool = False
 
 
 async def delivery_state(

@@ -151,17 +151,6 @@ class ShareHeartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareHeartbeatResult:
-    """The response to a member."""
-
-    member_id: str
-    epoch: int
-    heartbeat_ms: int
-    assignment: Assignment | None
-    """None if it is unchanged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShareMemberDescription:
     member_id: str
     rack_id: str | None

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import TopicView
-from millstream.broker.groups.requests import GroupLimits, GroupListing
+from millstream.broker.groups.requests import GroupLimits, GroupListing, HeartbeatResult
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
     JOIN_EPOCH,
@@ -23,7 +23,6 @@ from millstream.broker.groups.share.group import (
     ShareGroup,
     ShareGroupDescription,
     ShareHeartbeat,
-    ShareHeartbeatResult,
     ShareKey,
     ShareKind,
     ShareMember,
@@ -75,7 +74,7 @@ class ShareShard:
     def get(self, group_id: str) -> ShareGroup | None:
         return self._groups.get(group_id)
 
-    def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareHeartbeatResult]:
+    def heartbeat(self, request: ShareHeartbeat) -> Outcome[HeartbeatResult]:
         """Handle a heartbeat: join, stay or leave."""
         group = self._find_or_create(request)
         known = group.members.get(request.member_id)
@@ -92,7 +91,7 @@ class ShareShard:
         target = group.target(self._topics) if not records else target_of(members, self._topics)
         assignment = target.get(member.member_id, {})
         self._restart_session(request.group_id, member.member_id, request.session_ms)
-        response = ShareHeartbeatResult(
+        response = HeartbeatResult(
             member_id=member.member_id,
             epoch=epoch,
             heartbeat_ms=request.heartbeat_ms,
@@ -240,10 +239,10 @@ class ShareShard:
         records.append(group_record(group.group_id, group.epoch + 1, topics_hash))
         return records, group.epoch + 1
 
-    def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[ShareHeartbeatResult]:
+    def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[HeartbeatResult]:
         if request.member_id not in group.members:
             raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
-        response = ShareHeartbeatResult(
+        response = HeartbeatResult(
             member_id=request.member_id, epoch=LEFT_EPOCH, heartbeat_ms=request.heartbeat_ms, assignment=None
         )
         return self._removal_records(group, request.member_id), response

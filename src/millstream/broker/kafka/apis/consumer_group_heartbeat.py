@@ -27,15 +27,13 @@ from kio.schema.consumer_group_heartbeat.v1.response import (
     ConsumerGroupHeartbeatResponse,
     TopicPartitions,
 )
-from kio.schema.errors import ErrorCode
-from kio.static.primitive import i32
 
 from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi
-from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
+from millstream.broker.groups.requests import ConsumerHeartbeat
+from millstream.broker.kafka.api import ClientInfo, Versioned, VersionedApi
+from millstream.broker.kafka.group_responses import check_text, heartbeat_response
 from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest, UnsupportedAssignor
 
@@ -60,7 +58,8 @@ class ConsumerGroupHeartbeat(VersionedApi[ConsumerGroupHeartbeatRequest, Consume
     ) -> ConsumerGroupHeartbeatResponse:
         version, message = request
         _check(message, version)
-        return _build_response(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
+        result = await self._groups.consumer_heartbeat(_as_heartbeat(message, client))
+        return heartbeat_response(ConsumerGroupHeartbeatResponse, Assignment, TopicPartitions, result)
 
 
 def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
@@ -112,18 +111,4 @@ def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) ->
         # Kafka shows the address of a member in the form that Java prints.
         client_host=f"/{client.host}",
         may_describe=None if client.rights is None else partial(client.rights.topic, Operation.DESCRIBE),
-    )
-
-
-def _build_response(response: HeartbeatResult) -> ConsumerGroupHeartbeatResponse:
-    assignment = None
-    if response.assignment is not None:
-        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))
-    return ConsumerGroupHeartbeatResponse(
-        throttle_time=NO_THROTTLE,
-        error_code=ErrorCode.none,
-        member_id=response.member_id,
-        member_epoch=i32(response.epoch),
-        heartbeat_interval=milliseconds(response.heartbeat_ms),
-        assignment=assignment,
     )

@@ -14,20 +14,18 @@ group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another
 
 from __future__ import annotations
 
-from kio.schema.errors import ErrorCode
 from kio.schema.share_group_heartbeat.v1.request import ShareGroupHeartbeatRequest
 from kio.schema.share_group_heartbeat.v1.response import (
     Assignment,
     ShareGroupHeartbeatResponse,
     TopicPartitions,
 )
-from kio.static.primitive import i32
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareHeartbeat, ShareHeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
+from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareHeartbeat
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.group_responses import check_text, heartbeat_response
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import SubscriptionSettings
 
@@ -62,7 +60,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         response = await self._groups.share_heartbeat(heartbeat)
         if request.member_epoch == JOIN_EPOCH:
             await self._subscriptions.ensure(request.group_id)
-        return _build_response(response)
+        return heartbeat_response(ShareGroupHeartbeatResponse, Assignment, TopicPartitions, response)
 
     def _settings(self, group_id: str) -> SubscriptionSettings:
         declared = self._subscriptions.get(group_id)
@@ -78,17 +76,3 @@ def _check(message: ShareGroupHeartbeatRequest) -> None:
         raise InvalidRequest(f"there is no member epoch {message.member_epoch}")
     if message.member_epoch == JOIN_EPOCH and not message.subscribed_topic_names:
         raise InvalidRequest("a member that joins must send its topics")
-
-
-def _build_response(response: ShareHeartbeatResult) -> ShareGroupHeartbeatResponse:
-    assignment = None
-    if response.assignment is not None:
-        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, response.assignment))
-    return ShareGroupHeartbeatResponse(
-        throttle_time=NO_THROTTLE,
-        error_code=ErrorCode.none,
-        member_id=response.member_id,
-        member_epoch=i32(response.epoch),
-        heartbeat_interval=milliseconds(response.heartbeat_ms),
-        assignment=assignment,
-    )

@@ -690,7 +690,7 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
-        return DeliveryStateResponse(0, None, current.state, current.attempt, current.next_ms, current.is_final)
+        return DeliveryStateResponse(0, None, *current)
 
 
 class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):

@@ -36,9 +36,10 @@ from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Plac
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import NO_ACCESS, Access
+from millstream.pipelines.source.link import task_link
 from millstream.pipelines.source.options import BROKERS, OFFSET_EARLIEST, ReadOptions, read_options
 from millstream.pipelines.source.ranges import Range
-from millstream.pipelines.source.rows import read_range, task_link
+from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch

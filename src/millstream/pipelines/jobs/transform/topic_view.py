@@ -24,9 +24,10 @@ from millstream.pipelines.jobs.land.inference import decide, grown, joined_schem
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
+from millstream.pipelines.source.link import task_link
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.ranges import Range
-from millstream.pipelines.source.rows import read_range, task_link
+from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import TYPES, Column, Shape
 
