@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -24,8 +25,12 @@ from millstream.cli.output import (
     print_result,
 )
 from millstream.client.admin.dead_letter import (
+    DeadLetterClient,
     LetterFilter,
     Outcome,
+    dead_letter_topics,
+    find_topic,
+    headers_of,
     process_letters,
     redrive_letters,
     survey_letters,
@@ -33,11 +38,10 @@ from millstream.client.admin.dead_letter import (
 )
 
 if TYPE_CHECKING:
-    from millstream.client.admin.dead_letter import DeadLetterClient
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
-Work = Callable[["DeadLetterClient", Outcome, LetterFilter | None], Awaitable[None]]
+Work = Callable[[DeadLetterClient, Outcome, LetterFilter | None], Awaitable[None]]
 
 PATIENCE_S = 5.0
 """How long to wait for a failover before counting letters without some partitions."""
@@ -71,8 +75,6 @@ Limit = Annotated[
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
-    from millstream.client.admin.dead_letter import dead_letter_topics
-
     found = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     print_list(
         {"dead_letters": [asdict(one) for one in found]},
@@ -241,7 +243,6 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
     outcome = Outcome()
 
     async def question(client: Client) -> None:
-        from millstream.client.admin.dead_letter import DeadLetterClient, find_topic
         from millstream.protocol.filter.filter import matcher
 
         matches = None if filter_ is None else matcher(filter_)
@@ -301,15 +302,12 @@ def _print_rest(outcome: Outcome, *, keep: bool) -> None:
 
 
 def _print_progress(done: int) -> None:
-    import sys
-
     if sys.stderr.isatty():
         print_note(f"{done:,} done")
 
 
 def _print(letter: LeasedMessage, *, as_json: bool) -> None:
     from millstream.cli.message_text import local_time, readable_value
-    from millstream.client.admin.dead_letter import headers_of
     from millstream.client.admin.messages import as_document
 
     headers = headers_of(letter)

@@ -17,8 +17,17 @@ from millstream.cli.options import (
     flag,
 )
 from millstream.cli.output import counted, one_line, print_json, print_line, print_list, print_result, print_table
-from millstream.client.admin.groups import group_document, total_lag
+from millstream.client.admin.groups import (
+    delete_group,
+    describe_group,
+    group_document,
+    group_summaries,
+    plan_reset,
+    progress_of,
+    total_lag,
+)
 from millstream.client.admin.position import POSITION_HELP, parse_position
+from millstream.protocol.wire.group_offsets import commit_offsets
 
 if TYPE_CHECKING:
     from millstream.client.admin.groups import Group, Progress
@@ -33,8 +42,6 @@ Name = Annotated[str, typer.Argument(help="The name of the group.", show_default
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List all consumer groups with their lag."""
-    from millstream.client.admin.groups import group_summaries
-
     groups = call_broker(common, group_summaries)
     keys = ("group", "type", "state", "members", "lag")
     rows = [[group[key] for key in keys] for group in groups]
@@ -47,8 +54,6 @@ def describe(name: Name, common: Common = COMMON) -> None:
     """Show a group's members, offsets and lag."""
 
     async def question(client: Client) -> tuple[Group, list[Progress]]:
-        from millstream.client.admin.groups import describe_group, progress_of
-
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
 
@@ -78,22 +83,19 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
-        from millstream.client.admin.groups import plan_reset
-        from millstream.protocol.wire.group_offsets import commit_offsets
-
         moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:
             await commit_offsets(client, name, {where: after for where, _, after in moves})
         return moves
 
     moves = call_broker(common, question)
+    keys = ("topic", "partition", "before", "after")
+    rows = [(where.topic, where.partition, before, after) for where, before, after in moves]
     if common.as_json:
-        keys = ("topic", "partition", "before", "after")
-        rows = [dict(zip(keys, (w.topic, w.partition, before, after), strict=True)) for w, before, after in moves]
-        print_json({"group": name, "dry_run": dry_run, "offsets": rows})
+        offsets = [dict(zip(keys, row, strict=True)) for row in rows]
+        print_json({"group": name, "dry_run": dry_run, "offsets": offsets})
         return
-    rows_ = [(where.topic, where.partition, before, after) for where, before, after in moves]
-    print_table(["topic", "partition", "before", "after"], rows_)
+    print_table(keys, rows)
     text = (
         "Nothing was changed (--dry-run)." if dry_run else f"Moved group {name} in {counted(len(moves), 'partition')}."
     )
@@ -104,13 +106,7 @@ def reset(
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a group and its committed offsets. Asks for confirmation at a terminal, not in a script."""
     confirm(f"Delete group {name} and its committed offsets?", unless=yes or common.as_json)
-
-    async def question(client: Client) -> None:
-        from millstream.client.admin.groups import delete_group
-
-        await delete_group(client, name)
-
-    call_broker(common, question)
+    call_broker(common, lambda client: delete_group(client, name))
     print_result({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=common.as_json)
 
 

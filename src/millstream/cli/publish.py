@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,6 @@ from millstream.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from millstream.client.message import Receipt
     from millstream.client.publisher import Publisher
     from millstream.protocol.records.record import NewRecord

@@ -377,8 +377,6 @@ class Lease:
 
 def read_leased(batches: bytes, ranges: Sequence[LeasedRange], lease: Lease, *, aborted: Aborted = ()) -> list[Message]:
     """Read the messages of ascending offset ranges; headers are decoded on first use."""
-    from millstream.client.message import Message
-
     messages: list[Message] = []
     add, attempt = messages.append, lease.attempt or 0
     left_out, at = AbortedBatches(aborted), 0

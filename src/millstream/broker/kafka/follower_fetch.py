@@ -17,7 +17,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -45,10 +45,6 @@ from millstream.protocol.wire.replica_fetch import (
     read_replica_fetch,
     write_replica_responses,
 )
-
-if TYPE_CHECKING:
-    from millstream.broker.replication.partition import Partition
-
 
 _NEVER_SENT = Offset(-1)
 

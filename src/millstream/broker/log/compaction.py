@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -45,10 +45,6 @@ from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.topic import INTERNAL_TOPICS
-
-if TYPE_CHECKING:
-    from millstream.broker.log.log import Log
-
 
 CLEANER_MODULE = "millstream.broker.log.cleaner_child"
 

@@ -56,7 +56,6 @@ from millstream.protocol.records.record import Headers, NewRecord, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 if TYPE_CHECKING:
-    from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 

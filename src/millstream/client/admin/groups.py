@@ -42,7 +42,6 @@ from millstream.protocol.wire.group_offsets import (
 
 if TYPE_CHECKING:
     from millstream.client.admin.position import Position
-    from millstream.protocol.wire.client import Client
 
 
 async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]] | None = None) -> list[dict[str, Any]]:

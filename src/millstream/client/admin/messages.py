@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from millstream.core.errors import CorruptBatch, MillstreamError, NotFound, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import OffsetRange, message_id
@@ -16,9 +16,6 @@ from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, 
 from millstream.protocol.records.record import Record, decode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-
-if TYPE_CHECKING:
-    from millstream.protocol.wire.client import Client
 
 
 class DecodedRecord(NamedTuple):

@@ -42,7 +42,6 @@ from millstream.protocol.wire.fetch import READ_COMMITTED
 
 if TYPE_CHECKING:
     from millstream.protocol.schemas.codec import Codec
-    from millstream.protocol.wire.client import Client
 
 
 # Schemas in the form in which Confluent's registry keeps them: a compacted topic, usually `_schemas`.

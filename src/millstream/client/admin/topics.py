@@ -21,8 +21,6 @@ from millstream.protocol.wire.fetch import READ_UNCOMMITTED
 
 if TYPE_CHECKING:
     from millstream.client.admin.cluster_status import DamagedOffsets
-    from millstream.protocol.wire.client import Client
-    from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 
 CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
@@ -42,8 +40,6 @@ async def describe_topic(
     Settings need a right of their own.
     """
     from millstream.client.admin.cluster_status import find_damage
-    from millstream.client.admin.topics import find_topic, offset_bounds
-    from millstream.protocol.wire.admin_requests import topic_configs
 
     topic = await find_topic(client, name, advice=advice)
     bounds, configs = await asyncio.gather(
@@ -78,10 +74,6 @@ def _damage_of(lost: list[DamagedOffsets] | None, partition: int) -> list[dict[s
         return None
     return [{"start": one.first, "end": one.next_offset} for one in lost if one.partition == partition]
 
-
-_TOPIC_RESOURCE = 2
-
-_NODE_RESOURCE = 4
 
 _SET, _DELETE = 0, 1
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from millstream.core.acl import Operation, ResourceType
@@ -46,9 +46,6 @@ from millstream.gateway.console.visit import (
 )
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _logger = logging.getLogger(__name__)
 

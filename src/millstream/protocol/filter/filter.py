@@ -76,8 +76,6 @@ def compile_filter(text: str, *, bare_fields: bool = False) -> Filter:
 
 def matcher(text: str) -> Callable[[LeasedMessage], bool]:
     """Compile a filter into a predicate on single messages."""
-    from millstream.protocol.filter.batch import RecordBatch
-
     condition = compile_filter(text)
 
     def matches(message: LeasedMessage) -> bool:

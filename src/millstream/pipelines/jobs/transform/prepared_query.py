@@ -56,10 +56,7 @@ from millstream.pipelines.runtime.spark_session import SUBSTITUTION
 from millstream.pipelines.source.options import WriteOptions
 
 if TYPE_CHECKING:
-    from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
-
-    from millstream.pipelines.lake.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -172,23 +169,17 @@ class LakeView:
             self._frame = None
 
     def _is_delta(self) -> bool:
-        from deltalake import DeltaTable
-
         if self._table is not None:
             return True
         storage = self._reached()
         return DeltaTable.is_deltatable(storage.url, dict(storage.options))
 
     def _reached(self) -> Storage:
-        from millstream.pipelines.lake.storage import Storage
-
         if self._storage is None:
             self._storage = Storage.reached_from_here(self._url)
         return self._storage
 
     def _delta(self) -> DataFrame | None:
-        from millstream.pipelines.jobs.transform.prepared_query import rows_of
-
         table = self._newest()
         if table.version() == self._version and self._frame is not None:
             return None
