@@ -14,6 +14,16 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import LeaderAppender
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import Api
+from millstream.broker.kafka.apis import (
+    batch_transactions,
+    browse_apis,
+    mirror_apis,
+    pipeline_apis,
+    plan_apis,
+    schema_apis,
+    security_apis,
+    subscription_apis,
+)
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
@@ -23,14 +33,6 @@ from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogD
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
-from millstream.broker.kafka.apis.batch_transactions import (
-    AbortBatch,
-    AbortTransaction,
-    CompleteBatch,
-    LastBatch,
-    PrepareTransaction,
-)
-from millstream.broker.kafka.apis.browse_apis import NodeSums, NoteReading, RightsList, TopicList
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
@@ -68,24 +70,6 @@ from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.metadata import Metadata
-from millstream.broker.kafka.apis.mirror_apis import (
-    MirrorAdopt,
-    MirrorAlter,
-    MirrorBarrier,
-    MirrorCreate,
-    MirrorCut,
-    MirrorDelete,
-    MirrorExpose,
-    MirrorFailover,
-    MirrorFence,
-    MirrorHold,
-    MirrorList,
-    MirrorNotice,
-    MirrorOffer,
-    MirrorRegistry,
-    MirrorReverse,
-    MirrorSwitch,
-)
 from millstream.broker.kafka.apis.node_status import (
     READY,
     STOPPING,
@@ -99,55 +83,14 @@ from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
-from millstream.broker.kafka.apis.pipeline_apis import (
-    PipelineAlter,
-    PipelineCancelRun,
-    PipelineCreate,
-    PipelineDelete,
-    PipelineLanded,
-    PipelineList,
-    PipelineRequestRun,
-    PipelineRunLog,
-    PipelineRuns,
-    RuleChange,
-)
-from millstream.broker.kafka.apis.plan_apis import NodeUndrain, PlanApply, PlanCancel, PlanDescribe, PlanPropose
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
-from millstream.broker.kafka.apis.schema_apis import (
-    SchemaCheck,
-    SchemaConfigure,
-    SchemaDelete,
-    SchemaGet,
-    SchemaList,
-    SchemaLookup,
-    SchemaRegister,
-    SchemaSettings,
-    SchemaSubject,
-)
-from millstream.broker.kafka.apis.security_apis import Authenticate, SecretList, TokenCreate, TokenList, TokenRevoke
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
-from millstream.broker.kafka.apis.subscription_apis import (
-    AppendLetter,
-    DeliveryState,
-    LedgerMark,
-    LoadQueueState,
-    MessageTracing,
-    ReadQueueFrames,
-    SubscriptionAlter,
-    SubscriptionCreate,
-    SubscriptionDelete,
-    SubscriptionForget,
-    SubscriptionList,
-    SubscriptionRevive,
-    SubscriptionSeek,
-    WriteQueueStates,
-)
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.broker.kafka.apis.sync_group import SyncGroup
@@ -329,7 +272,7 @@ class ServedApis:
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
-        yield TopicList(topics)
+        yield browse_apis.TopicList(topics)
         yield ElectLeaders(topics)
         yield AlterPartitionReassignments(topics, membership)
         yield ListPartitionReassignments(topics)
@@ -361,30 +304,30 @@ class ServedApis:
         yield TxnOffsetCommit(self._groups, parts.topics, service.gate)
         yield DescribeTransactions(coordinator)
         yield ListTransactions(coordinator)
-        yield PrepareTransaction(coordinator)
-        yield CompleteBatch(coordinator)
-        yield AbortBatch(coordinator)
-        yield LastBatch(coordinator)
-        yield AbortTransaction(coordinator)
+        yield batch_transactions.PrepareTransaction(coordinator)
+        yield batch_transactions.CompleteBatch(coordinator)
+        yield batch_transactions.AbortBatch(coordinator)
+        yield batch_transactions.LastBatch(coordinator)
+        yield batch_transactions.AbortTransaction(coordinator)
 
     def _subscription_apis(self) -> Iterable[RawApi]:
         service = self._subscriptions
-        yield LoadQueueState(service.states)
-        yield ReadQueueFrames(service.states)
-        yield WriteQueueStates(service.states)
+        yield subscription_apis.LoadQueueState(service.states)
+        yield subscription_apis.ReadQueueFrames(service.states)
+        yield subscription_apis.WriteQueueStates(service.states)
         yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)
-        yield SubscriptionCreate(service, self._parts.declared.pipelines)
-        yield SubscriptionAlter(service)
-        yield SubscriptionDelete(service)
-        yield SubscriptionList(service)
-        yield SubscriptionSeek(service)
-        yield SubscriptionRevive(service)
-        yield SubscriptionForget(service)
-        yield AppendLetter(self._parts.topics, self._parts.membership)
-        yield DeliveryState(service)
-        yield MessageTracing(service)
-        yield LedgerMark(service)
+        yield subscription_apis.SubscriptionCreate(service, self._parts.declared.pipelines)
+        yield subscription_apis.SubscriptionAlter(service)
+        yield subscription_apis.SubscriptionDelete(service)
+        yield subscription_apis.SubscriptionList(service)
+        yield subscription_apis.SubscriptionSeek(service)
+        yield subscription_apis.SubscriptionRevive(service)
+        yield subscription_apis.SubscriptionForget(service)
+        yield subscription_apis.AppendLetter(self._parts.topics, self._parts.membership)
+        yield subscription_apis.DeliveryState(service)
+        yield subscription_apis.MessageTracing(service)
+        yield subscription_apis.LedgerMark(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
@@ -402,28 +345,28 @@ class ServedApis:
         pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
         notes = PipelineAdvice(pipelines, self._parts.topics, has_local_lake=self._parts.config.keeps_lake_to_itself)
         has_jobs = self._parts.config.runs_jobs
-        yield PipelineCreate(pipelines, subscriptions, notes, has_jobs=has_jobs)
-        yield PipelineAlter(pipelines, subscriptions, notes, has_jobs=has_jobs)
-        yield PipelineDelete(pipelines)
-        yield PipelineList(pipelines, self.pipeline_board, notes)
-        yield RuleChange(pipelines, subscriptions, notes)
-        yield PipelineLanded(self._landed)
-        yield PipelineRuns(pipelines, self.pipeline_board)
-        yield PipelineRunLog(pipelines, self.pipeline_board)
-        yield PipelineRequestRun(pipelines, self.pipeline_board)
-        yield PipelineCancelRun(pipelines, self.pipeline_board)
+        yield pipeline_apis.PipelineCreate(pipelines, subscriptions, notes, has_jobs=has_jobs)
+        yield pipeline_apis.PipelineAlter(pipelines, subscriptions, notes, has_jobs=has_jobs)
+        yield pipeline_apis.PipelineDelete(pipelines)
+        yield pipeline_apis.PipelineList(pipelines, self.pipeline_board, notes)
+        yield pipeline_apis.RuleChange(pipelines, subscriptions, notes)
+        yield pipeline_apis.PipelineLanded(self._landed)
+        yield pipeline_apis.PipelineRuns(pipelines, self.pipeline_board)
+        yield pipeline_apis.PipelineRunLog(pipelines, self.pipeline_board)
+        yield pipeline_apis.PipelineRequestRun(pipelines, self.pipeline_board)
+        yield pipeline_apis.PipelineCancelRun(pipelines, self.pipeline_board)
 
     def _schema_apis(self) -> Iterable[RawApi]:
         schemas = self._parts.declared.schemas
-        yield SchemaRegister(schemas)
-        yield SchemaLookup(schemas)
-        yield SchemaCheck(schemas)
-        yield SchemaGet(schemas)
-        yield SchemaList(schemas)
-        yield SchemaSubject(schemas)
-        yield SchemaDelete(schemas)
-        yield SchemaSettings(schemas)
-        yield SchemaConfigure(schemas)
+        yield schema_apis.SchemaRegister(schemas)
+        yield schema_apis.SchemaLookup(schemas)
+        yield schema_apis.SchemaCheck(schemas)
+        yield schema_apis.SchemaGet(schemas)
+        yield schema_apis.SchemaList(schemas)
+        yield schema_apis.SchemaSubject(schemas)
+        yield schema_apis.SchemaDelete(schemas)
+        yield schema_apis.SchemaSettings(schemas)
+        yield schema_apis.SchemaConfigure(schemas)
 
     @property
     def _enforced_rules(self) -> SecurityState | None:
@@ -432,22 +375,22 @@ class ServedApis:
 
     def _mirror_apis(self) -> Iterable[RawApi]:
         mirrors = self._mirrors
-        yield MirrorCreate(mirrors)
-        yield MirrorAlter(mirrors)
-        yield MirrorDelete(mirrors)
-        yield MirrorList(mirrors)
-        yield MirrorFailover(mirrors)
-        yield MirrorCut(mirrors)
-        yield MirrorOffer(mirrors)
-        yield MirrorRegistry(mirrors)
-        yield MirrorExpose(mirrors)
-        yield MirrorNotice(mirrors)
-        yield MirrorBarrier(mirrors)
-        yield MirrorHold(mirrors)
-        yield MirrorFence(mirrors)
-        yield MirrorReverse(mirrors)
-        yield MirrorSwitch(mirrors)
-        yield MirrorAdopt(mirrors)
+        yield mirror_apis.MirrorCreate(mirrors)
+        yield mirror_apis.MirrorAlter(mirrors)
+        yield mirror_apis.MirrorDelete(mirrors)
+        yield mirror_apis.MirrorList(mirrors)
+        yield mirror_apis.MirrorFailover(mirrors)
+        yield mirror_apis.MirrorCut(mirrors)
+        yield mirror_apis.MirrorOffer(mirrors)
+        yield mirror_apis.MirrorRegistry(mirrors)
+        yield mirror_apis.MirrorExpose(mirrors)
+        yield mirror_apis.MirrorNotice(mirrors)
+        yield mirror_apis.MirrorBarrier(mirrors)
+        yield mirror_apis.MirrorHold(mirrors)
+        yield mirror_apis.MirrorFence(mirrors)
+        yield mirror_apis.MirrorReverse(mirrors)
+        yield mirror_apis.MirrorSwitch(mirrors)
+        yield mirror_apis.MirrorAdopt(mirrors)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
@@ -479,17 +422,17 @@ class ServedApis:
             warnings=parts.warnings,
         )
         yield self.node_status
-        yield NodeSums(parts.topics, parts.membership, self.node_status, folder=parts.node.data)
-        yield PlanPropose(parts.plans)
-        yield PlanApply(parts.plans)
-        yield PlanCancel(parts.plans)
-        yield PlanDescribe(parts.plans)
-        yield NodeUndrain(parts.plans)
+        yield browse_apis.NodeSums(parts.topics, parts.membership, self.node_status, folder=parts.node.data)
+        yield plan_apis.PlanPropose(parts.plans)
+        yield plan_apis.PlanApply(parts.plans)
+        yield plan_apis.PlanCancel(parts.plans)
+        yield plan_apis.PlanDescribe(parts.plans)
+        yield plan_apis.NodeUndrain(parts.plans)
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
-        yield RightsList()
-        yield NoteReading()
+        yield browse_apis.RightsList()
+        yield browse_apis.NoteReading()
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas)
         security, rules = self._parts.declared.security, self._enforced_rules
@@ -498,10 +441,10 @@ class ServedApis:
         yield DeleteAcls(rules)
         yield DescribeUserScramCredentials(security)
         yield AlterUserScramCredentials(security)
-        yield TokenCreate(security)
-        yield TokenList(security)
-        yield TokenRevoke(security)
-        yield SecretList(self._parts.secrets)
+        yield security_apis.TokenCreate(security)
+        yield security_apis.TokenList(security)
+        yield security_apis.TokenRevoke(security)
+        yield security_apis.SecretList(self._parts.secrets)
         yield SaslHandshake()
         yield SaslAuthenticate()
-        yield Authenticate(self._parts.knowledge, requires=self._parts.config.http_authenticates)
+        yield security_apis.Authenticate(self._parts.knowledge, requires=self._parts.config.http_authenticates)
