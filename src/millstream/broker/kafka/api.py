@@ -222,10 +222,14 @@ class Api(ABC, Generic[RequestT, ResponseT]):
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
         """Respond to a request that failed as a whole; overridden by APIs whose response has no field for that."""
-        kind = load_response_class(self.key, self.versions[1])
-        if not _reports_errors(kind):
+        if not _reports_errors(load_response_class(self.key, self.versions[1])):
             raise error
-        reported = {"error_code": error_code(error), "error_message": error_message(error)}
+        return self.refusal(error_code(error), error_message(error))
+
+    def refusal(self, code: ErrorCode, message: str | None = None) -> ResponseT:
+        """Return a response with an error for the whole request, and Kafka's defaults otherwise."""
+        kind = load_response_class(self.key, self.versions[1])
+        reported = {"error_code": code, "error_message": message}
         known = {field.name: reported[field.name] for field in fields(kind) if field.name in reported}
         response: ResponseT = build_message(kind, known)
         return response

@@ -46,5 +46,4 @@ class AddOffsetsToTxn(VersionedApi[AddOffsetsToTxnRequest, AddOffsetsToTxnRespon
         return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none)
 
     def failure(self, error: MillstreamError, request: Call) -> AddOffsetsToTxnResponse:
-        code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
-        return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=code)
+        return self.refusal(fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED))

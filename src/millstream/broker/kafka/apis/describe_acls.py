@@ -16,10 +16,10 @@ from kio.schema.describe_acls.v3.response import AclDescription, DescribeAclsRes
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8
 
-from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
-from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.errors import InvalidRequest
 
 
 class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
@@ -34,17 +34,13 @@ class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
 
     async def handle(self, request: DescribeAclsRequest, client: ClientInfo) -> DescribeAclsResponse:
         if self._security is None:
-            return _response(ErrorCode.security_disabled, SECURITY_DISABLED)
+            return self.refusal(ErrorCode.security_disabled, SECURITY_DISABLED)
         selected = read_filter(request)
         acls = sorted(acl for acl in self._security.snapshot.acls if selected.matches(acl))
-        return _response(
-            ErrorCode.none,
-            None,
-            *(_resource(resource, list(found)) for resource, found in groupby(acls, key=_resource_of)),
+        resources = tuple(_resource(resource, list(found)) for resource, found in groupby(acls, key=_resource_of))
+        return DescribeAclsResponse(
+            throttle_time=NO_THROTTLE, error_code=ErrorCode.none, error_message=None, resources=resources
         )
-
-    def failure(self, error: MillstreamError, request: DescribeAclsRequest) -> DescribeAclsResponse:
-        return _response(error_code(error), error_message(error))
 
 
 def read_filter(request: Any) -> AclFilter:
@@ -81,10 +77,4 @@ def _resource(resource: tuple[ResourceType, str, PatternType], acls: list[Acl]) 
             )
             for acl in acls
         ),
-    )
-
-
-def _response(code: ErrorCode, message: str | None, *resources: DescribeAclsResource) -> DescribeAclsResponse:
-    return DescribeAclsResponse(
-        throttle_time=NO_THROTTLE, error_code=code, error_message=message, resources=tuple(resources)
     )

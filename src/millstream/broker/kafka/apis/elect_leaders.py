@@ -13,7 +13,7 @@ flexible.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from kio.schema.elect_leaders.v2.request import ElectLeadersRequest
@@ -50,7 +50,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
 
     async def handle(self, request: ElectLeadersRequest, client: ClientInfo) -> ElectLeadersResponse:
         if request.election_type not in (_PREFERRED, _UNCLEAN):
-            return _response(ErrorCode.invalid_request, ())
+            return self.refusal(ErrorCode.invalid_request)
         named = request.topic_partitions is not None
         room = asyncio.Semaphore(_AT_ONCE_MAX)
         deadline = RequestDeadline(request.timeout)
@@ -65,7 +65,9 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
             ]
             if responses or named:
                 results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(responses)))
-        return _response(ErrorCode.none, results)
+        return ElectLeadersResponse(
+            throttle_time=NO_THROTTLE, error_code=ErrorCode.none, replica_election_results=tuple(results)
+        )
 
     def _requested_partitions(self, request: ElectLeadersRequest) -> _Wanted:
         if request.topic_partitions is not None:
@@ -90,7 +92,3 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         for topic in response.replica_election_results:
             for one in carried_out(topic.partition_result):
                 yield change_of(one, UPDATE, "partition", f"{topic.topic}-{one.partition_id}")
-
-
-def _response(code: ErrorCode, results: Iterable[ReplicaElectionResult]) -> ElectLeadersResponse:
-    return ElectLeadersResponse(throttle_time=NO_THROTTLE, error_code=code, replica_election_results=tuple(results))

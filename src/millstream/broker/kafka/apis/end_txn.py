@@ -52,5 +52,4 @@ class EndTxn(VersionedApi[EndTxnRequest, EndTxnResponse]):
         )
 
     def failure(self, error: MillstreamError, request: Call) -> EndTxnResponse:
-        code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
-        return EndTxnResponse(throttle_time=NO_THROTTLE, error_code=code)
+        return self.refusal(fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED))

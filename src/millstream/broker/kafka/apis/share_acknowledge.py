@@ -55,10 +55,10 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         member_id = owned_name(check_member_id(request.member_id), client)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
-            return _error_response(ErrorCode.invalid_share_session_epoch)
+            return self.refusal(ErrorCode.invalid_share_session_epoch)
         session = self._consumers.session((group_id, member_id), epoch, client.presence)
         if isinstance(session, ErrorCode):
-            return _error_response(session)
+            return self.refusal(session)
         try:
             subscription = await self._consumers.service.declared.find(group_id)
             results = await self._consumers.acknowledge(
@@ -70,9 +70,6 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         return self._build_response(
             results, self._consumers.service.declared.settings_of(subscription).lease_ms, client
         )
-
-    def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
-        return _error_response(error_code(error), error_message(error))
 
     def _build_response(
         self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int, client: ClientInfo
@@ -110,14 +107,3 @@ def _acknowledgements(request: ShareAcknowledgeRequest) -> Acknowledgements:
         if topic.topic_id is not None
         for partition in topic.partitions
     }
-
-
-def _error_response(code: ErrorCode, message: str | None = None) -> ShareAcknowledgeResponse:
-    return ShareAcknowledgeResponse(
-        throttle_time=NO_THROTTLE,
-        error_code=code,
-        error_message=message,
-        acquisition_lock_timeout=i32Timedelta.parse(timedelta(0)),
-        responses=(),
-        node_endpoints=(),
-    )

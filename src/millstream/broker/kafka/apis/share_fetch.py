@@ -174,7 +174,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             return self._encode(header, client, subscription, results, lease_ms)
 
         def refuse(error: BaseException) -> Buffers:
-            response = _error_response(error_code(error), error_message(error))
+            response = self.refusal(error_code(error), error_message(error))
             return [write_response(self.key, header.version, header.correlation_id, response)]
 
         return ParkedLease(consumers.service.budget, demand.worker, client.presence, respond, refuse).begin(
@@ -230,7 +230,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             forgotten=_forgotten_partitions(request),
         )
         if isinstance(session, ErrorCode):
-            return _error_response(session)
+            return self.refusal(session)
         results = _Results()
         try:
             subscription = await self._consumers.service.declared.find(group_id)
@@ -251,9 +251,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
         """Both versions have the same response."""
         return response
-
-    def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
-        return _error_response(error_code(error), error_message(error))
 
     async def _acquire(
         self,
@@ -398,14 +395,3 @@ def _check_read(client: ClientInfo, topic_id: UUID) -> None:
     name = None if rights is None else rights.topic_name(topic_id)
     if rights is not None and name is not None:
         rights.require(Operation.READ, ResourceType.TOPIC, name)
-
-
-def _error_response(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
-    return ShareFetchResponse(
-        throttle_time=NO_THROTTLE,
-        error_code=code,
-        error_message=message,
-        acquisition_lock_timeout=i32Timedelta.parse(timedelta(0)),
-        responses=(),
-        node_endpoints=(),
-    )
