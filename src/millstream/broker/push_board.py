@@ -51,7 +51,6 @@ class PushBoard:
         self.restarts = 0
 
     def take(self, reports: Iterable[PushReport]) -> None:
-        """Replace all reports."""
         self._reports = {report.subscription: report for report in reports}
 
     def park(self, reasons: Mapping[str, str]) -> None:
@@ -63,7 +62,6 @@ class PushBoard:
         self._reports = {}
 
     def describe(self, subscription: str) -> dict[str, Any] | None:
-        """Return the state of push of one subscription on this node."""
         found = self._parked.get(subscription) or self._reports.get(subscription)
         return None if found is None else found.describe()
 

@@ -63,7 +63,6 @@ class NodeSender:
 
     @property
     def is_open(self) -> bool:
-        """Return whether batches can be sent."""
         return self._channel is not None and self._channel.is_open
 
     def open(self, pool: Pool, channel: Channel) -> None:
@@ -217,7 +216,6 @@ class NodeSender:
         self._settle(sent)
 
     def _handle_failure(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
-        """Handle a failed request."""
         for queue, batch in sent:
             if not batch.is_done and batch.in_flight:
                 queue.failed_for_now(batch, maybe_stored=maybe_stored)

@@ -138,7 +138,6 @@ class OutgoingBatch:
             self.section = joined if compression == COMPRESSION_NONE else bytes(compress(compression, joined))
 
     def sealed(self, compression: int, producer_id: int, producer_epoch: int, sequence: int) -> bytearray:
-        """Return the batch as it is sent."""
         self.close(compression)
         batch = bytearray(HEADER_BYTES)
         batch += self.section or b""

@@ -58,7 +58,6 @@ class TopicRoute:
         self._sticky = random.choice(self.queues)
 
     def choose(self, key: bytes | None, partition: int | None) -> PartitionQueue:
-        """Return the queue of a message's partition."""
         self.is_used = True
         if partition is not None:
             return self._queue_of(partition)

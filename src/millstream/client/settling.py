@@ -123,7 +123,6 @@ class Completion:
         """The first error of a part."""
 
     def part_settled(self, error: MillstreamError | None) -> None:
-        """Note that one part is settled."""
         self.parts -= 1
         self.error = self.error or error
         if self.parts:
@@ -143,7 +142,6 @@ class Completion:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every part is settled."""
         return not self.parts
 
     async def ended(self) -> None:
@@ -186,7 +184,6 @@ class Settlement:
 
     @property
     def has_waiter(self) -> bool:
-        """Return whether a caller waits for the outcome."""
         return self.completion is not None and self.completion.response is not None
 
     async def ended(self) -> None:

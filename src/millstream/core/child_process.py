@@ -60,7 +60,6 @@ class SupervisedChild(ABC):
 
     @property
     def stop_s(self) -> float:
-        """Return how long the child may take to stop."""
         return STOP_S
 
     async def run(self) -> None:

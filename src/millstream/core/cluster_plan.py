@@ -116,7 +116,6 @@ class Move:
 
     @property
     def receivers(self) -> tuple[NodeId, ...]:
-        """The nodes that have to fetch the partition."""
         return tuple(node for node in self.target if node not in self.before)
 
     @property
@@ -398,7 +397,6 @@ def _spread_leaders(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
 
 
 def _receivers(load: ClusterLoad, *, without: NodeId | None = None) -> list[NodeId]:
-    """Return the nodes that may get replicas."""
     return sorted(
         node.node_id for node in load.nodes.values() if node.is_live and not node.is_drained and node.node_id != without
     )

@@ -75,7 +75,6 @@ class ListenerConfig:
 
     @property
     def requires_authentication(self) -> bool:
-        """Whether clients have to say who they are."""
         return self.auth == AUTHENTICATION_REQUIRED
 
     def with_files_of(self, node: ListenerConfig) -> ListenerConfig:

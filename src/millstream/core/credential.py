@@ -224,12 +224,10 @@ def derive(
 
 
 def mac(mechanism: str, key: bytes, message: bytes) -> bytes:
-    """Return the HMAC of a mechanism."""
     return hmac.digest(key, message, _HASHES[mechanism])
 
 
 def digest(mechanism: str, message: bytes) -> bytes:
-    """Return the hash of a mechanism."""
     return hashlib.new(_HASHES[mechanism], message).digest()
 
 

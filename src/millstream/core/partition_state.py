@@ -33,7 +33,6 @@ class PartitionState:
 
     @property
     def preferred(self) -> NodeId:
-        """Return the preferred leader."""
         return self.replicas[0]
 
     @property
@@ -58,7 +57,6 @@ class Versioned(NamedTuple):
 
 
 def single_replica_state(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
-    """Return the state of a partition with a single replica."""
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
 

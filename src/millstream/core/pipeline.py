@@ -432,7 +432,6 @@ class LandSettings(PipelineSettings):
 
     @property
     def map_fields(self) -> list[str]:
-        """Return the payload fields that become maps."""
         return [name.strip() for name in self.maps.split(",") if name.strip()]
 
     @property

@@ -118,7 +118,6 @@ class Setting:
 
 
 def _quote_value(value: Any) -> Any:
-    """A value as errors quote it."""
     return f"{value[:_QUOTED_MAX]}…" if isinstance(value, str) and len(value) > _QUOTED_MAX else value
 
 

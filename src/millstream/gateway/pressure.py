@@ -56,7 +56,6 @@ class Pressure:
         ]
 
     def warnings(self) -> list[str]:
-        """Return the lanes that are full."""
         return [
             f"{lane.name.lower()} requests are refused: {number} are in progress"
             for lane, number in zip(Lane, self.requests, strict=True)

@@ -61,7 +61,6 @@ class JoinedTransport:
         self._is_head_next = True
 
     def close(self) -> None:
-        """Flush and close."""
         self._flush()
         self._transport.close()
 

@@ -99,7 +99,7 @@ async def test_a_page_whose_queues_are_all_cut_is_not_the_last() -> None:
     theirs, ours = Queues(), Queues()
     source, here = node_of(theirs), node_of(ours)
 
-    async def ask(_node: NodeId, _key: int, request: OfferRequest, _kind: Any, *, waits: bool) -> OfferResponse:
+    async def ask(_node: NodeId, request: OfferRequest, *, waits: bool) -> OfferResponse:
         # Meanwhile, every queue at the source is in use.
         theirs.sequences = {key: sequence + 1 for key, sequence in theirs.sequences.items()}
         offer: OfferResponse = await source.offer(request)

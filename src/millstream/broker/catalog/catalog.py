@@ -264,7 +264,6 @@ class Catalog:
 
     @classmethod
     def of_file(cls, path: Path) -> Catalog:
-        """Open an embedded catalog by its file."""
         catalog = cls(f"sqlite:///{path}")
         catalog.prepare()
         return catalog
@@ -411,7 +410,6 @@ class Catalog:
             return int(end) - size
 
     def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """Return the limits of every entity that has some."""
         with self._read() as connection:
             return {_parse_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
 
@@ -510,7 +508,6 @@ class Catalog:
         return [self._sealing.open_all(declared_of(Subscription, row)) for row in rows]
 
     def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        """Return the subscriptions with these names that exist."""
         with self._read() as connection:
             return [
                 self._sealing.open_all(declared_of(Subscription, row))
@@ -724,7 +721,6 @@ class Catalog:
 
     @contextmanager
     def _change(self) -> Iterator[Connection]:
-        """Run one transaction."""
         with self._translate_errors("changed"), self._changing.begin() as connection:
             yield connection
 

@@ -77,7 +77,6 @@ class SecretKey:
 
     @property
     def line(self) -> bytes:
-        """The key as written in the file."""
         return f"{self.key_id} {base64.b64encode(self.key).decode()}\n".encode()
 
 

@@ -293,7 +293,6 @@ class ClusterNode:
             )
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of the node's place in the cluster."""
         registration = self._registration
         fenced = registration is None or registration.is_fenced or not registration.is_certain
         losses = 0 if registration is None else registration.losses

@@ -114,7 +114,6 @@ class DeclaredGroups(Holder):
         return self._overrides.get(group_id, {})
 
     def values_of(self, group_id: str) -> Mapping[str, int]:
-        """Return the settings of a group as numbers."""
         return self._parsed.get(group_id, _NONE)
 
     @finishing

@@ -286,7 +286,6 @@ class EmbeddedService:
         return lambda: self._watchers.discard(wake)
 
     def grant(self, ttl_s: float) -> int:
-        """Begin a lease."""
         if len(self._leases) >= LEASES_MAX:
             raise StoreRefused(f"there are {LEASES_MAX} sessions already")
         self._last_lease += 1
@@ -492,7 +491,6 @@ class EmbeddedStore(HealthReporting):
         await self._call(lambda: self._service.revoke(lease))
 
     async def close(self) -> None:
-        """End the session."""
         if self._session is not None:
             await self._session.close()
 

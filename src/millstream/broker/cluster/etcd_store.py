@@ -456,7 +456,6 @@ def _range_end(prefix: bytes) -> bytes:
 
 
 def _transaction_request(namespace: bytes, changes: Sequence[Change], expect: Sequence[Expect], lease: int) -> Any:
-    """Build a transaction of changes under conditions."""
     return rpc.TxnRequest(
         compare=[
             rpc.Compare(

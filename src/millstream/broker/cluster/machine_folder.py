@@ -78,7 +78,6 @@ class Layout:
         return cls(data, {node: f"{data}/{NODE_PREFIX}{node}" for node in ids})
 
     def without(self, node: NodeId) -> Layout:
-        """Return the layout that leaves one of the nodes out."""
         return Layout(self.data, {one: folder for one, folder in self.folders.items() if one != node})
 
     @property

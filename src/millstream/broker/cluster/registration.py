@@ -228,7 +228,6 @@ def cluster_forgotten(node: NodeId) -> ClusterForgotten:
 
 
 def node_id_taken(other: Node) -> NodeIdTaken:
-    """Return the error for a node whose id is taken."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster is already running at {other.host}:{other.port}; "
         "stop it first, or pass another --node-id for this one"

@@ -92,7 +92,6 @@ class WireLink:
         self._watch: asyncio.TimerHandle | None = None
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
-        """Send a fetch to the leader."""
         channel = self._channel
         if channel is None or not channel.is_open:
             channel = self._channel = await self._connect()

@@ -291,7 +291,6 @@ class Topics:
         return [partition for partition in self._partitions[topic.name] if partition is not None]
 
     def hosted(self) -> Iterable[Partition]:
-        """Yield every partition that this node hosts."""
         for partitions in self._partitions.values():
             for partition in partitions:
                 if partition is not None:
@@ -741,7 +740,6 @@ class Topics:
         return topic_metrics(self, self._clock.now_ms())
 
     def without_leader(self) -> int:
-        """Return how many partitions of the cluster have no leader."""
         return sum(not versioned.state.has_leader for versioned in self._view.states.values())
 
     def under_min_in_sync(self) -> int:

@@ -110,7 +110,6 @@ class Runtime(Generic[S]):
 
     @property
     def shards(self) -> list[Shard[S]]:
-        """Return every shard that this node runs."""
         return list(self._shards.values())
 
     def led(self) -> list[tuple[int, int]]:
@@ -151,7 +150,6 @@ class Runtime(Generic[S]):
                 await self.wait_loaded()
 
     def partition_of(self, name: str) -> PartitionIndex:
-        """Return the partition that stores the state of this name."""
         topic = self._topics.get(self._topic.name)
         if topic is None:
             raise CoordinatorUnavailable(f"the topic {self._topic.name} does not exist yet")
@@ -190,7 +188,6 @@ class Runtime(Generic[S]):
         return True
 
     def shard_of(self, name: str) -> Shard[S]:
-        """Return the shard that stores the state of this name."""
         shard = self._shards.get(self.partition_of(name))
         if shard is None:
             raise NotCoordinator(f"this node does not coordinate {name!r}")

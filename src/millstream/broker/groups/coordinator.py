@@ -255,7 +255,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
 
     async def list_groups(self) -> list[GroupListing]:
-        """List every group of this node."""
         responses = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
         return [listing for listings in await asyncio.gather(*responses) for listing in listings]
 

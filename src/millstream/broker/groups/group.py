@@ -82,7 +82,6 @@ class Member:
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
-        """Create the member that a join request announces."""
         return cls(
             member_id,
             instance_id=request.instance_id,
@@ -246,7 +245,6 @@ class Group:
         )
 
     def is_in(self, *states: GroupState) -> bool:
-        """Return whether the group is in one of these states."""
         return self.state in states
 
     @property

@@ -157,7 +157,6 @@ class Registry:
         return self._consumers.values()
 
     def ids(self) -> list[str]:
-        """Return the id of every group."""
         return [*self._groups, *self._consumers]
 
     def get(self, group_id: str) -> Group | None:

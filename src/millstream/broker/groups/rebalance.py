@@ -125,7 +125,6 @@ class Rebalance:
         self._timers.cancel(("sync", group.group_id))
 
     def forget(self, group: Group) -> None:
-        """Cancel every timer of a group."""
         self.stop_waiting_for_syncs(group)
         self._timers.cancel(("join", group.group_id))
         for member_id in (*group.members, *group.pending_members):

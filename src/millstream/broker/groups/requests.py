@@ -269,9 +269,7 @@ class GroupLimits:
     """Returns the settings of single groups that override these."""
 
     def session_of(self, group_id: str) -> int:
-        """Return the session timeout of a consumer group."""
         return self.settings_of(group_id).get(SESSION, self.consumer_session_ms)
 
     def heartbeat_of(self, group_id: str) -> int:
-        """Return the heartbeat interval of a consumer group."""
         return self.settings_of(group_id).get(HEARTBEAT, self.consumer_heartbeat_ms)

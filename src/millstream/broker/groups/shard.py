@@ -486,7 +486,6 @@ class GroupShard:
     # The fold
 
     def replay(self, record: StateRecord) -> None:
-        """Apply one record of the log."""
         key = read_key(record.key)
         if isinstance(key, OffsetKey):
             self._replay_offset(key, record)

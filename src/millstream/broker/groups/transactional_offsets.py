@@ -189,7 +189,6 @@ class PendingOffsets:
                 yield StateRecord(_marker_key(producer_id), None)
 
     def replay(self, key: PendingKey | MarkerKey, record: StateRecord) -> None:
-        """Apply one record of the log."""
         if isinstance(key, MarkerKey):
             if record.value is None:
                 self._markers.pop(key.producer_id, None)

@@ -235,7 +235,6 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return response
 
     async def respond(self, version: int, request: Any, client: ClientInfo) -> Any:
-        """Respond to a request of any version served in that version."""
         upgraded = self.upgrade(version, request)
         try:
             if client.rights is None:

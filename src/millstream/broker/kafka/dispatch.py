@@ -53,7 +53,6 @@ class Dispatch:
         self._latencies: dict[int, Histogram] = {}
 
     def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
-        """Start responding with these APIs."""
         self._apis = {api.key: api for api in apis}
         self._latencies = {key: Histogram() for key in self._apis}
         self._loaded.set()

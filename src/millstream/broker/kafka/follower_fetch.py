@@ -122,7 +122,6 @@ class FollowerSession:
             self.unread[key] = None
 
     def listen(self, followed: FollowedPartition, partition: Partition) -> None:
-        """Subscribe to the events of a partition."""
         if followed.partition is not partition:
             self._stop_listening(followed)
             followed.partition = partition
@@ -130,7 +129,6 @@ class FollowerSession:
             partition.listen_to_appends(self)
 
     def close(self) -> None:
-        """Unsubscribe from all partitions."""
         for key in tuple(self.partitions):
             self._remove(key)
         self.wake()

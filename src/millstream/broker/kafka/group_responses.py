@@ -43,7 +43,6 @@ def _partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Colle
 def heartbeat_response(
     response: Callable[..., T], assignment: Callable[..., Any], part: Callable[..., Any], result: HeartbeatResult
 ) -> T:
-    """Build the response to the heartbeat of a member."""
     assigned = result.assignment
     return response(
         throttle_time=NO_THROTTLE,

@@ -234,7 +234,6 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
 
 
 def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> Buffers:
-    """Encode the response."""
     if len(portions) == 1 and portions[0].message is None:
         return write_one(header, portions[0], throttle_ms)
     return write_any(header, portions, throttle_ms)
@@ -261,7 +260,6 @@ def _start_of_one(topic: str | UUID, flexible: bool) -> bytes:
 
 
 def write_any(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> Buffers:
-    """Encode any response."""
     version = header.version
     writer = Writer(flexible=header.flexible)
     by_topic: dict[str | UUID, list[Portion]] = {}

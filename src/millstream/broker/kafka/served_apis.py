@@ -219,7 +219,6 @@ class ServedApis:
 
     @property
     def subscriptions(self) -> SubscriptionService:
-        """Everything about subscriptions."""
         return self._subscriptions
 
     async def start(self) -> None:

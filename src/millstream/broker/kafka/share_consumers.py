@@ -282,7 +282,6 @@ class ShareConsumers:
         return None if found is None else dict(zip(places, found, strict=True))
 
     def partition(self, topic_id: UUID, index: int) -> Partition:
-        """Return a partition that this node leads."""
         topic = self.service.topics.by_id(topic_id)
         if topic is None or topic.is_internal:
             raise UnknownTopicId(f"no topic that can be shared has the id {topic_id}")
@@ -291,7 +290,6 @@ class ShareConsumers:
         return partition
 
     async def delivery(self, subscription: Subscription, place: SharePartition) -> Delivery:
-        """Return the queue of a share group on a partition."""
         engine = await self.service.engine()
         return await engine.delivery(subscription, self.partition(*place))
 

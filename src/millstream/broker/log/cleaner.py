@@ -79,7 +79,6 @@ class CleanedTransactions:
         self._seen: set[int] = set()
 
     def is_aborted(self, header: BatchHeader) -> bool:
-        """Whether a batch belongs to an aborted transaction."""
         ranges = self._aborted.get(header.producer_id) if header.is_transactional else None
         if not ranges:
             return False
@@ -392,5 +391,4 @@ class _Writer:
         self._files.sync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         self._files.close(self._descriptor)

@@ -59,7 +59,6 @@ Response = MapResponse | CleanResponse | Failure
 
 
 def write_message(stream: IO[bytes], message: object) -> None:
-    """Send one message."""
     stream.write(frame_message(msgspec.msgpack.encode(message)))
     stream.flush()
 
@@ -93,7 +92,6 @@ def _run(work: Callable[[], MapResult | CleanResult]) -> Response:
 
 
 def main() -> None:
-    """Serve one pass."""
     # Ctrl-C in a terminal reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)

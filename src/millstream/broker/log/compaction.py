@@ -139,7 +139,6 @@ class ChildWorker:
         raise OSError(response.errno, response.reason)
 
     def close(self) -> None:
-        """End the child."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -268,7 +267,6 @@ def next_due_ms(log: Log, now_ms: int) -> int | None:
 
 
 def is_due(log: Log, ratio: float) -> bool:
-    """Whether a log with this ratio should be compacted."""
     # While producers are read from the log, it is not known which transactions are open or aborted.
     ready = log.health.is_idle and not (log.is_replaying or log.segments.swaps)
     return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio

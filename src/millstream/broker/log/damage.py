@@ -66,7 +66,6 @@ class Damage:
         self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
-        """Return the range that holds an offset."""
         found = bisect_right(self._lost, offset, key=_first_offset) - 1
         if found < 0 or self._lost[found].next_offset <= offset:
             return None
@@ -82,7 +81,6 @@ class Damage:
         self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
 
     def clear(self) -> None:
-        """Forget every range."""
         self._lost = []
 
     def cut_after(self, end_offset: int, segment: int, size: int) -> None:

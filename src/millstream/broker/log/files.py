@@ -491,7 +491,6 @@ class OpenFiles:
         return self._pinned < self._limit // 2
 
     def unpin(self, opened: OpenFile) -> None:
-        """Release one pin of a file."""
         opened.pins -= 1
         self._pinned -= not opened.pins
         if opened.pins == 0 and id(opened) in self._closing:

@@ -85,7 +85,6 @@ class DataFolder:
         return False
 
     def release(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             self._files.close(self._lock)
 

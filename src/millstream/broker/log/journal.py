@@ -293,7 +293,6 @@ class Journal:
     # -- end of life ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the files."""
         for file in (self._current, self._other):
             if file.descriptor >= 0:
                 self._files.close(file.descriptor)

@@ -119,7 +119,6 @@ class Ledger:
                 self._forgotten.add(key)
 
     def close(self) -> None:
-        """Close the file."""
         self._files.close(self._descriptor)
 
     # -- internals ------------------------------------------------------------------------------------------

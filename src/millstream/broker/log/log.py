@@ -117,7 +117,6 @@ class LogHealth:
         return not (self.closed or self.broken or self.repairing or self.is_truncating)
 
     def fail(self, failure: str, now: float) -> None:
-        """Record a failure of the disk."""
         self.failure, self.failed_at = failure, now
 
     def succeed(self) -> None:
@@ -289,7 +288,6 @@ class Log:
         return self.epochs.end_of(epoch, self.end_offset)
 
     def change_settings(self, settings: TopicSettings) -> None:
-        """Apply changed settings of the topic."""
         self.settings = settings
         self.allows_fast_append = _allows_fast_append(settings)
         if self._is_dirty or settings.compacts:
@@ -725,7 +723,6 @@ class Log:
             )
 
     def fail_sync(self, error: OSError, doing: str) -> None:
-        """Fail requests that wait for a sync."""
         self.record_failure(f"{doing} failed: {error.strerror or error}")
         if not self.closed:
             _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
@@ -810,7 +807,6 @@ class Log:
         self.damage.clear()
 
     def close(self) -> None:
-        """Close the files and the log."""
         self.health.close()
         self.segments.close()
 

@@ -161,7 +161,6 @@ class Producers:
         return guard
 
     def has_open(self, producer_id: int, epoch: int) -> bool:
-        """Whether a producer has a transaction open here in an epoch."""
         known = self.transactions.open.get(producer_id)
         return known is not None and known.epoch == epoch
 

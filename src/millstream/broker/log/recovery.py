@@ -125,7 +125,6 @@ class RecoveryProgress:
         self._logged_at: float | None = None
 
     def add(self, report: RecoveryReport, *, left: int, now: float) -> None:
-        """Count a recovered log."""
         self._logs += 1
         self._scanned_bytes += report.scanned_bytes
         self._replayed_bytes += report.replayed_bytes
@@ -146,7 +145,6 @@ class RecoveryProgress:
             _logger.warning("recovering logs", extra={"done": self._logs, "left": left})
 
     def log_summary(self) -> None:
-        """Log one line about all recovered logs."""
         if not self._logs:
             return
         extra: dict[str, object] = {
@@ -386,7 +384,6 @@ class Recovery:
         return bad_end
 
     def _index_of(self, segment: Segment, window: Window) -> Index:
-        """Return the index of the known part of a segment."""
         if segment.index is None:
             segment.index = load_index(self._files, segment)
         if segment.index is None:

@@ -403,7 +403,6 @@ class LoadedIndexes:
         self._loaded: OrderedDict[int, tuple[Segment, int]] = OrderedDict()
 
     def loaded(self, segment: Segment) -> None:
-        """Count an index that was loaded."""
         if not segment.sealed or segment.index is None:
             return
         self._forget(id(segment))

@@ -128,7 +128,6 @@ FRESH_S = 1.0
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """Return the path of a file of a segment."""
     return f"{directory}/{segment_name(base_offset, suffix)}"
 
 
@@ -482,7 +481,6 @@ class SegmentList:
         return self._segments[at]
 
     def index(self, segment: Segment) -> int:
-        """Return the place of a segment in the list."""
         return self._segments.index(segment)
 
     def find(self, base_offset: int) -> Segment | None:
@@ -601,7 +599,6 @@ class SegmentList:
         self.removed = [segment for segment in self.removed if id(segment) not in done]
 
     def close(self) -> None:
-        """Close every file."""
         self.generation += 1
         self.settle_swaps(list(self.swaps))
         for segment in self._segments:

@@ -80,7 +80,6 @@ _decoder = msgspec.msgpack.Decoder(LogState)
 
 
 def encode_state(state: LogState) -> bytes:
-    """Encode a state for the ledger."""
     body = _encoder.encode(state)
     return _PREFIX.pack(_MAGIC, crc32c(body)) + body
 
@@ -101,7 +100,6 @@ def decode_state(data: bytes) -> LogState | None:
 
 
 def read_whole(files: Files, path: str) -> bytes:
-    """Read a small file."""
     descriptor = files.open(path)
     try:
         return files.read_at(descriptor, files.size(descriptor), 0)

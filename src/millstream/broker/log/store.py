@@ -274,7 +274,6 @@ class LogStore:
         return frozenset(self._unrecovered)
 
     def stored(self) -> Iterable[LogKey]:
-        """Return every partition that is on disk."""
         return self._folder.stored()
 
     def hand_over(self, keys: Collection[LogKey], to: LogStore) -> None:
@@ -862,7 +861,6 @@ class LogStore:
 
     @property
     def free_bytes(self) -> int:
-        """The free space of the disk."""
         return self._files.free_bytes(self._folder.path)
 
     @property

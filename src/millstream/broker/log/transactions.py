@@ -141,7 +141,6 @@ class AbortedTransactions:
             self._find_lowest()
 
     def clear(self) -> None:
-        """Forget all."""
         for column in self._columns():
             del column[:]
         del self._lowest[:]

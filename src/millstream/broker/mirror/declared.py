@@ -23,7 +23,6 @@ class Mirrors(NamedHolder[Mirror]):
     """Every declared mirror, by name."""
 
     async def load(self) -> None:
-        """Read the catalog."""
         await self._load(Catalog.mirrors)
 
     async def find(self, name: str) -> Mirror:

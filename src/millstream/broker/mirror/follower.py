@@ -684,7 +684,6 @@ class Follower:
 
 
 def _offsets_outside(commits: Commits, topics: Set[str]) -> Commits:
-    """Return the offsets in all other topics."""
     return _offsets_in(commits, {where.topic for offsets in commits.values() for where in offsets} - topics)
 
 

@@ -210,7 +210,6 @@ class MirrorRun:
         return [] if self.copier is None else list(self.copier.copies.values())
 
     def describe(self, now_ms: int) -> dict[str, Any]:
-        """Return the state of the mirror on this node."""
         return {
             "node": self.service.membership.me.node_id,
             "state": self.state,
@@ -295,7 +294,6 @@ class MirrorService:
         self._task = self._supervise("mirrors", self._run())
 
     async def close(self) -> None:
-        """Stop copying."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -328,7 +326,6 @@ class MirrorService:
         return run.follower
 
     def copied_topics(self, name: str) -> list[Topic]:
-        """Return the topics that a mirror writes."""
         return [topic for topic in self.topics.all() if topic.mirror == name]
 
     def taken_over(self, cuts: Iterable[str]) -> list[str]:
@@ -672,8 +669,6 @@ class MirrorService:
             self._forget_cancelled()
 
     async def ask_leader(self, where: TopicPartition, request: Request[R]) -> R:
-        """Send a request to the node that leads a partition."""
-
         async def attempt(node: NodeId) -> R:
             return await request_private(self.client(), node, request, waits=True, about=str(where))
 

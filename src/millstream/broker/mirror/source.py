@@ -125,7 +125,6 @@ class Source:
         return await self.client.end_of_epoch(where, epoch)
 
     async def acls(self) -> list[Acl]:
-        """Return every access rule."""
         return await describe_acls(self.client, AclFilter())
 
     async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:

@@ -882,7 +882,6 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._check_delivered)
 
     def _check_delivered(self) -> None:
-        """Check whether all responses have been sent."""
         transport = self._transport
         if transport is None or self._ready or self._outgoing or any(promise.is_resolved for promise in self._promises):
             return

@@ -190,7 +190,6 @@ class Listener:
         self._hangups.close()
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of connections and traffic."""
         traffic = self.traffic
         yield gauge("millstream_connections", "Connections that are open.", len(self.connections))
         yield gauge("millstream_inflight_bytes", "Bytes held in memory for clients.", self._budget.used_bytes)

@@ -88,13 +88,11 @@ class PartialFrame:
 
 
 def release_buffer(budget: Budget, buffer: bytearray) -> None:
-    """Return the buffer of a frame that is no longer needed."""
     _buffers.release(buffer)
     budget.release(len(buffer) + FRAME_COST_BYTES)
 
 
 def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
-    """Return the error for a frame of that size."""
     if size >> 16 == _TLS_HANDSHAKE:
         return ProtocolViolation("the client speaks TLS, but this listener does not")
     return ProtocolViolation(

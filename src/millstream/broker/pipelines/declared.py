@@ -74,7 +74,6 @@ class Pipelines(NamedHolder[Pipeline]):
     """Every declared pipeline, by name."""
 
     async def load(self) -> None:
-        """Read the catalog."""
         await self._load(Catalog.pipelines)
 
     def of_group(self, group_id: str) -> str | None:

@@ -285,7 +285,6 @@ class PipelineBoard:
         """Restarts of the driver."""
 
     def take(self, reports: Iterable[PipelineReport]) -> None:
-        """Replace the reports."""
         self._reports = {report.name: report for report in reports}
 
     def clear(self) -> None:

@@ -104,13 +104,11 @@ class AcknowledgementQueue:
         self._discard_at = max(DISCARD_MIN, 2 * len(self._queue))
 
     def acknowledge(self, offset: Offset) -> None:
-        """Acknowledge everything below an offset."""
         queue = self._queue
         while queue and queue[0][0] <= offset:
             queue.popleft()[1].acknowledged(None)
 
     def fail(self, error: MillstreamError) -> None:
-        """Fail every listener."""
         queue = self._queue
         while queue:
             queue.popleft()[1].acknowledged(error)

@@ -151,7 +151,6 @@ def merge(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def property_of(content: SchemaContent, name: str) -> Any:
-    """Return a property of a schema's metadata."""
     return ((content.metadata or {}).get("properties") or {}).get(name)
 
 

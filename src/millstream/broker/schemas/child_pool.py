@@ -109,7 +109,6 @@ class ChildPool:
             self._slow_waiting -= 1
 
     async def close(self) -> None:
-        """End the processes."""
         self._is_closed = True
         while self._idle:
             worker, timer = self._idle.pop()

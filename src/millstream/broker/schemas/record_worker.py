@@ -78,7 +78,6 @@ class RecordChecker:
         self._codecs: OrderedDict[str, Codec | SchemaMismatch] = OrderedDict()
 
     def respond(self, request: RecordsRequest) -> RecordsResponse:
-        """Check one batch."""
         for schema in request.schemas:
             self._keep(schema)
         missing: set[str] = set()

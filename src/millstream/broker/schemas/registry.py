@@ -92,7 +92,6 @@ class SchemaExaminer:
         return text
 
     async def close(self) -> None:
-        """End the processes."""
         await self._children.close()
 
     async def _send_request(self, request: Request) -> Sequence[str]:
@@ -703,14 +702,12 @@ class SchemaRegistry:
         return self._settings.get(subject) or SubjectSettings(subject=subject)
 
     def config(self, subject: QualifiedSubject) -> Mapping[str, Any]:
-        """Return the configuration that applies to a subject."""
         merged: dict[str, Any] = {LEVEL: DEFAULT_LEVEL}
         for scope in _scopes(subject):
             merged.update(self.settings(scope).config)
         return merged
 
     def level(self, subject: QualifiedSubject) -> str:
-        """Return the compatibility level that applies to a subject."""
         return str(self.config(subject)[LEVEL])
 
     def mode(self, subject: QualifiedSubject) -> str:

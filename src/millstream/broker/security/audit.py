@@ -178,7 +178,6 @@ class AuditTrail:
         self._add_repeated(principal, key, event)
 
     def change(self, actor: Actor, api: str, change: Change) -> None:
-        """Record a change."""
         if change.kind == "user":
             event = _new_event(EventClass.ACCOUNT_CHANGE, _ACCOUNT_ACTIVITY[change.activity])
             event["user"] = _user(f"User:{change.name}")

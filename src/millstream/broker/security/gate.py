@@ -185,7 +185,6 @@ class Session:
 
     @property
     def is_known(self) -> bool:
-        """Whether the client has authenticated."""
         return self.rights is not None
 
     @property
@@ -467,7 +466,6 @@ class _Asserted:
         self.user = ""
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
-        """Verify the assertion."""
         return b"", await self._assertions.verify(message)
 
 

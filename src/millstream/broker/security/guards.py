@@ -97,7 +97,6 @@ def guard_of(key: int) -> Guard:
 
 
 def guarded_keys() -> frozenset[int]:
-    """Return the keys of all APIs that have a guard."""
     return frozenset(_GUARDS)
 
 

@@ -209,7 +209,6 @@ class Listeners:
             listen(bound.socket, flag="kafka", listener=_additional_name(bound.config))
 
     def close(self) -> None:
-        """Release every address."""
         for bound in self._bound:
             bound.socket.close()
         if self._passwords is not None:
@@ -236,7 +235,6 @@ class Listeners:
         return self.endpoints()[self.own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:
-        """Return the advertised address of each listener."""
         return {
             bound.config.name: parse_address(bound.config.advertise or bound.address, name="advertise")
             for bound in self._bound

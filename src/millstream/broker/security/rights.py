@@ -94,7 +94,6 @@ class Rights:
         self._decisions: dict[tuple[Operation, ResourceType, str], bool] = {}
 
     def allows(self, operation: Operation, kind: ResourceType, name: str) -> bool:
-        """Whether the client may do an operation on a resource."""
         if self.node_id is not None:
             return True
         snapshot = self._state.snapshot
@@ -119,7 +118,6 @@ class Rights:
         return is_allowed
 
     def record(self, api: str, change: Change) -> None:
-        """Record a change that the client has made."""
         self._state.audit.change(self.actor, api, change)
 
     @property
@@ -129,7 +127,6 @@ class Rights:
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
-        """The current credentials of all users."""
         return self._state.credentials
 
     def allows_any(self, operation: Operation, kind: ResourceType) -> bool:
@@ -152,11 +149,9 @@ class Rights:
         return None if self.node_id is not None else self._state.owner(self.principal)
 
     def topic(self, operation: Operation, name: str) -> bool:
-        """Whether the client may do an operation on a topic."""
         return self.allows(operation, ResourceType.TOPIC, name)
 
     def group(self, operation: Operation, name: str) -> bool:
-        """Whether the client may do an operation on a group."""
         return self.allows(operation, ResourceType.GROUP, name)
 
     def transaction(self, operation: Operation, name: str) -> bool:
@@ -164,7 +159,6 @@ class Rights:
         return self.allows(operation, ResourceType.TRANSACTIONAL_ID, name)
 
     def cluster(self, operation: Operation) -> bool:
-        """Whether the client may do an operation on the cluster."""
         return self.allows(operation, ResourceType.CLUSTER, CLUSTER_NAME)
 
     def require(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> None:
@@ -187,7 +181,6 @@ class Rights:
         return self._state.topic_name(topic_id)
 
     def has_topic(self, name: str) -> bool:
-        """Whether a topic exists."""
         return self._state.has_topic(name)
 
     def operations(self, kind: ResourceType, name: str = CLUSTER_NAME) -> int:

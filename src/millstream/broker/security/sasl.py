@@ -127,7 +127,6 @@ class Passwords:
         self._shapes: dict[str, set[_Shape]] = {}
 
     def close(self) -> None:
-        """Stop the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def decoy(self, user: str, mechanism: str) -> ScramCredential:
@@ -338,7 +337,6 @@ class Authenticator:
         return MECHANISMS if self._tokens is not None else (*SCRAM_MECHANISMS, PLAIN)
 
     def begin(self, mechanism: str) -> Mechanism:
-        """Begin an exchange."""
         if mechanism == OAUTHBEARER:
             return _Bearer(self)
         if mechanism == PLAIN:

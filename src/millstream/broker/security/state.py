@@ -87,7 +87,6 @@ class SecurityState(Holder):
         """The rules in force; a new object after each change."""
 
     async def load(self) -> None:
-        """Read the catalog."""
         async with self._changing:
             self._apply(await self._declarations.call(Catalog.security))
 

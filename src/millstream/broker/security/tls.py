@@ -239,7 +239,6 @@ class PrincipalRules:
             at = found.end()
 
     def principal(self, certificate: x509.Certificate) -> str:
-        """Return the principal of a client's certificate."""
         name = subject_of(certificate)
         for rule in self._rules:
             mapped = name if rule is None else rule.map(name)

@@ -124,7 +124,6 @@ def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
 
 
 def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:
-    """Find the delayed messages of some records."""
     names, values = headers.keys.data.tobytes(), headers.values.data.tobytes()
     name_ends, value_ends = headers.keys.offsets.tolist(), headers.values.offsets.tolist()
     delayed: Ranges = []
@@ -203,7 +202,6 @@ class ScanResult:
         return np.ascontiguousarray(self.keys, np.int64).tobytes()
 
     def deltas(self, now_ms: int) -> list[Delta]:
-        """Return the deltas that record these messages."""
         if self.next_offset <= self.first:
             return []
         first, last = self.first, self.next_offset - 1

@@ -146,7 +146,6 @@ class Columns:
         self.dues[index] = self.holders[index] = self.first_delivered[index] = 0
 
     def set_due(self, start: int, end: int, due_ms: int) -> None:
-        """Set the due time of messages."""
         if end - start == 1:
             self.dues[start] = due_ms
         else:

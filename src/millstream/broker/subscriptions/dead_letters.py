@@ -124,7 +124,6 @@ class Plan(NamedTuple):
 
     @classmethod
     def read(cls, content: bytes) -> Plan:
-        """Decode a stored plan."""
         producer_id, sequence, partition = _PLAN.unpack(content)
         return cls(ProducerId(producer_id), sequence, partition)
 

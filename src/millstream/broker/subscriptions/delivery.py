@@ -248,7 +248,6 @@ class Delivery:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting workers."""
         return len(self._waiting)
 
     @property
@@ -379,7 +378,6 @@ class Delivery:
             self._origins = {one: known for one, known in self._origins.items() if held.references(one)}
 
     def release_worker(self, worker: str) -> None:
-        """Release the leases of a worker that is gone."""
         if self._closed is None:
             self.queue.release_worker(worker, now_ms=self._clock.now_ms())
             self._after_change()

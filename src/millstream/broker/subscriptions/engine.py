@@ -188,7 +188,6 @@ class Engine:
 
     @property
     def open_count(self) -> int:
-        """The number of open queues."""
         return len(self._open)
 
     @property
@@ -198,7 +197,6 @@ class Engine:
 
     @property
     def deliveries(self) -> Iterable[Delivery]:
-        """Every open queue."""
         return [opened.delivery for opened in self._open.values()]
 
     def opened(self, key: QueueKey) -> Delivery | None:

@@ -63,7 +63,6 @@ class _Partition:
     runs: list[_Run] = field(default_factory=list)
 
     def run_at(self, offset: int) -> _Run | None:
-        """Return the run that contains an offset."""
         at = bisect_right(self.runs, offset, key=_run_start) - 1
         return self.runs[at] if at >= 0 and offset < self.runs[at].end else None
 
@@ -80,7 +79,6 @@ class FilterCache:
 
     @property
     def cached_bytes(self) -> int:
-        """The size of the cached results."""
         return self._cached_bytes
 
     async def open_batch(self, scanned: ScannedRange) -> ScannedRange:
@@ -260,7 +258,6 @@ class QueueFilter:
         cache.add_filter(partition, wanted)
 
     def close(self) -> None:
-        """Unregister the filter."""
         self._filters.remove_filter(self._partition, self.filter)
 
     async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Matches:

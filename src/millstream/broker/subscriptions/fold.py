@@ -189,7 +189,6 @@ class Fold:
         return found
 
     def apply(self, delta: Delta) -> None:
-        """Apply one event."""
         _APPLY_BY_NUMBER[delta.kind](self, delta)
 
     def parts(self, first: int, last: int) -> list[Part]:
@@ -214,7 +213,6 @@ class Fold:
         return (self.stragglers, start) if start < end else None
 
     def state_of(self, offset: int) -> int:
-        """Return the state of a scanned message."""
         place = self.place(offset)
         return DONE if place is None else place[0].states[place[1]]
 
@@ -241,7 +239,6 @@ class Fold:
         )
 
     def leased_to(self, worker: str) -> list[WaitingRun]:
-        """Return every message that a worker holds."""
         number = self.workers.number(worker)
         return [] if number is None else self._leased_runs(number)
 
@@ -378,7 +375,6 @@ class Fold:
         self.plans[delta.first] = delta.extra
 
     def _finish(self, delta: Delta) -> None:
-        """Mark messages as done."""
         for columns, start, end in self._require_parts(delta):
             self._set_done(columns, start, end)
         self.counters[delta.kind] += delta.last - delta.first + 1

@@ -109,7 +109,6 @@ class OutcomeHistory:
         budget.resize(self, self._bytes)
 
     def clear(self) -> int:
-        """Discard all frames."""
         self._frames.clear()
         freed, self._bytes = self._bytes, 0
         return freed

@@ -113,7 +113,6 @@ class Counts(NamedTuple):
 
 
 def counts_of(fold: Fold) -> Counts:
-    """Count the messages of a state."""
     return Counts(
         available=fold.counts[AVAILABLE],
         leased=fold.counts[LEASED],
@@ -185,7 +184,6 @@ class Queue:
 
     @property
     def is_started(self) -> bool:
-        """Whether the queue has a position in the log."""
         return self._fold.is_started
 
     @property
@@ -746,7 +744,6 @@ class Queue:
 
 
 def _group_consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
-    """Group revivals by consecutive offsets."""
     runs: list[list[Revival]] = []
     for one in revivals:
         if runs and runs[-1][-1].offset + 1 == one.offset:

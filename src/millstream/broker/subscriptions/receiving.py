@@ -130,7 +130,6 @@ class Wait:
             self._complete(None)
 
     def cancel(self) -> None:
-        """Stop waiting on all queues."""
         self.is_done = True
         if self._timer is not None:
             self._timer.cancel()

@@ -257,7 +257,6 @@ class RoutedStateStore:
             await backoff.pause()
 
     async def frames(self, key: QueueKey, offset: int, since_ms: int) -> Sequence[bytes]:
-        """Return the stored frames about a message."""
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.frames(key, offset, since_ms)
@@ -269,7 +268,6 @@ class RoutedStateStore:
         return self._lane_for(write.key).write(write)
 
     def has_room(self, key: QueueKey) -> bool:
-        """Whether more may be written."""
         return self._lane_for(key).has_room
 
     async def _load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:

@@ -81,7 +81,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
 
 
 def write_snapshot(fold: Fold) -> bytes:
-    """Encode a state."""
     window, stragglers = fold.window, fold.stragglers
     waiting = np.frombuffer(stragglers.states, np.uint8) != DONE
     workers, reasons = fold.workers.texts_in_use(), fold.reasons.texts_in_use()
@@ -109,7 +108,6 @@ def write_snapshot(fold: Fold) -> bytes:
 
 
 def is_snapshot(data: bytes) -> bool:
-    """Whether the bytes are a snapshot rather than a frame."""
     return data[:1] in (_FORMAT_BYTE, _BROKEN_BYTE)
 
 

@@ -308,7 +308,6 @@ class StateShard:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether the events of a queue are for the ledger."""
         return any(queue.image.has_ledger for queue in self._queues.values())
 
     def written(self) -> list[QueueKey]:
@@ -403,11 +402,9 @@ class StateShard:
         """No requests are parked."""
 
     def durable_keys(self) -> list[Hashable]:
-        """Return every queue."""
         return list(self._queues)
 
     def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
-        """Return the snapshot of a queue."""
         if not isinstance(key, QueueKey) or (queue := self._queues.get(key)) is None:
             return None
         if queue.image.is_large:
@@ -522,7 +519,6 @@ class StateCoordinator(Coordinator[StateShard]):
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
-        """Return the partition of the topic that stores a queue."""
         found = self._partition_cache.get(key)
         if found is None:
             found = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")

@@ -111,7 +111,6 @@ class KeyOrder:
         return self._keys[index] if index < len(self._keys) else self._holder_keys[offset]
 
     def keys(self, first: int, last: int) -> array[int]:
-        """Return the keys of messages in the window."""
         return self._keys[first - self._base : last + 1 - self._base]
 
     def try_enter(self, key: int, offset: int) -> bool:

@@ -170,7 +170,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     @property
     def shards(self) -> list[Shard[TransactionShard]]:
-        """Return every shard that this node runs."""
         return self._runtime.shards
 
     def on_transaction_ending(self, listener: Callable[[], None]) -> None:

@@ -410,7 +410,6 @@ class TransactionShard:
     # The fold
 
     def replay(self, record: StateRecord) -> None:
-        """Apply one record of the log."""
         key = read_key(record.key)
         if isinstance(key, TransactionKey):
             self._replay_transaction(key.transactional_id, record.value)

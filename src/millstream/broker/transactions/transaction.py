@@ -212,7 +212,6 @@ class Transaction:
 
     @property
     def is_committing(self) -> bool:
-        """Return whether the transaction is decided to commit."""
         return self.state is TransactionState.PREPARE_COMMIT
 
     @property
@@ -282,7 +281,6 @@ class Transaction:
         )
 
     def complete(self, *, now_ms: int) -> Transaction:
-        """Return the transaction with all markers written."""
         done = TransactionState.COMPLETE_COMMIT if self.is_committing else TransactionState.COMPLETE_ABORT
         rotates = self.version >= EPOCH_PER_TRANSACTION and self.next_producer_id != NO_PRODUCER_ID
         return replace(

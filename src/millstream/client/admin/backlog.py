@@ -38,7 +38,6 @@ class Reader(NamedTuple):
         return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None
 
     def existing_topics(self, there: ClusterMetadata) -> list[TopicMetadata]:
-        """Return those of its topics that exist."""
         if self.pattern is None:
             return [there.topics[name] for name in self.topics if name in there.topics]
         return [topic for topic in there.topics.values() if self.takes(topic)]

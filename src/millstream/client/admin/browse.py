@@ -114,7 +114,6 @@ async def _first_response(
 
 
 def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
-    """Sum up the reports of the nodes for each topic."""
     found: dict[str, ListedTopic] = {}
     for response in responses:
         for one in response.topics:

@@ -187,7 +187,6 @@ async def undrain(client: Client, node: int) -> None:
 
 
 def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> dict[str, Any]:
-    """Return a computed plan as a document."""
     return {
         "plan": plan_id,
         "kind": plan.kind,

@@ -101,7 +101,6 @@ async def _find_status(client: Client, node: NodeId | None = None) -> dict[str, 
 
 
 def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
-    """Return the damage in a node's status."""
     return [
         DamagedOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
         for one in status["damage"]
@@ -194,7 +193,6 @@ class ClusterStatus:
         return tuple(node.id for node in self.nodes if node.state in (AWAY, UNREACHABLE))
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document."""
         return {
             "cluster": self.cluster_id,
             "controller": self.controller,

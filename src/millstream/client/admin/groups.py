@@ -312,7 +312,6 @@ async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None
 
 
 async def delete_group(client: Client, name: str) -> None:
-    """Delete a group and its offsets."""
     request = build_request("delete_groups", 2, groups_names=[name])
     try:
         result = (await client.send(await client.coordinator(name), request)).results[0]

@@ -59,7 +59,6 @@ class MirrorClient:
         await self._request(None, MirrorChanges(name=name, settings=dict(settings)))
 
     async def set_enabled(self, name: str, *, is_enabled: bool) -> None:
-        """Pause or resume a mirror."""
         await self._request(None, MirrorChanges(name=name, enabled=is_enabled))
 
     async def delete(self, name: str, *, force: bool = False) -> None:
@@ -149,7 +148,6 @@ class MirrorClient:
 
 
 def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mirror as one row."""
     error = described["error"] or "; ".join(described["problems"])
     return {**described, "topics": len(described["topics"]), "error": error}
 
@@ -174,7 +172,6 @@ def _select_copies(described: dict[str, Any], is_wanted: Callable[[str], bool]) 
 
 
 def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
-    """Combine the reports of all nodes on one mirror."""
     newest = max(found, key=lambda one: int(one["version"]))
     reports = [one["report"] for one in found if one["report"] is not None]
     partitions = sorted(

@@ -269,7 +269,6 @@ def state_of(described: Mapping[str, Any]) -> str:
 
 
 def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pipeline as one row."""
     report = described["report"] or {"last_error": " ".join(described["notes"])}
     return {
         "pipeline": described["name"],

@@ -62,7 +62,6 @@ class SchemaClient:
         return await self._request(msgspec.structs.replace(request, compiled=True))
 
     async def get(self, request: GetSchema) -> SchemaResponse:
-        """Return a schema by its id or guid."""
         return await self._request(request)
 
     async def subjects(self, request: ListSubjects) -> SubjectsResponse:

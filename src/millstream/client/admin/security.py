@@ -97,7 +97,6 @@ async def create_token(
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
-    """Return the API tokens that the client may see."""
     return (await request_private(client, None, ListTokensRequest())).tokens
 
 
@@ -107,7 +106,6 @@ async def revoke_token(client: Client, token_id: str) -> None:
 
 
 async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
-    """Add access rules."""
     added = list(acls)
     creations = [
         {

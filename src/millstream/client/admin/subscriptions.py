@@ -13,7 +13,6 @@ from millstream.protocol.wire.client import Client
 
 
 def summary_of(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a subscription as one row."""
     summed = ("backlog", "leased", "parked", "dead_lettered", "dropped")
     sums = {key: sum(queue[key] for queue in described["queues"]) for key in summed}
     return {

@@ -305,7 +305,6 @@ class SchemaTrial:
     counted: Counter[str] = field(default_factory=Counter)
 
     def document(self) -> dict[str, Any]:
-        """Return what was found as JSON."""
         return {
             "compatible": not self.reasons,
             "reasons": self.reasons,

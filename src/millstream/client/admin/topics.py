@@ -111,13 +111,11 @@ async def create_topic(
 
 
 async def delete_topic(client: Client, name: str) -> None:
-    """Delete a topic and everything in it."""
     response = await client.send(None, build_request("delete_topics", 6, topics=[{"name": name}], timeout=_TIMEOUT))
     _checked(response.responses[0], f"delete topic {name!r}")
 
 
 async def grow_topic(client: Client, name: str, partitions: int) -> None:
-    """Give a topic more partitions."""
     request = build_request("create_partitions", 3, topics=[{"name": name, "count": partitions}], timeout=_TIMEOUT)
     _checked((await client.send(None, request)).results[0], f"grow topic {name!r}")
 
@@ -169,7 +167,6 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
 async def offset_bounds(
     client: Client, topic: str, partitions: Sequence[int], *, isolation: int = READ_UNCOMMITTED
 ) -> dict[int, OffsetRange]:
-    """Return the readable offsets of each partition."""
     starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
     ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP), isolation=isolation)
     return {partition: OffsetRange(starts[partition].offset, ends[partition].offset) for partition in partitions}

@@ -55,7 +55,6 @@ class DescribedTransaction:
     coordinator: NodeId
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document."""
         started_ms = None if self.started_ms < 0 else self.started_ms
         partitions = [(one.topic, one.partition) for one in self.partitions]
         return {**asdict(self), "started_ms": started_ms, "partitions": partitions}
@@ -73,7 +72,6 @@ class OpenTransaction:
     start_offset: int
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document."""
         return {
             "topic": self.where.topic,
             "partition": self.where.partition,
@@ -164,7 +162,6 @@ async def abort_transaction(client: Client, transactional_id: str) -> str:
 
 
 async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
-    """Return every transaction that is open on a partition."""
     found = await _producers(client, topics)
     return [_opened(*one) for one in found if one[2].current_txn_start_offset >= 0]
 

@@ -331,7 +331,6 @@ class _Reader:
         return names
 
     def query(self, text: bytes) -> Any:
-        """Parse the query string."""
         if not text:
             if self._no_query is None:
                 self._no_query = self._convert({})

@@ -87,7 +87,6 @@ def _json_bytes(content: bytes) -> int:
 
 
 def members_of(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
-    """Return the members of a message's document."""
     members: dict[str, Any] = {
         "id": message_id(topic_id, partition, record.offset, record.headers),
         "topic": topic,
@@ -122,7 +121,6 @@ async def decoded_members(client: Client, decode: Decode | None, topic: str, rec
 
 
 def received(topic: str, topic_id: object, partition: int, record: Record, **more: Any) -> ReceivedMessage:
-    """Return a message as a document."""
     return ReceivedMessage(**members_of(topic, topic_id, partition, record), **more)
 
 
@@ -139,7 +137,6 @@ def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None
 
 
 def declares_json(headers: Headers) -> bool:
-    """Return whether the content type of a message is JSON."""
     for name, value in headers:
         if name == "content-type" and value is not None:
             media = value.partition(b";")[0].strip().lower()

@@ -138,7 +138,6 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
 
 
 def from_batch(message: NewMessage) -> Placed:
-    """Read one message of a JSON batch."""
     stored: list[tuple[str, bytes | None]] = []
     if message.json is not msgspec.UNSET:
         stored.append((CONTENT_TYPE, b"application/json"))

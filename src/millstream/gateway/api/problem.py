@@ -74,7 +74,6 @@ def stopped() -> Refused:
 
 
 def status_of(error: errors.MillstreamError) -> HTTPStatus:
-    """Return the status of an error class."""
     if isinstance(error, errors.SchemaRegistryError):
         # The codes of the registry begin with a status.
         return HTTPStatus(int(str(error.code)[:3]))
@@ -95,7 +94,6 @@ def retry_after(error: errors.MillstreamError) -> dict[str, str]:
 
 
 def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of a problem document."""
     return {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -115,7 +113,6 @@ class JSONLine(JSONResponse):
 
 
 def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
-    """Respond with a problem document."""
     return JSONLine(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
 
 

@@ -59,7 +59,6 @@ class RecordReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unpacking")
 
     def close(self) -> None:
-        """Cancel pending reads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(

@@ -159,5 +159,4 @@ class Route(Generic[Q, B]):
 
     @property
     def names(self) -> dict[str, Any]:
-        """Return the names in the path with their types."""
         return {name: _NAMES.get(name, _AnyName) for name in _NAME.findall(self.path)}

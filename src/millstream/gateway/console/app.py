@@ -120,7 +120,6 @@ class ConsoleApp:
             self._tree.add(route, route)
 
     def start(self) -> None:
-        """Start sampling."""
         self.history.start()
 
     async def close(self) -> None:

@@ -72,7 +72,6 @@ class SignedIn:
         return bool(self.cookie or self.form_key) and hmac.compare_digest(token.encode(), self.csrf.encode())
 
     def shown(self, host: str) -> CallerCredentials | None:
-        """Return the session as a credential."""
         return CallerCredentials(SESSION, "", self.cookie, host) if self.cookie else None
 
 
@@ -91,7 +90,6 @@ class Sessions:
     # -- cookies --------------------------------------------------------------------------------------------
 
     def read(self, headers: Mapping[bytes, bytes]) -> SignedIn:
-        """Read the cookies of a request."""
         jar: SimpleCookie = SimpleCookie()
         try:
             jar.load(headers.get(b"cookie", b"").decode("latin-1"))

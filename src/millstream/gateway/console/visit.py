@@ -173,7 +173,6 @@ class Visit:
         self._rights.update(zip(unknown, await allowed_rights(self.services.client, unknown), strict=True))
 
     async def may(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
-        """Return whether the user may do something."""
         await self.look_up((operation, kind, name))
         return self._rights[operation, kind, name]
 

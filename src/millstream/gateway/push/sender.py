@@ -97,7 +97,6 @@ class Lanes:
         return httpx.AsyncHTTPTransport(verify=self._trust, limits=limits, trust_env=False)
 
     def _close_idle(self) -> None:
-        """Close idle connections."""
         self._sweep = None
         loop = asyncio.get_running_loop()
         while self._free and self._free[0][0] <= loop.time() - IDLE_S:
@@ -234,7 +233,6 @@ class Sender:
         )
 
     def _with_address(self, url: httpx.URL, address: str) -> httpx.URL:
-        """Replace the host of a URL by an address."""
         found = self._placed.get((url, address))
         if found is None:
             if len(self._placed) >= PLACED_MAX:

@@ -166,7 +166,6 @@ def _string_document(schema: SchemaMessage) -> dict[str, Any]:
 
 
 def _version_document(schema: SchemaMessage) -> dict[str, Any]:
-    """Return a schema as a version of a subject."""
     document: dict[str, Any] = {
         "subject": schema.subject,
         "version": schema.version,
@@ -574,7 +573,6 @@ class RegistryApp:
 
 
 def _split_context(path: bytes) -> tuple[str, bytes]:
-    """Separate the context that a path begins with."""
     path = path.rstrip(b"/") or b"/"
     if not path.startswith(_CONTEXTS):
         return "", path

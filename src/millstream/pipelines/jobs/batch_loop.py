@@ -164,7 +164,6 @@ class BatchLoop:
         return replace(self.options, topic=topic)
 
     def reading_access(self, topics: Iterable[str]) -> Access:
-        """Return the credentials of tasks that read topics."""
         return self.options.access.for_tasks(self.options.brokers, may_read(topics))
 
     def survey(self, topics: Sequence[str]) -> OffsetResolver:
@@ -406,7 +405,6 @@ def reading_options(brokers: str, topics: tuple[str, ...], access: Access) -> Re
 
 
 def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
-    """Return the transactions of the parts that have one."""
     return [part.member for part in parts if part.member is not None]
 
 
@@ -444,7 +442,6 @@ def set_job_batch(spark: SparkSession, plan: Plan) -> None:
 
 
 def batch_of_job() -> JobBatch:
-    """Return the batch that the job of this task processes."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

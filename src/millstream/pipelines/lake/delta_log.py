@@ -220,12 +220,10 @@ class DeltaLog:
 
 
 def _commit_path(version: int) -> str:
-    """Return the path of a version's commit."""
     return f"_delta_log/{version:020d}.json"
 
 
 def schema_of(table: deltalake.DeltaTable) -> pa.Schema:
-    """Return the columns of a table as an Arrow schema."""
     return pa.schema(table.schema().to_arrow())
 
 

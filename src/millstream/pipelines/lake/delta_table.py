@@ -62,7 +62,6 @@ class Rows(NamedTuple):
         return group.low[1] < self.end and self.start <= group.high[1]
 
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Select them from a batch."""
         offsets = batch.column("offset")
         within = pc.and_(pc.greater_equal(offsets, self.start), pc.less(offsets, self.end))
         wanted = pc.and_(pc.equal(batch.column("partition"), self.partition), within)
@@ -187,12 +186,10 @@ class DeltaTable:
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
     ) -> RowWriter:
-        """Return a writer of files for this table."""
         kind = EventTimeWriter if EVENT_DAY in schema.names else TaskWriter
         return kind(self.storage, schema, topic_id, landed=landed, attempt=attempt)
 
     def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
-        """Return a writer of files for the quarantine table."""
         return TaskWriter(self.quarantine.storage, QUARANTINE, topic_id, landed=landed, attempt=attempt)
 
     def commit(

@@ -144,7 +144,6 @@ class KeyedTable(DeltaTable):
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
     ) -> RowWriter:
-        """Return a writer of staged changes."""
         return StagedWriter(self._staged, schema, topic_id, tuple(self.routes), attempt=attempt)
 
     def begin_merge(
@@ -276,7 +275,6 @@ class StagedWriter(FileWriter):
         return STAGED
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take changes."""
         if not len(batch):
             return
         topic = pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch))
@@ -330,7 +328,6 @@ class StagedWriter(FileWriter):
         return [written]
 
     def abort(self) -> None:
-        """Delete what was written."""
         self._rows, self._rows_bytes = [], 0
         if self._writer is not None:
             self._writer = None
@@ -354,7 +351,6 @@ class MergeUnit:
 
     @property
     def path(self) -> str:
-        """Identify it."""
         return self.bucket.stem
 
     @property
@@ -373,7 +369,6 @@ class MergeResult(NamedTuple):
 
 
 def merge_result(text: str) -> MergeResult:
-    """Decode a result."""
     return msgspec.json.decode(text, type=MergeResult)
 
 
@@ -405,7 +400,6 @@ class BucketMerge:
         return msgspec.json.encode(MergeResult([written], merged.upserted, merged.deleted, merged.late)).decode()
 
     def discard(self, results: Iterable[str]) -> None:
-        """Delete the files of results."""
         for result in results:
             for file in merge_result(result).files:
                 delete_written(self.storage, file)

@@ -66,7 +66,6 @@ class Bucket(NamedTuple):
         return [Bucket(self.depth + levels, (self.prefix << levels) + part) for part in range(1 << levels)]
 
     def holds(self, other: Bucket) -> bool:
-        """Whether this bucket contains all hashes of another."""
         return self.start <= other.start and other.end <= self.end
 
 

@@ -170,7 +170,6 @@ class Rewrite:
 
 
 def decode_numbers(result: str) -> list[int | None]:
-    """Decode the result of a check."""
     return msgspec.json.decode(result, type=list[int | None])
 
 

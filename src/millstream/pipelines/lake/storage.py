@@ -56,7 +56,6 @@ class Storage:
         return None if "://" in self.url else Path(self.url)
 
     def suffixed(self, ending: str) -> Storage:
-        """Return the storage with a suffix added to its name."""
         return Storage(f"{self.url}{ending}", self.options)
 
     def staged(self) -> Storage:
@@ -123,7 +122,6 @@ class Storage:
 
 
 def _sync(path: Path) -> None:
-    """Sync a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -33,7 +33,6 @@ class Written(NamedTuple):
 
 
 def to_json(files: Iterable[Written]) -> str:
-    """Encode files."""
     return json.dumps([list(file) for file in files])
 
 
@@ -52,7 +51,6 @@ def has_group_bounds(kind: pa.DataType) -> bool:
 
 
 def stats_json(metadata: Any) -> str:
-    """Return the statistics of a file from its footer."""
     positions = {metadata.schema.column(at).path: at for at in range(metadata.num_columns)}
     bounds = {name: _bounds(metadata, positions[name]) for name in BOUNDED}
     stats: dict[str, Any] = {"numRecords": metadata.num_rows}

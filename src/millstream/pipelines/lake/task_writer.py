@@ -545,7 +545,6 @@ class OpenFile:
 
     @property
     def bytes(self) -> int:
-        """Return its size so far."""
         return int(self._stream.tell())
 
     def write_group(self, rows: pa.Table) -> None:
@@ -561,7 +560,6 @@ class OpenFile:
         return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
 
     def abort(self) -> None:
-        """Delete it."""
         # The footer is not needed, and could not be written on a full disk.
         self._writer.is_open = False
         self._delete()

@@ -655,7 +655,6 @@ class DriverReports:
         return [(name, self._ended[0]) for name in found]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget pipelines that were deleted."""
         self._kept = kept = frozenset(names)
         for known in (self._earlier, self._deaths):
             for name in [name for name in known if name not in kept]:

@@ -65,7 +65,6 @@ def _transform_sample(pipeline: Pipeline, brokers: str, access: Access, scratch:
 
 
 def try_order(order: DryRunOrder, scratch: str) -> DryRunResponse:
-    """Carry out the order."""
     from millstream.pipelines.jobs.error_reason import reason_of
 
     pipeline = Pipeline(

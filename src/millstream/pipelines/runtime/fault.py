@@ -127,7 +127,6 @@ class Marked:
         self._task = task
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the task."""
         try:
             yield from self._task(batches)
         except Exception as error:

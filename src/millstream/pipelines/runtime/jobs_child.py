@@ -104,7 +104,6 @@ class _Log:
             file.write(data)
 
     def read(self, bytes_max: int) -> JobLog | None:
-        """Return the end of the output."""
         found, is_truncated = b"", False
         for path in (self._path, self._earlier):
             with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -199,7 +198,6 @@ class JobsChild:
         return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
 
     def changed(self) -> None:
-        """Publish the state of the jobs."""
         is_here = self._owner.is_this_node or (bool(self._idle_reason) and not self._owner.is_elsewhere)
         reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
         known = {report.name for report in reports}

@@ -74,7 +74,6 @@ class Tally:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the further counts of all steps."""
         return dict(self._counts)
 
     @property

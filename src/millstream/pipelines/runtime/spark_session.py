@@ -56,7 +56,6 @@ def temporary_files_in(folder: str) -> Iterator[None]:
 
 
 def remove_scratch() -> None:
-    """Remove the folders of this process."""
     while _held:
         _held.pop().remove()
 

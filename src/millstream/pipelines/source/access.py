@@ -239,7 +239,6 @@ def _unpickled(fields: dict[str, Any]) -> Access:
 
 
 def may_read(topics: Iterable[str]) -> frozenset[Acl]:
-    """Return the scope of tasks that read topics."""
     return frozenset(_rule(Operation.READ, ResourceType.TOPIC, topic) for topic in topics)
 
 

@@ -56,7 +56,6 @@ class Part(WriterCommitMessage):
 async def prepare_offsets(
     transactions: Transactions, transactional_id: str, source: SourceOffsets
 ) -> TransactionalProducer:
-    """Prepare the member of a batch that commits its source offsets."""
     member = await transactions.begin(transactional_id)
     await transactions.commit_offsets(member, source.group, source.offsets, source.member)
     await transactions.prepare(member)

@@ -71,7 +71,6 @@ class OffsetResolver:
         return self._look_up({topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()})
 
     def resolve(self, position: Position, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
-        """Resolve the position of an option to offsets of every partition."""
         if isinstance(position, FromLake):
             return self.earliest(partitions)
         if isinstance(position, End):

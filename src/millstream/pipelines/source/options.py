@@ -390,7 +390,6 @@ def refuse_ending(given: Mapping[str, str]) -> None:
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
-    """Validate the options of a writer."""
     found = _OptionReader(_with_defaults(given), _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
@@ -478,7 +477,6 @@ class _OptionReader:
         return text == "true"
 
     def number(self, name: str, default: int, *, minimum: int = 1) -> int:
-        """Parse a whole number."""
         found = self.maybe_number(name, minimum=minimum)
         return default if found is None else found
 

@@ -56,7 +56,6 @@ class Bounds:
     partition_end: int = _UNBOUND
 
     def allow(self, topic: str, partition: int) -> bool:
-        """Whether a partition can have matching rows."""
         return (
             (self.topics is None or topic in self.topics)
             and (self.partitions is None or partition in self.partitions)
@@ -327,7 +326,6 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Return the tasks of a batch."""
         options, survey = self._options, OffsetResolver(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
@@ -443,5 +441,4 @@ def to_json(offsets: StreamOffsets) -> dict[str, Any]:
 
 
 def from_json(offsets: dict[str, Any]) -> StreamOffsets:
-    """Decode offsets from a checkpoint."""
     return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}

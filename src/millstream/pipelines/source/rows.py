@@ -204,7 +204,6 @@ class RowFilter:
         return self._filter.uses.fields
 
     def matches(self, columns: Columns) -> pa.Array:
-        """Return for every record whether it matches."""
         one = self._range
         batch = ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=self._filter.uses)
         return pa.array(self._filter.matches(batch))

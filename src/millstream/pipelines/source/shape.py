@@ -80,7 +80,6 @@ class Shape:
 
     @property
     def record_names(self) -> tuple[str, ...]:
-        """Return the record columns to decode."""
         wanted = {column.name for column in self.columns if not column.is_payload}
         if self.payload:
             wanted.add("value")
@@ -90,7 +89,6 @@ class Shape:
 
     @property
     def payload(self) -> tuple[Column, ...]:
-        """Return the requested fields of the payload."""
         return tuple(column for column in self.columns if column.is_payload)
 
 

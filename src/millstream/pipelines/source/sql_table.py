@@ -122,7 +122,6 @@ def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[s
 
 
 def _names(given: Mapping[str, str], wanted: Iterable[str]) -> bool:
-    """Whether one of these options is given."""
     return not {name.lower() for name in given}.isdisjoint(wanted)
 
 

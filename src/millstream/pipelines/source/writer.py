@@ -118,7 +118,6 @@ class TopicWriter(DataSourceArrowWriter):
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Commit all parts and the source offsets."""
         from millstream.pipelines.source.batch_commit import Batch, commit_parts
 
         if sample_size() is not None:
@@ -144,7 +143,6 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
 
     @without_traceback
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Write the rows of one task of one batch."""
         from millstream.pipelines.source.batch_commit import Batch
         from millstream.pipelines.source.row_producer import write_part
 

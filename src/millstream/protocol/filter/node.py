@@ -222,7 +222,6 @@ class Uses:
 
     @property
     def payload(self) -> bool:
-        """Return whether payloads must be parsed."""
         return bool(self.paths)
 
     @property

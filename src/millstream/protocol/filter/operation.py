@@ -120,13 +120,11 @@ def length(operand: Any) -> int | None:
 
 
 def startswith(operand: Any, part: Any) -> Truth:
-    """Return whether a text starts with another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else text.startswith(other)
 
 
 def endswith(operand: Any, part: Any) -> Truth:
-    """Return whether a text ends with another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else text.endswith(other)
 
@@ -147,7 +145,6 @@ def _numbers(left: Any, right: Any) -> tuple[Any, Any] | None:
 
 
 def arithmetic(symbol: str) -> Callable[[Any, Any], int | float | None]:
-    """Return the function of an arithmetic operator."""
     calculate = _CALCULATE[symbol]
 
     def calculated(left: Any, right: Any) -> int | float | None:

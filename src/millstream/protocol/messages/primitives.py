@@ -47,7 +47,6 @@ class Reader:
         return self.end - self.position
 
     def int8(self) -> int:
-        """Read one signed byte."""
         value: int = _INT8.unpack_from(self._view, self._advance(1))[0]
         return value
 

@@ -29,7 +29,6 @@ def item_of(kind: Any) -> Any:
 
 
 def is_entity(kind: Any) -> bool:
-    """Return whether a type is a nested message."""
     return is_dataclass(kind)
 
 

@@ -586,7 +586,6 @@ def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | 
 
 
 def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
-    """Return the messages that a node's response leases."""
     messages: list[LeasedMessage] = []
     for part in leased.response.partitions:
         place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)

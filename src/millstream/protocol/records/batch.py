@@ -104,7 +104,6 @@ class BatchHeader(NamedTuple):
 
     @property
     def is_transactional(self) -> bool:
-        """Whether the batch belongs to a transaction."""
         return bool(self.attributes & TRANSACTIONAL_FLAG)
 
     @property

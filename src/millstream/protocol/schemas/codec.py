@@ -462,7 +462,6 @@ class ProtobufCodec(Codec):
         return found
 
     def parse(self, framed: Framed) -> Any:
-        """Return the message object."""
         from google.protobuf.message import DecodeError
 
         if framed.indexes is not None:

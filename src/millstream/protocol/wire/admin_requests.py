@@ -34,7 +34,6 @@ async def describe_configs(
 
 
 async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
-    """Return every effective setting of a topic."""
     (described,) = await describe_configs(client, TOPIC_RESOURCE, [name])
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"settings of topic {name!r}")
@@ -42,7 +41,6 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
 
 
 async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
-    """Return the access rules that a filter selects."""
     response = await client.send(None, build_request("describe_acls", 3, **filter_fields(selected)))
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list access rules")

@@ -129,7 +129,6 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests can be sent."""
         return (
             self._transport is not None
             and not self._transport.is_closing()
@@ -354,7 +353,6 @@ class Channel(asyncio.BufferedProtocol):
         return (self._scratch if self._frame is None else self._frame)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Process what has arrived."""
         self._filled += nbytes
         try:
             if self._frame is None:
@@ -466,7 +464,6 @@ class Pool:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the shared connection is open."""
         return self._shared is not None and self._shared.is_open
 
     async def shared(self) -> Channel:

@@ -63,7 +63,6 @@ class BrokerStatusPipe:
         self._on_response = asyncio.Event()
 
     def feed(self, piece: bytes) -> None:
-        """Process what the broker has written."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             document = json.loads(line)

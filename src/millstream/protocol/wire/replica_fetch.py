@@ -107,7 +107,6 @@ class ReplicaResponses(NamedTuple):
 
 
 def next_session_epoch(epoch: int) -> int:
-    """Return the session epoch of the next request."""
     return 1 if epoch == _SESSION_EPOCH_MAX else epoch + 1
 
 

@@ -232,7 +232,6 @@ def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView,
 
 
 def deletion_records(group: ConsumerGroup) -> list[StateRecord]:
-    """Build the records that delete a consumer group and everything in it."""
     records: list[StateRecord] = []
     for member_id in group.members:
         records += member_tombstones(group.group_id, member_id)

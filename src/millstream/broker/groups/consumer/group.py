@@ -80,7 +80,6 @@ class ConsumerGroup:
             self._add_ownership(member)
 
     def remove(self, member_id: str) -> None:
-        """Remove a member and its assignments."""
         member = self.members.pop(member_id, None)
         self.targets.pop(member_id, None)
         if member is not None:
@@ -171,7 +170,6 @@ class ConsumerGroup:
         return any(self._classic_support[name] == self.classic_members for name in names)
 
     def consumes(self, topic: str) -> bool:
-        """Return whether a member subscribes to a topic."""
         return any(topic in names or self._matches(expression, topic) for names, expression in self.choices)
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:

@@ -55,7 +55,6 @@ def is_within(part: Assignment, whole: Assignment) -> bool:
 
 
 def overlaps(one: Assignment, other: Assignment) -> bool:
-    """Return whether the assignments have a partition in common."""
     return any(not partitions.isdisjoint(other.get(topic_id, NO_PARTITIONS)) for topic_id, partitions in one.items())
 
 
@@ -144,7 +143,6 @@ class Position:
         return self.since.get(topic_id, {}).get(partition, self.epoch)
 
     def at(self, epoch: int) -> Position:
-        """Return the position in another epoch."""
         if epoch == self.epoch:
             return self
         return dataclasses.replace(self, epoch=epoch, previous_epoch=self.epoch)
@@ -167,7 +165,6 @@ class ConsumerMember:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that the member has reached."""
         return self.position.epoch
 
     @property
@@ -175,9 +172,7 @@ class ConsumerMember:
         return self.subscription.classic is not None
 
     def saying(self, subscription: Subscription) -> ConsumerMember:
-        """Return the member with another subscription."""
         return dataclasses.replace(self, subscription=subscription)
 
     def at(self, position: Position) -> ConsumerMember:
-        """Return the member at another position."""
         return dataclasses.replace(self, position=position)

@@ -190,7 +190,6 @@ class Sessions:
         self._timers.cancel((_SYNC, group_id, member_id))
 
     def forget(self, group_id: str, member_id: str) -> None:
-        """Cancel every deadline of a member."""
         for kind in _KINDS:
             self._timers.cancel((kind, group_id, member_id))
 

@@ -107,7 +107,6 @@ def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRe
 
 
 def read_group_epoch(record: StateRecord) -> tuple[int, int]:
-    """Read the epoch of a group and the hash of its topics."""
     reader = open_flexible_value(record)
     epoch, metadata_hash = reader.int32(), 0
     for tag, content in reader.tags():
@@ -117,7 +116,6 @@ def read_group_epoch(record: StateRecord) -> tuple[int, int]:
 
 
 def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
-    """Build the record of the target assignment's epoch."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     writer.no_tags()
@@ -166,7 +164,6 @@ def read_position(record: StateRecord) -> Position:
 
 
 def expression_record(group_id: str, expression: str, resolved: Resolved) -> StateRecord:
-    """Build the record of the topics that an expression matches."""
     writer = begin_flexible_value()
     _write_strings(writer, sorted(resolved.topics))
     writer.int64(resolved.version)

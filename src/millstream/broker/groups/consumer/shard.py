@@ -309,7 +309,6 @@ class ConsumerShard:
             _check_epoch(group.find(member_id or ""), epoch)
 
     def expire_if_unused(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
-        """Build the records that delete an unused group."""
         # A group that has only just become empty may be one whose consumers restart.
         idle = some_expired or now_ms - group.empty_since_ms >= self._limits.sweep_ms
         return deletion_records(group) if group.is_empty and idle and not offsets_left else []
@@ -317,7 +316,6 @@ class ConsumerShard:
     # The fold
 
     def replay(self, key: ConsumerKey, record: StateRecord) -> None:
-        """Apply one record of the log."""
         group = self.get(key.group_id)
         if record.value is None:
             if group is not None:

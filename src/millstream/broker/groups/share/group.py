@@ -103,7 +103,6 @@ class ShareGroup:
         return any(topic in member.topics for member in self.members.values())
 
     def topics(self) -> frozenset[str]:
-        """Return the topics that the members subscribe to."""
         return frozenset().union(*(member.topics for member in self.members.values()))
 
     def target(self, view: TopicView) -> dict[str, Assignment]:
@@ -115,7 +114,6 @@ class ShareGroup:
 
 
 def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Assignment]:
-    """Compute the target assignment of some members."""
     names = frozenset().union(*(member.topics for member in members.values()))
     topics = {topic.name: topic.topic_id for topic in existing(view, names)}
     partitions = partitions_of(existing(view, names))

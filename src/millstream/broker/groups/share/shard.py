@@ -137,13 +137,11 @@ class ShareShard:
             )
 
     def deletion_records(self, group: ShareGroup) -> Records:
-        """Build the records that delete an empty group."""
         return [tombstone(ShareKey(ShareKind.GROUP, group.group_id))]
 
     # The fold
 
     def replay(self, key: ShareKey, record: StateRecord) -> None:
-        """Apply one record of the log."""
         group = self._groups.get(key.group_id)
         if record.value is None:
             if group is not None:

@@ -143,7 +143,6 @@ class ApiVersions:
         return [response_head(self.key, version, header.correlation_id, len(body)), body]
 
     def _respond(self, *, is_ours: bool) -> ApiVersionsResponse:
-        """List every API that is served."""
         served = sorted(self._served, key=lambda api: api.key)
         public = [api for api in served if api.key < PRIVATE_KEY_MIN]
         features = tuple(features_of({api.key for api in public}))

@@ -65,11 +65,9 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         return []
 
     async def handle(self, request: ListTopicsRequest) -> ListTopicsResponse:
-        """List every topic that matches."""
         return await self._list(request, lambda _name: True)
 
     async def handle_from(self, client: ClientInfo, request: ListTopicsRequest) -> ListTopicsResponse:
-        """List the topics that the client may describe."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)

@@ -48,7 +48,6 @@ class ClientList:
         )
 
     def snapshot(self, now: float) -> ClientListResponse:
-        """Return the document that the response carries."""
         busy: list[tuple[Connection, ClientInfo]] = []
         others: list[tuple[Connection, ClientInfo]] = []
         for connection in self._connections:

@@ -128,7 +128,6 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
     """
 
     async def handle(self, request: UndrainRequest) -> Response:
-        """Undrain the node."""
         await self.plans.undrain(NodeId(request.node))
         return Response()
 

@@ -70,7 +70,6 @@ def subject_need(operation: Operation, subject: str) -> Need:
 
 
 def may_describe(rights: Rights, subject: str) -> bool:
-    """Whether a client may see a subject."""
     return rights.topic(Operation.DESCRIBE, subject_topic(subject))
 
 

@@ -143,7 +143,6 @@ async def status(services: Services, request: Request[NoFields, NoFields]) -> Cl
 
 
 async def clients(services: Services, request: Request[ClientQuery, NoFields]) -> ClientList:
-    """List the connected clients."""
     found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
     return ClientList([one for one in found.clients if request.query.all or one.roles], found.omitted)
 

@@ -99,7 +99,6 @@ class MovedGroup(msgspec.Struct, frozen=True):
 
 
 async def list_all(services: Services, request: Request[NoFields, NoFields]) -> GroupList:
-    """List all groups with their lag."""
     return GroupList(msgspec.convert(await group_summaries(services.client), list[GroupSummary]))
 
 

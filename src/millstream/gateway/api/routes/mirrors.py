@@ -157,7 +157,6 @@ async def list_mirrors(services: Services, request: Request[NoFields, NoFields])
 
 
 async def create(services: Services, request: Request[NoFields, NewMirror]) -> MirrorDescription:
-    """Declare a mirror."""
     new = request.body
     await MirrorClient(services.client).create(new.name, texts_of(new.settings), is_enabled=new.enabled)
     return await _describe(services, new.name)
@@ -185,13 +184,11 @@ async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescrip
 
 
 async def resume(services: Services, request: Request[Any, Any]) -> MirrorDescription:
-    """Let a mirror continue."""
     await MirrorClient(services.client).set_enabled(request.path["mirror"], is_enabled=True)
     return await _describe(services, request.path["mirror"])
 
 
 async def fail_over(services: Services, request: Request[NoFields, Failover]) -> FailoverReport:
-    """Make copies writable."""
     name = request.path["mirror"]
     report = await MirrorClient(services.client).fail_over(name, request.body.topics)
     return FailoverReport(name, _cuts(report.partitions), report.source_error, report.waited_ms)
@@ -203,7 +200,6 @@ async def reverse(services: Services, request: Request[NoFields, Reversal]) -> R
 
 
 async def switch(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
-    """Change the direction of a mirror without loss."""
     return await _reverse(services, request, is_planned=True)
 
 

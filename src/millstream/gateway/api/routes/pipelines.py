@@ -185,7 +185,6 @@ async def list_pipelines(services: Services, request: Request[NoFields, NoFields
 
 
 async def create(services: Services, request: Request[NoFields, NewPipeline]) -> PipelineCreated:
-    """Declare a pipeline."""
     new = request.body
     rules = msgspec.convert(new.rules, list[Rule], from_attributes=True)
     made = await PipelineClient(services.client).create(

@@ -258,7 +258,6 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def leases(services: Services, request: Request[ListedLeases, NoFields]) -> Leases:
-    """List who holds which messages."""
     held = await services.subscriptions.leases(request.path["subscription"], limit=request.query.limit)
     return Leases([_lease_document(one) for one in held.leases], held.omitted)
 

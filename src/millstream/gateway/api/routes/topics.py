@@ -217,7 +217,6 @@ async def alter(services: Services, request: Request[NoFields, TopicChanges]) ->
 
 
 async def delete(services: Services, request: Request[Deletion, NoFields]) -> TopicDeleted:
-    """Delete a topic and every message in it."""
     name = request.path["topic"]
     topic = await find_topic(services.client, name, advice=ADVICE)
     if request.query.force:

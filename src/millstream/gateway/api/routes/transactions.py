@@ -91,7 +91,6 @@ async def list_all(services: Services, request: Request[Transactions, NoFields])
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TransactionDescription:
-    """Describe one transactional id."""
     found = await describe_transaction(services.client, request.path["transaction"])
     return msgspec.convert(found.described(), TransactionDescription)
 

@@ -64,7 +64,6 @@ async def reset(visit: Visit) -> Response:
 
 
 async def delete(visit: Visit) -> Response:
-    """Delete a group and its offsets."""
     name = visit.names["group"]
     visit.confirm(name)
     await delete_group(visit.services.client, name)

@@ -47,7 +47,6 @@ async def _set_enabled(visit: Visit, verb: str, said: str, *, is_enabled: bool) 
 
 
 async def fail_over(visit: Visit) -> Response:
-    """Make the copies writable."""
     name = visit.names["mirror"]
     visit.confirm(name)
     await MirrorClient(visit.services.client).fail_over(name)

@@ -343,7 +343,6 @@ async def cancel_run(visit: Visit) -> Response:
 
 
 async def show_run(visit: Visit) -> Response:
-    """Show a run of a job and its output."""
     name, number = visit.names["pipeline"], visit.names["run"]
     if not number.isascii() or not number.isdigit() or len(number) > 9:
         raise invalid(f"{number!r} is not the number of a run")

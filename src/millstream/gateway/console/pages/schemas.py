@@ -30,7 +30,6 @@ _TOPIC: Final = ResourceType.TOPIC
 
 
 async def list_all(visit: Visit) -> Response:
-    """List the subjects of the registry."""
     client = SchemaClient(visit.services.client)
     found = (await client.subjects(ListSubjects())).subjects
     names = sorted(name for name in found if visit.search.lower() in name.lower())
@@ -137,7 +136,6 @@ async def configure(visit: Visit) -> Response:
 
 
 async def delete(visit: Visit) -> Response:
-    """Delete a subject or one of its versions."""
     name, version = visit.names["subject"], visit.text("version")
     visit.confirm(name)
     client = SchemaClient(visit.services.client)

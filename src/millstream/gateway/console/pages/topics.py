@@ -179,7 +179,6 @@ async def alter(visit: Visit) -> Response:
 
 
 async def delete(visit: Visit) -> Response:
-    """Delete a topic and every message in it."""
     name = visit.names["topic"]
     visit.confirm(name)
     client = visit.services.client

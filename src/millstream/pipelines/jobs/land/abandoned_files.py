@@ -148,7 +148,6 @@ def abandoned_files_of(pipeline_id: UUID) -> AbandonedFiles:
 
 
 def _delete_abandoned(folder: _Folder) -> int:
-    """Delete the files of attempts in a folder."""
     found = [path for path in folder.storage.data_files(folder.path) if _is_of(path, folder.attempts)]
     if not found:
         return 0

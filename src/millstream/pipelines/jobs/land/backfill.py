@@ -42,7 +42,6 @@ MARK: Final = "millstream/backfilled"
 
 
 def make_backfill(pipeline: Pipeline, context: JobContext) -> LandJob:
-    """Make the job that backfills the tables of a pipeline."""
     if LandSettings.from_strings(pipeline.overrides).mode == UPSERT:
         return _UpsertBackfill(pipeline, context)
     return _Backfill(pipeline, context)
@@ -298,7 +297,6 @@ class _DecodeAgain:
                     yield part.drop_columns(["reason", "topic_id"]).append_column("timestamp_type", kinds)
 
     def discard(self, results: Iterable[str]) -> None:
-        """Delete the files of results."""
         for result in results:
             decoded = msgspec.json.decode(result, type=_Decoded)
             self.work.writer.discard(decoded.files)

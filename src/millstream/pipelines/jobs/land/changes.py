@@ -141,7 +141,6 @@ class ChangeRule:
         return Payloads(values, deletes, empty, reasons)
 
     def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, dict[int, str]]:
-        """Open Debezium's envelopes."""
         values: list[bytes | None] = []
         deletes = np.zeros(len(batch), np.bool_)
         reasons: dict[int, str] = {}

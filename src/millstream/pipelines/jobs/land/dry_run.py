@@ -63,7 +63,6 @@ class SampleRows:
         return []
 
     def abort(self) -> None:
-        """Drop the rows."""
         self.count = self.deletes = 0
         self.shown.clear()
         self.reasons.clear()
@@ -91,7 +90,6 @@ class LandedSample:
     quarantined: SampleRows
 
     def as_document(self) -> dict[str, Any]:
-        """Return it as JSON."""
         from pyspark.sql.pandas.types import from_arrow_type
 
         return {

@@ -43,7 +43,6 @@ class IdTasks:
         self._tasks = tasks
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the tasks of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 for one in self._tasks[number]:
@@ -71,7 +70,6 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
 
 
 def within(found: pa.Table, ranges: Iterable[Range]) -> pa.Table:
-    """Return the rows of these ranges."""
     number, offset = found.column("partition"), found.column("offset")
     wanted = pa.chunked_array([pa.repeat(False, len(found))])
     for one in ranges:
@@ -118,7 +116,6 @@ class RecentIds:
         return pa.chunked_array([ids for _, ids in self._known], pa.binary())
 
     def _in_table(self, now: datetime) -> list[tuple[datetime, pa.Array]]:
-        """Read the ids of the window from the table."""
         found: list[tuple[datetime, pa.Array]] = []
         size = 0
         for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
@@ -141,7 +138,6 @@ class RecentIds:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that they take."""
         return sum(ids.nbytes for _, ids in self._known or ())
 
     @property

@@ -30,7 +30,6 @@ class FileTasks(Generic[Share]):
         self._tasks = tasks
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the tasks of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 results = self._done(self._tasks[number])

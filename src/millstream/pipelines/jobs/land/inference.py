@@ -85,7 +85,6 @@ def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
 
 
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """Extend the known schema by the found fields."""
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
     fields, _ = _grown_fields(list(known), list(found), room, DEPTH_MAX)
     return pa.schema(fields)
@@ -262,7 +261,6 @@ def column_of(field: str) -> str:
 
 
 def field_of(column: str) -> str:
-    """Return the payload field of a column."""
     rest = column.removeprefix(_PREFIX)
     return rest if rest != column and _is_taken(rest) else column
 
@@ -305,7 +303,6 @@ class SampleResult(NamedTuple):
 
 
 def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Return the parts of ranges that are the sample."""
     listed = list(ranges)
     each = max(1, min(SAMPLE_MAX, SAMPLE_ALL_MAX // max(1, len(listed))))
     return [Range(one.topic, one.partition, one.start, min(one.end, one.start + each)) for one in listed]

@@ -208,7 +208,6 @@ class LandJob:
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
 
     def step(self) -> Step:
-        """Land one batch of all topics."""
         began = time.monotonic()
         self._leftovers.sweep(self._context.progress)
         sources = self._topics()
@@ -267,7 +266,6 @@ class LandJob:
             raise
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def dry_run(self) -> list[LandedSample]:
@@ -583,7 +581,6 @@ class LandJob:
         keep_bounded(self._recent.values())
 
     def _remember(self, batches: Sequence[TopicBatch]) -> None:
-        """Remember the ids that are being landed."""
         now = datetime.now(UTC)
         for batch in batches:
             if batch.ids is not None:
@@ -666,7 +663,6 @@ class LandJob:
 
 
 def make_job(pipeline: Pipeline, context: JobContext) -> LandJob:
-    """Make the job of a pipeline's mode."""
     if context.window is not None:
         from millstream.pipelines.jobs.land.backfill import make_backfill
 

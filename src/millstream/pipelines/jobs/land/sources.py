@@ -73,7 +73,6 @@ class Sources:
         return [name for name in self._names if name not in there]
 
     def ids(self, topics: Collection[str]) -> dict[str, str]:
-        """Return the current ids of topics that exist."""
         found = self.link.call(self.link.client.metadata(topics))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 

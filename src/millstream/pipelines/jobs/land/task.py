@@ -101,7 +101,6 @@ class Report:
 
 
 def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
-    """Encode reports as rows."""
     rows = [
         {
             "topic": report.topic,
@@ -122,7 +121,6 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
 
 
 def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str, str, str]]) -> list[Report]:
-    """Decode reports."""
     return [
         Report(
             topic=topic,
@@ -269,7 +267,6 @@ class LandTasks:
         self._works = works
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the tasks of the given numbers."""
         # While one topic waits for the broker or the disk, another is processed.
         with ThreadPoolExecutor(_TOPICS_AT_ONCE, thread_name_prefix="landing") as pool:
             for batch in batches:
@@ -395,7 +392,6 @@ class Landing:
         self._quarantine(batch, reasons)
 
     def _decoder(self, fields: pa.Schema) -> Decode:
-        """Return the function that decodes into these fields."""
         # Fields change rarely; comparing large schemas for every batch would take longer than looking them up.
         have = self._decoders.get(id(fields))
         if have is None:
@@ -540,7 +536,6 @@ class Landing:
         )
 
     def abort(self) -> None:
-        """Delete what was written."""
         self._work.writer.abort()
         self._work.quarantine.abort()
         self._work.writer.discard(self._files)

@@ -93,7 +93,6 @@ class TopicBatch:
 
     @property
     def topic(self) -> str:
-        """Return the topic's name."""
         return self.source.topic
 
     @property
@@ -114,7 +113,6 @@ class TopicBatch:
         }
 
     def topic_ranges(self) -> list[Range]:
-        """Return the ranges to read."""
         ranges = topic_ranges(self.topic, self.plans)
         return sorted(ranges, key=lambda one: (one.partition != self.first_partition, one.partition))
 

@@ -70,7 +70,6 @@ class LedgerLocation:
         return LedgerTable(self.storage, self.left_out)
 
     def link(self) -> Link:
-        """Return the client of this process."""
         return link_to(
             self.brokers, client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S, patience_s=_TIMEOUT_S, access=self.access
         )
@@ -126,7 +125,6 @@ class AuditReport:
         return {**found, FAULTS: faults}
 
     def as_document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
         return {
             "adds_up": self.adds_up,
             "subscriptions": self.rows,

@@ -88,7 +88,6 @@ def _gone(subscription_id: str, life: Iterable[Trace]) -> Trace:
 
 
 def _end_of(rows: list[Trace], offset: int) -> Trace | None:
-    """Return the event that ended a message."""
     passed: Trace | None = None
     for row in reversed(rows):
         if row["kind"] == "revived" or (row["kind"] == "sought" and row["offset"] <= offset):

@@ -65,7 +65,6 @@ class LedgerTasks:
         self._access = access
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the tasks of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 rows, lost, files = self._land(self._shares[number])

@@ -97,7 +97,6 @@ class LedgerTable:
         return self._delta.next_offsets(partitions)
 
     def writer(self, topic_id: str, attempt: str) -> RowWriter:
-        """Return a writer of files for tasks."""
         return self._delta.writer(EVENTS, topic_id, attempt=attempt)
 
     def commit(self, files: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:

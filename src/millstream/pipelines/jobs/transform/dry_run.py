@@ -46,7 +46,6 @@ class DryRun:
     """How many payloads of the sample could not be decoded."""
 
     def as_document(self) -> dict[str, Any]:
-        """Return it as JSON."""
         return {
             "columns": {topic: dict(columns) for topic, columns in self.columns.items()},
             "output": dict(self.output),

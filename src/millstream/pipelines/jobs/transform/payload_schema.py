@@ -58,7 +58,6 @@ class PayloadSchemas:
 
     @property
     def inferred(self) -> Mapping[str, StructType]:
-        """The fields that were inferred from payloads."""
         return self._inferred
 
     def fields(self, topic: str) -> StructType | None:

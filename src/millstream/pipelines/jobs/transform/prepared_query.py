@@ -75,7 +75,6 @@ class TableTasks:
         self._tasks = tasks
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files of the given tasks."""
         whole = self._storage.table(self._version).to_pyarrow_dataset()
         for batch in batches:
             for number in batch.column(0).to_pylist():
@@ -543,7 +542,6 @@ class PreparedQuery:
         return stream if watermark is None else explain_errors("", lambda: stream.withWatermark(*watermark))
 
     def close(self) -> None:
-        """Release tables."""
         for table in self.tables:
             table.close()
 

@@ -131,12 +131,10 @@ class TopicView:
 
     @property
     def structs(self) -> frozenset[str]:
-        """Return the payload columns that are structs."""
         return frozenset(one.name for one in self.columns if one.origin is not Origin.RECORD and _has_fields(one.kind))
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Return the record columns that are needed."""
         named = {one.source for one in self.columns if one.origin is Origin.RECORD}
         if any(one.origin is not Origin.RECORD for one in self.columns):
             named |= {"value", "headers"} if self.by_schema else {"value"}
@@ -167,7 +165,6 @@ class TopicView:
         ranges: Sequence[Range],
         accumulator: FindingsAccumulator,
     ) -> DataFrame:
-        """Return the rows of some ranges."""
         access = loop.reading_access([self.topic])
         fetch = fetching(tuple(ranges), loop.options.brokers, self, accumulator, access)
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
