@@ -13,14 +13,7 @@ import typer
 from millstream.cli import cluster_plan
 from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import (
-    COMMON,
-    AsJson,
-    Common,
-    Noun,
-    flag,
-    parse_assignments,
-)
+from millstream.cli.options import COMMON, AsJson, Common, Noun, flag, parse_assignments
 from millstream.cli.output import counted, print_json, print_line, print_note, print_table
 from millstream.core.errors import NotFound
 

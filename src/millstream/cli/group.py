@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import call_broker
-from millstream.cli.options import (
-    COMMON,
-    Common,
-    Noun,
-    Partitions,
-    Yes,
-    confirm,
-    flag,
-)
+from millstream.cli.options import COMMON, Common, Noun, Partitions, Yes, confirm, flag
 from millstream.cli.output import counted, one_line, print_json, print_line, print_list, print_result, print_table
 from millstream.client.admin.groups import (
     delete_group,

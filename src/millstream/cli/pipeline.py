@@ -13,18 +13,7 @@ import typer
 
 from millstream.cli import pipeline_rule, pipeline_run
 from millstream.cli.connection import call_broker, call_pipelines
-from millstream.cli.options import (
-    COMMON,
-    Common,
-    IfMissing,
-    Noun,
-    Settings,
-    Unset,
-    Yes,
-    confirm,
-    expand_options,
-    flag,
-)
+from millstream.cli.options import COMMON, Common, IfMissing, Noun, Settings, Unset, Yes, confirm, expand_options, flag
 from millstream.cli.output import (
     counted,
     one_line,

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.connection import call_broker, complete_topics
-from millstream.cli.options import (
-    COMMON,
-    Common,
-    Noun,
-    Throttle,
-    Wait,
-    Yes,
-    confirm,
-    flag,
-    parse_assignments,
-)
+from millstream.cli.options import COMMON, Common, Noun, Throttle, Wait, Yes, confirm, flag, parse_assignments
 from millstream.cli.output import counted, print_json, print_line, print_list, print_noted, print_table
 from millstream.core.errors import TopicExists, TopicNotAuthorized
 

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import call_broker, complete_topics
-from millstream.cli.options import (
-    COMMON,
-    Common,
-    Noun,
-    Yes,
-    confirm,
-    flag,
-)
+from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag
 from millstream.cli.output import one_line, print_json, print_line, print_list, print_result
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition

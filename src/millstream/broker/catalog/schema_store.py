@@ -11,13 +11,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from millstream.broker.catalog.tables import (
-    counters,
-    schema_contexts,
-    schema_settings,
-    schema_versions,
-    schemas,
-)
+from millstream.broker.catalog.tables import counters, schema_contexts, schema_settings, schema_versions, schemas
 from millstream.core.errors import SchemaRegistryError
 from millstream.core.schema import (
     GLOBAL_CONTEXT,

@@ -19,12 +19,7 @@ from uuid import UUID
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.embedded_store import (
-    FILE_NAME,
-    CoordinationFile,
-    EmbeddedService,
-    EmbeddedStore,
-)
+from millstream.broker.cluster.embedded_store import FILE_NAME, CoordinationFile, EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.keys import Deletion, PartitionKey, parse_partition, partition_key, topic_from_json
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun, read_boot_id

@@ -15,13 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.replica_fetcher import (
-    FetchLimits,
-    ReplicaFetcher,
-    ReplicaLink,
-    ReplicaLinks,
-    Throttle,
-)
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher, ReplicaLink, ReplicaLinks, Throttle
 from millstream.broker.cluster.store import CHANGES_MAX, EXPECTS_MAX, CoordinationStore, Expect, Put
 from millstream.broker.log.damage import LostRange
 from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, any_replica

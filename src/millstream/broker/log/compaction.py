@@ -29,13 +29,7 @@ from millstream.broker.log.cleaner import (
     MapResult,
     SourceSegment,
 )
-from millstream.broker.log.cleaner_child import (
-    CleanResponse,
-    Failure,
-    MapResponse,
-    Response,
-    write_message,
-)
+from millstream.broker.log.cleaner_child import CleanResponse, Failure, MapResponse, Response, write_message
 from millstream.broker.log.files import DiskFiles, Files
 from millstream.broker.log.log import Log
 from millstream.broker.log.retention import awaits_landing

@@ -27,12 +27,7 @@ from millstream.broker.log.transactions import (
     Transactions,
     UnsettledMarker,
 )
-from millstream.core.errors import (
-    CorruptBatch,
-    FencedProducer,
-    InvalidTransactionState,
-    OutOfOrderSequence,
-)
+from millstream.core.errors import CorruptBatch, FencedProducer, InvalidTransactionState, OutOfOrderSequence
 from millstream.core.ids import NO_EPOCH
 from millstream.protocol.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, BatchHeader, Buffer
 from millstream.protocol.records.control import Marker, read_marker

@@ -29,12 +29,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import Problem, listed
 from millstream.core.tasks import gather_or_cancel, run_until_first
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
-from millstream.protocol.private.mirror_messages import (
-    BarrierRequest,
-    ExposeRequest,
-    OfferRequest,
-    OfferResponse,
-)
+from millstream.protocol.private.mirror_messages import BarrierRequest, ExposeRequest, OfferRequest, OfferResponse
 from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import (

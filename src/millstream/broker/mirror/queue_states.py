@@ -21,12 +21,7 @@ from millstream.core.mirror import Problem
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.mirror_messages import (
-    OfferedSubscription,
-    OfferRequest,
-    OfferResponse,
-    QueueSnapshot,
-)
+from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferRequest, OfferResponse, QueueSnapshot
 
 Vector = Mapping[str, Mapping[int, int]]
 """An offset of each partition, by topic."""

@@ -28,13 +28,7 @@ from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import (
-    InvalidMirror,
-    MillstreamError,
-    MirrorInUse,
-    NotLeader,
-    RequestTimedOut,
-)
+from millstream.core.errors import InvalidMirror, MillstreamError, MirrorInUse, NotLeader, RequestTimedOut
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
 from millstream.core.mirror import EPOCH_STEP, SOURCE, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of

@@ -19,23 +19,12 @@ from millstream.broker.cluster.membership import Membership, is_any_address
 from millstream.broker.net.connection import ConnectionLimits, Service
 from millstream.broker.net.listener import Listener, ListenerOptions, bind, listen
 from millstream.broker.security.state import SecurityState
-from millstream.core.config import (
-    AUTHENTICATION_REQUIRED,
-    DEFAULT_LISTENER,
-    Config,
-    ListenerConfig,
-    is_loopback,
-)
+from millstream.core.config import AUTHENTICATION_REQUIRED, DEFAULT_LISTENER, Config, ListenerConfig, is_loopback
 from millstream.core.errors import InvalidSetting
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
 from millstream.core.tasks import Supervise
-from millstream.protocol.wire.credentials import (
-    NO_CREDENTIALS,
-    Credentials,
-    node_by_certificate,
-    node_by_secret,
-)
+from millstream.protocol.wire.credentials import NO_CREDENTIALS, Credentials, node_by_certificate, node_by_secret
 
 if TYPE_CHECKING:
     # Cryptography takes a while to import, and is not needed without authentication.

@@ -40,9 +40,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
 from millstream.protocol.private.message import request_private
-from millstream.protocol.private.subscription_messages import (
-    AppendLetterRequest,
-)
+from millstream.protocol.private.subscription_messages import AppendLetterRequest
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
 from millstream.protocol.wire.client import Client

@@ -20,11 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kio.schema.types import ProducerId as WireProducerId
 from kio.schema.types import TopicName
-from kio.schema.write_txn_markers.v2.request import (
-    WritableTxnMarker,
-    WritableTxnMarkerTopic,
-    WriteTxnMarkersRequest,
-)
+from kio.schema.write_txn_markers.v2.request import WritableTxnMarker, WritableTxnMarkerTopic, WriteTxnMarkersRequest
 from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.coordination.peers import Peers

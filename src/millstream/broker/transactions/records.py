@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.broker.coordination.state_machine import StateRecord, record_key
-from millstream.broker.transactions.transaction import (
-    FIRST_VERSION,
-    NO_EPOCH,
-    LastBatch,
-    Transaction,
-    TransactionState,
-)
+from millstream.broker.transactions.transaction import FIRST_VERSION, NO_EPOCH, LastBatch, Transaction, TransactionState
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import NO_PRODUCER_ID, PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition, by_topic

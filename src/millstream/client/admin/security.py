@@ -8,13 +8,7 @@ from typing import Any
 
 from millstream.client.admin.topics import node_configs
 from millstream.core.acl import Acl, AclFilter
-from millstream.core.credential import (
-    ITERATIONS,
-    SCRAM_MECHANISMS,
-    check_password,
-    check_user_name,
-    hash_password,
-)
+from millstream.core.credential import ITERATIONS, SCRAM_MECHANISMS, check_password, check_user_name, hash_password
 from millstream.core.errors import NotFound
 from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import request_private

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millstream.core.errors import InvalidBatch
-from millstream.protocol.records.batch import (
-    COMPRESSION_NONE,
-    HEADER_BYTES,
-    TRANSACTIONAL_FLAG,
-    seal_batch,
-)
+from millstream.protocol.records.batch import COMPRESSION_NONE, HEADER_BYTES, TRANSACTIONAL_FLAG, seal_batch
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.protocol.records.compression import compress
 from millstream.protocol.records.kernels import write

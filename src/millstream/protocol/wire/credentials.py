@@ -231,15 +231,7 @@ def _send_password(user: str, password: str) -> Exchange:
 def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
     import secrets
 
-    from millstream.core.credential import (
-        ITERATIONS_MAX,
-        ITERATIONS_MIN,
-        derive,
-        digest,
-        hash_password,
-        is_same,
-        mac,
-    )
+    from millstream.core.credential import ITERATIONS_MAX, ITERATIONS_MIN, derive, digest, hash_password, is_same, mac
 
     nonce = secrets.token_urlsafe(_NONCE_BYTES)
     name = user.replace("=", "=3D").replace(",", "=2C")

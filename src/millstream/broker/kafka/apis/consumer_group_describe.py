@@ -22,11 +22,7 @@ from kio.schema.types import GroupId, TopicName
 from kio.static.primitive import i8, i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import (
-    ConsumerGroupDescription,
-    ConsumerMemberDescription,
-    NamedPartitions,
-)
+from millstream.broker.groups.requests import ConsumerGroupDescription, ConsumerMemberDescription, NamedPartitions
 from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
 from millstream.broker.kafka.group_responses import describe_failure, named_partitions
 from millstream.core.errors import MillstreamError

@@ -22,11 +22,7 @@ from functools import partial
 from typing import Final
 
 from kio.schema.consumer_group_heartbeat.v1.request import ConsumerGroupHeartbeatRequest
-from kio.schema.consumer_group_heartbeat.v1.response import (
-    Assignment,
-    ConsumerGroupHeartbeatResponse,
-    TopicPartitions,
-)
+from kio.schema.consumer_group_heartbeat.v1.response import Assignment, ConsumerGroupHeartbeatResponse, TopicPartitions
 
 from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of

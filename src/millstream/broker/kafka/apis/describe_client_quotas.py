@@ -11,12 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from kio.schema.describe_client_quotas.v1.request import ComponentData, DescribeClientQuotasRequest
-from kio.schema.describe_client_quotas.v1.response import (
-    DescribeClientQuotasResponse,
-    EntityData,
-    EntryData,
-    ValueData,
-)
+from kio.schema.describe_client_quotas.v1.response import DescribeClientQuotasResponse, EntityData, EntryData, ValueData
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import f64
 

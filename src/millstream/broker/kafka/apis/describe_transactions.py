@@ -12,11 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import cast
 
 from kio.schema.describe_transactions.v0.request import DescribeTransactionsRequest
-from kio.schema.describe_transactions.v0.response import (
-    DescribeTransactionsResponse,
-    TopicData,
-    TransactionState,
-)
+from kio.schema.describe_transactions.v0.response import DescribeTransactionsResponse, TopicData, TransactionState
 from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId, TopicName, TransactionalId
 from kio.static.primitive import TZAware, i16, i32, i32Timedelta

@@ -15,11 +15,7 @@ group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another
 from __future__ import annotations
 
 from kio.schema.share_group_heartbeat.v1.request import ShareGroupHeartbeatRequest
-from kio.schema.share_group_heartbeat.v1.response import (
-    Assignment,
-    ShareGroupHeartbeatResponse,
-    TopicPartitions,
-)
+from kio.schema.share_group_heartbeat.v1.response import Assignment, ShareGroupHeartbeatResponse, TopicPartitions
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.groups.coordinator import GroupCoordinator

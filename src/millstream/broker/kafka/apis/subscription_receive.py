@@ -34,12 +34,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
-from millstream.protocol.private.subscription_messages import (
-    LeasedRange,
-    PartitionMessages,
-    Receive,
-    ReceiveResponse,
-)
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive, ReceiveResponse
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Demand

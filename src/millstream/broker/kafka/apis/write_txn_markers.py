@@ -17,11 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from kio.schema.errors import ErrorCode
-from kio.schema.write_txn_markers.v2.request import (
-    WritableTxnMarker,
-    WritableTxnMarkerTopic,
-    WriteTxnMarkersRequest,
-)
+from kio.schema.write_txn_markers.v2.request import WritableTxnMarker, WritableTxnMarkerTopic, WriteTxnMarkersRequest
 from kio.schema.write_txn_markers.v2.response import (
     WritableTxnMarkerPartitionResult,
     WritableTxnMarkerResult,

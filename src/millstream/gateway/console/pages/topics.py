@@ -26,16 +26,7 @@ from millstream.core.setting import settings_of
 from millstream.core.subscription import OWN_PREFIX
 from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE, TopicSettings, check_topic_name
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import (
-    PAGE_ROWS,
-    Page,
-    PageRoute,
-    Response,
-    Visit,
-    address,
-    change,
-    done,
-)
+from millstream.gateway.console.visit import PAGE_ROWS, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.private.browse_messages import ORDERS
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
