@@ -82,9 +82,9 @@ class ReadPayloads:
 def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
     codec = found.codec
     if isinstance(codec, AvroCodec):
-        return _of_avro(codec)
+        return _schema(_AvroTypes().type(codec.source, "", 0), codec.decode_named)
     if isinstance(codec, JsonCodec):
-        return _of_json(codec)
+        return _schema(Typed(_JsonTypes(codec).type(codec.source, 0)), codec.decode)
     if isinstance(codec, ProtobufCodec):
         return _of_protobuf(codec, indexes)
     raise SchemaMismatch("the schema has an unknown type")
@@ -451,10 +451,6 @@ class _Budget:
         return self._left < 0
 
 
-def _of_avro(codec: AvroCodec) -> TypedSchema:
-    return _schema(_AvroTypes().type(codec.source, "", 0), codec.decode_named)
-
-
 class _AvroTypes:
     def __init__(self) -> None:
         self._budget = _Budget()
@@ -616,10 +612,6 @@ _JSON: Final[Mapping[str, pa.DataType]] = {
     "boolean": pa.bool_(),
     "null": pa.null(),
 }
-
-
-def _of_json(codec: JsonCodec) -> TypedSchema:
-    return _schema(Typed(_JsonTypes(codec).type(codec.source, 0)), codec.decode)
 
 
 class _JsonTypes:

@@ -53,11 +53,7 @@ class ProcessMetrics:
         yield gauge("process_start_time_seconds", "When the process started (Unix time).", self._started_ms / 1000)
         yield counter("process_cpu_seconds_total", "Processor time used.", cpu_s)
         yield gauge("process_resident_memory_bytes", "Memory in use.", resident_bytes())
-        yield gauge("process_open_fds", "Open file descriptors.", _open_files())
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+        yield gauge("process_open_fds", "Open file descriptors.", len(os.listdir("/proc/self/fd")))
 
 
 class CommittedOffsets(Protocol):

@@ -97,7 +97,7 @@ class UpsertJob(LandJob):
             counts.update(upserted=result.upserted, deleted=result.deleted, late=result.late)
         batch.merged = counts
         merged = Report(topic=batch.topic, files=tuple(file for result in results for file in result.files))
-        batch.reports = [*(_without_files(report) for report in batch.reports), merged]
+        batch.reports = [*(replace(report, files=()) for report in batch.reports), merged]
         table.discard(staged)
 
 
@@ -110,7 +110,3 @@ def keyed(batch: TopicBatch) -> KeyedTable:
 def _column(place: Place) -> Place:
     """Return the path in the table of a path in payloads."""
     return (column_of(place[0]), *place[1:])
-
-
-def _without_files(report: Report) -> Report:
-    return replace(report, files=())
