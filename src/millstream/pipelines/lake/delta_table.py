@@ -290,32 +290,30 @@ class DeltaTable:
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition's offset range, in order."""
-        return self.scan_in(self.storage.files(), Rows(topic_id, partition, start, end), columns)
+        table, rows = self.log.refresh(), Rows(topic_id, partition, start, end)
+        if table is None:
+            return iter(())
+        return scan(self._files(self.log), paths_of(table, rows), schema_of(table), rows, columns)
 
     def scan_quarantined(
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield quarantined rows in the same way."""
-        files = self.quarantine.storage.files()
-        return self.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
-
-    def scan_in(self, files: Any, rows: Rows, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        """Yield rows of the table whose files are elsewhere."""
-        table = self.log.refresh()
-        return iter(()) if table is None else scan(files, paths_of(table, rows), schema_of(table), rows, columns)
-
-    def scan_quarantined_in(self, files: Any, rows: Rows, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        """Yield quarantined rows whose files are elsewhere, including those that a crash kept from being added."""
+        """Yield quarantined rows in the same way, including those that a crash kept from being added."""
+        rows = Rows(topic_id, partition, start, end)
         table = self.log.refresh()
         quarantine = self.quarantine.refresh()
         paths = [] if quarantine is None else paths_of(quarantine, rows)
         if table is not None:
             paths += [file.path for file in self._waiting(table, quarantine) if topic_of(file.path) == rows.topic_id]
-        return scan(files, paths, QUARANTINE, rows, columns)
+        return scan(self._files(self.quarantine), paths, QUARANTINE, rows, columns)
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Yield rows landed in the hour of a time or later, each with that hour."""
-        return landed_since(self.log, self.storage.files(), moment, columns)
+        return landed_since(self.log, self._files(self.log), moment, columns)
+
+    def _files(self, log: DeltaLog) -> Any:
+        """Return where the files of the table or of its quarantine are read."""
+        return log.storage.files()
 
     def recover(self) -> deltalake.DeltaTable | None:
         """Return the current table, after adding missing quarantined files."""
