@@ -15,10 +15,9 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table
 from millstream.cli.pipeline_options import Lake
-from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in, unwound_by_sigterm
+from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.core.scratch import temporary_folder
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipelines import PipelineStorage
@@ -115,12 +114,7 @@ def _run(
     pipeline = declared or Pipeline(
         pipeline_id=uuid5(NAMESPACE_OID, "millstream audit"), name="audit", kind=PipelineKind.LEDGER
     )
-    with (
-        unwound_by_sigterm(),
-        temporary_folder() as scratch,
-        signed_in(brokers, scratch) as (_link, access),
-        Stages("audit") as stages,
-    ):
+    with signed_in(brokers) as (scratch, _, access), Stages("audit") as stages:
         try:
             # A small ledger is read in less time than Spark takes to start.
             without_spark: Any = None

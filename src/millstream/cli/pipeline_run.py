@@ -80,11 +80,7 @@ def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) 
     from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.runtime.dry_run import land_sample
 
-    with (
-        unwound_by_sigterm(),
-        temporary_folder() as scratch,
-        signed_in(brokers, scratch) as (_, access),
-    ):
+    with signed_in(brokers) as (scratch, _, access):
         try:
             documents = land_sample(pipeline, brokers, access, lake, scratch)["topics"]
         except MillstreamError:
@@ -127,12 +123,11 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
     from millstream.pipelines.jobs.transform.dry_run import dry_run
     from millstream.pipelines.runtime.spark_session import open_session
 
-    with unwound_by_sigterm(), temporary_folder() as scratch:
+    with signed_in(brokers) as (scratch, _, access):
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
         try:
-            with signed_in(brokers, scratch) as (_, access):
-                context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
-                plan = dry_run(pipeline, context)
+            context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
+            plan = dry_run(pipeline, context)
         except MillstreamError:
             raise
         except Exception as error:
@@ -322,11 +317,7 @@ def run_job(
 
     if is_declared and not dry:
         raise InvalidPipeline(f"job {pipeline.name!r} is run by a node: millstream pipeline trigger {pipeline.name}")
-    with (
-        unwound_by_sigterm(),
-        temporary_folder() as scratch,
-        signed_in(brokers, scratch) as (_, access),
-    ):
+    with signed_in(brokers) as (scratch, _, access):
         order = JobOrder(
             name=pipeline.name,
             pipeline_id=pipeline.pipeline_id,
@@ -458,24 +449,28 @@ async def look_up(
 
 
 @contextmanager
-def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[Link, Access]]:
-    """Connect as the command's user; Spark's queries sign in with a token in a file of the run."""
+def signed_in(brokers: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[str, Link, Access]]:
+    """Connect as the command's user, with a temporary folder for the run.
+
+    Spark's queries sign in with a token in a file of that folder.
+    """
     from millstream.pipelines.source.access import TokenFiles, connection_access
     from millstream.pipelines.source.link import Link
 
     credentials = command_credentials()
     link = Link(brokers, f"pipeline-run-{os.getpid()}", timeout_s, credentials=credentials)
     base = connection_access(credentials)
-    tokens = TokenFiles(link, scratch, base)
-    try:
-        access = tokens.access_of("")
-    except InvalidRequest:
-        # The brokers do not authenticate clients, so no token is needed.
-        access = base
-    try:
-        yield link, access
-    finally:
-        tokens.close()
+    with unwound_by_sigterm(), temporary_folder() as scratch:
+        tokens = TokenFiles(link, scratch, base)
+        try:
+            access = tokens.access_of("")
+        except InvalidRequest:
+            # The brokers do not authenticate clients, so no token is needed.
+            access = base
+        try:
+            yield scratch, link, access
+        finally:
+            tokens.close()
 
 
 class CommandRun:
@@ -525,11 +520,7 @@ class CommandRun:
         from millstream.pipelines.runtime.claim import SESSION_S, Claim
         from millstream.pipelines.runtime.manual_run import ManualRunWatch
 
-        with (
-            unwound_by_sigterm(),
-            temporary_folder() as scratch,
-            signed_in(self._brokers, scratch, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (link, access),
-        ):
+        with signed_in(self._brokers, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (scratch, link, access):
             claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
             try:
                 self._acquire_claim(claim)

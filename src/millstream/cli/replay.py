@@ -12,10 +12,9 @@ import typer
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_result
-from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
+from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
 from millstream.core.errors import InvalidRequest
-from millstream.core.scratch import temporary_folder
 
 FromTopic = Annotated[
     str | None, flag("--from-topic", "TOPIC", "Replay the log of this topic.", autocompletion=complete_topics)
@@ -87,11 +86,7 @@ def replay(
     )
     check_topic_name(order.title, noun="replay")
     started = time.monotonic()
-    with (
-        unwound_by_sigterm(),
-        temporary_folder() as scratch,
-        signed_in(common.brokers, scratch, common.timeout) as (_, access),
-    ):
+    with signed_in(common.brokers, common.timeout) as (_, _, access):
         made = Replay(order, common.brokers, access)
         with Stages(order.title) as stages:
             done = made.run(

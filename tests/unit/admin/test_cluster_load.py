@@ -9,7 +9,8 @@ from uuid import UUID
 import pytest
 
 from millstream.client.admin import cluster_plans
-from millstream.core.ids import NodeId
+from millstream.core.cluster_plan import Move
+from millstream.core.ids import NodeId, PartitionIndex
 from millstream.protocol.private.plan_messages import PlannedMove, PlanResponse
 
 
@@ -37,15 +38,15 @@ async def test_an_unavailable_node_keeps_its_machine_and_rack(monkeypatch: pytes
 
 async def test_progress_includes_bytes_copied_by_unfinished_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     def move(partition: int, state: str) -> PlannedMove:
-        return PlannedMove(
+        moved = Move(
             topic="orders",
             topic_id=UUID(int=1),
-            partition=partition,
-            before=(1,),
-            target=(1, 2, 3),
+            index=PartitionIndex(partition),
+            before=(NodeId(1),),
+            target=(NodeId(1), NodeId(2), NodeId(3)),
             size_bytes=100,
-            state=state,
         )
+        return PlannedMove(moved, state)
 
     async def disk(_client: object, node: NodeId) -> Any:
         # The third node does not respond; the second holds more of one partition than when the plan was made.

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -33,7 +33,9 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
 from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
-from millstream.protocol.private.message import Request, encode
+from millstream.protocol.private.message import HasError, Request, encode
+
+R = TypeVar("R", bound=HasError)
 
 
 class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
@@ -45,18 +47,21 @@ class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
     sequence: int = -1
 
 
-class LoadQueue(Request[QueueLoaded], frozen=True, array_like=True):
-    """Asks for a queue's state on behalf of its leader."""
-
-    KEY: ClassVar = 32020
+class _QueueRequest(Request[R], Generic[R], frozen=True, array_like=True):
     subscription_id: bytes
     topic_id: bytes
     partition: int
-    leader_epoch: int
 
     @property
     def key(self) -> QueueKey:
         return _key(self.subscription_id, self.topic_id, self.partition)
+
+
+class LoadQueue(_QueueRequest[QueueLoaded], frozen=True, array_like=True):
+    """Asks for a queue's state on behalf of its leader."""
+
+    KEY: ClassVar = 32020
+    leader_epoch: int
 
 
 class FramesRead(msgspec.Struct, frozen=True, array_like=True):
@@ -67,19 +72,12 @@ class FramesRead(msgspec.Struct, frozen=True, array_like=True):
     frames: Sequence[bytes] = ()
 
 
-class ReadFrames(Request[FramesRead], frozen=True, array_like=True):
+class ReadFrames(_QueueRequest[FramesRead], frozen=True, array_like=True):
     """Asks for the frames about one message that were written since a time."""
 
     KEY: ClassVar = 32022
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
     offset: int
     since_ms: int
-
-    @property
-    def key(self) -> QueueKey:
-        return _key(self.subscription_id, self.topic_id, self.partition)
 
 
 class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):

@@ -31,7 +31,6 @@ from millstream.protocol.private.plan_messages import (
     ApplyPlanRequest,
     CancelPlanRequest,
     DescribePlanRequest,
-    PlannedMove,
     PlanResponse,
     ProposePlanRequest,
     UndrainRequest,
@@ -150,8 +149,7 @@ async def compute_replication(client: Client, pattern: str, to: int) -> Plan:
 
 async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THROTTLE_BYTES) -> PlanResponse:
     """Store a plan in the cluster, for review."""
-    moves = [PlannedMove.of(move) for move in plan.moves]
-    request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=moves, throttle_bytes=throttle_bytes)
+    request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=plan.moves, throttle_bytes=throttle_bytes)
     return await request_private(client, None, request)
 
 
@@ -171,7 +169,7 @@ async def current_plan(client: Client) -> PlanResponse:
 
 async def copied_bytes(client: Client, current: PlanResponse) -> int:
     """Return how much of the moves under way their receivers have fetched, as far as these respond."""
-    moving = [one.move() for one in current.moves if one.state == "moving"]
+    moving = [one.move for one in current.moves if one.state == "moving"]
     disks = await _disks(client, {node for move in moving for node in move.receivers})
     return sum(
         min(disks[node].sizes.get((move.topic, move.index), 0), move.size_bytes)
@@ -214,7 +212,7 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
     states = Counter(move.state for move in current.moves)
     sizes: Counter[str] = Counter()
     for one in current.moves:
-        sizes[one.state] += one.move().moved_bytes
+        sizes[one.state] += one.move.moved_bytes
     return {
         "plan": current.plan_id or None,
         "kind": current.kind or None,
@@ -229,9 +227,8 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
         "bytes": sum(sizes.values()),
         "moved_bytes": sizes["moved"] + copied,
         "partitions_moving": [
-            {"topic": one.topic, "partition": one.partition, "from": list(one.before), "to": list(one.target)}
-            for one in current.moves
-            if one.state == "moving"
+            {"topic": move.topic, "partition": move.index, "from": list(move.before), "to": list(move.target)}
+            for move in (one.move for one in current.moves if one.state == "moving")
         ],
         "created_ms": current.created_ms,
         "finished_ms": current.finished_ms or None,

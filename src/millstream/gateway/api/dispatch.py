@@ -288,7 +288,7 @@ class Api:
         return event("error", _encode_plain(problem_document(scope["path"], refused.status, refused.detail, {})))
 
     async def _send_response(self, send: Send, route: Route[Any, Any], response: Any) -> None:
-        status = route.status
+        status = route.usual_status
         if isinstance(response, Response):
             status, response = response.status, response.content
         self._pressure.count(status)

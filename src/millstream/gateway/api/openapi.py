@@ -206,7 +206,7 @@ def _operation_id(route: Route[Any, Any]) -> str:
 
 
 def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
-    described: dict[HTTPStatus, str] = {route.status: "Done.", **route.more}
+    described: dict[HTTPStatus, str] = {route.usual_status: "Done.", **route.more}
     responses: dict[str, Any] = {}
     for status, description in described.items():
         response: dict[str, Any] = {"description": description}

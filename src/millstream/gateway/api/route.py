@@ -143,10 +143,15 @@ class Route(Generic[Q, B]):
     headers: type | None = None
     """The request headers for the OpenAPI document; handlers read them by the same type."""
     status: HTTPStatus = HTTPStatus.OK
+    """The status of a response that has a body."""
     more: Mapping[HTTPStatus, str] = field(default_factory=dict)
     """Further statuses of the same response, with their meaning."""
     lane: Lane = Lane.ADMIN
     streams: bool = False
+
+    @property
+    def usual_status(self) -> HTTPStatus:
+        return HTTPStatus.NO_CONTENT if self.response is None and not self.streams else self.status
 
     @property
     def section(self) -> str:

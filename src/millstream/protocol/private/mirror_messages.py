@@ -229,13 +229,9 @@ class OfferRequest(Request[OfferResponse], frozen=True, kw_only=True):
     """The queues that the caller has; unchanged ones are omitted."""
 
 
-class QueueSnapshot(msgspec.Struct, frozen=True, array_like=True):
+class QueueSnapshot(QueueKeyMessage, frozen=True, array_like=True):
     """The stored state of a queue."""
 
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
-    sequence: int
     snapshot: bytes
 
 

@@ -4,48 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
-from uuid import UUID
 
 import msgspec
 
 from millstream.core.cluster_plan import THROTTLE_BYTES, Move
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.ids import NodeId
 from millstream.protocol.private.message import Request, Response
 
 
-class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
-    """A move of one partition, and in responses what became of it."""
+class PlannedMove(msgspec.Struct, frozen=True):
+    """A move of one partition, and what became of it."""
 
-    topic: str
-    topic_id: UUID
-    partition: int
-    before: Sequence[int]
-    target: Sequence[int]
-    size_bytes: int
+    move: Move
     state: str = ""
-
-    @classmethod
-    def of(cls, move: Move, state: str = "") -> PlannedMove:
-        return cls(
-            topic=move.topic,
-            topic_id=move.topic_id,
-            partition=move.index,
-            before=move.before,
-            target=move.target,
-            size_bytes=move.size_bytes,
-            state=state,
-        )
-
-    def move(self) -> Move:
-        """Convert it back."""
-        return Move(
-            topic=self.topic,
-            topic_id=self.topic_id,
-            index=PartitionIndex(self.partition),
-            before=tuple(map(NodeId, self.before)),
-            target=tuple(map(NodeId, self.target)),
-            size_bytes=self.size_bytes,
-        )
 
 
 class PlanResponse(Response, frozen=True, kw_only=True):
@@ -73,7 +44,7 @@ class ProposePlanRequest(Request[PlanResponse], frozen=True, kw_only=True):
     KEY: ClassVar = 32100
     kind: str
     subject: str
-    moves: Sequence[PlannedMove]
+    moves: Sequence[Move]
     throttle_bytes: int = THROTTLE_BYTES
 
 

@@ -53,7 +53,7 @@ class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
 class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     """Stores a plan for review.
 
-        {"kind": "drain", "subject": "2", "moves": [{"topic": "orders", "topic_id": "…", "partition": 0,
+        {"kind": "drain", "subject": "2", "moves": [{"topic": "orders", "topic_id": "…", "index": 0,
         "before": [1, 2], "target": [1, 3], "size_bytes": 1048576}], "throttle_bytes": 33554432}
         response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "proposed", …}
 
@@ -64,8 +64,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
 
     async def handle(self, request: ProposePlanRequest) -> PlanResponse:
         """Check the moves against the cluster, and store them."""
-        moves = [one.move() for one in request.moves]
-        header = await self.plans.propose(request.kind, request.subject, moves, request.throttle_bytes)
+        header = await self.plans.propose(request.kind, request.subject, request.moves, request.throttle_bytes)
         return _build_response(header)
 
 
@@ -101,7 +100,7 @@ class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
 
     {}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
     "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
-    "moves": [{…, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1},
+    "moves": [{"move": {…}, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1},
     "racks": {"1": "a", "1001": "a"}}
     """
 
@@ -114,7 +113,7 @@ class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
         header = plans.current
         return msgspec.structs.replace(
             PlanResponse() if header is None else _build_response(header),
-            moves=[PlannedMove.of(move, state) for move, state in plans.moves()],
+            moves=[PlannedMove(move, state) for move, state in plans.moves()],
             drained=sorted(plans.drained),
             machines=plans.machines,
             racks=plans.racks,

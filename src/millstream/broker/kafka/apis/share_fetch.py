@@ -170,7 +170,11 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
             if error is not None:
                 results.failed = dict.fromkeys(deliveries, error)
-                return self._encode_after_pause(header, client, subscription, results, lease_ms)
+                return respond_after_pause(results)
+            return self._encode(header, client, subscription, results, lease_ms)
+
+        async def respond_after_pause(results: _Results) -> Buffers:
+            await results.pause_if_retried()
             return self._encode(header, client, subscription, results, lease_ms)
 
         def refuse(error: BaseException) -> Buffers:
@@ -183,17 +187,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
             writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
         )
-
-    async def _encode_after_pause(
-        self,
-        header: RequestHeader,
-        client: ClientInfo,
-        subscription: Subscription,
-        results: _Results,
-        lease_ms: int,
-    ) -> Buffers:
-        await results.pause_if_retried()
-        return self._encode(header, client, subscription, results, lease_ms)
 
     def _encode(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Annotated, Final
 
 import msgspec
@@ -126,12 +125,5 @@ ROUTES: Final = (
     Route("GET", "/groups", "List consumer groups", list_all, GroupList),
     Route("GET", "/groups/{group}", "Describe a consumer group", describe, GroupDescription),
     Route("POST", "/groups/{group}/reset", "Reset the offsets of a consumer group", reset, MovedGroup, body=GroupReset),
-    Route(
-        "DELETE",
-        "/groups/{group}",
-        "Delete a consumer group and its offsets",
-        delete,
-        None,
-        status=HTTPStatus.NO_CONTENT,
-    ),
+    Route("DELETE", "/groups/{group}", "Delete a consumer group and its offsets", delete, None),
 )

@@ -232,7 +232,7 @@ ROUTES: Final = (
     Route("POST", "/mirrors", "Declare a mirror", create, MirrorDescription, body=NewMirror, status=HTTPStatus.CREATED),
     Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
     Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
-    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, query=Deletion, status=HTTPStatus.NO_CONTENT),
+    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, query=Deletion),
     Route("POST", f"{_ONE}/pause", "Pause copying", pause, MirrorDescription),
     Route("POST", f"{_ONE}/resume", "Resume copying", resume, MirrorDescription),
     Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),

@@ -284,7 +284,7 @@ ROUTES: Final = (
     ),
     Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
     Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
-    Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
+    Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None),
     Route("POST", f"{_ONE}/start", "Start a pipeline; a parked pipeline is retried", start, PipelineEnabled),
     Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineEnabled),
     Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),

@@ -38,7 +38,7 @@ async def _context(
     return {
         "problem": "",
         "plan": cluster_plans.describe_progress(current, copied),
-        "moves": [(one, one.move().moved_bytes) for one in current.moves[:MOVES_SHOWN]],
+        "moves": list(current.moves[:MOVES_SHOWN]),
         "omitted": max(0, len(current.moves) - MOVES_SHOWN),
         "computed": computed,
         "nodes": sorted(int(one) for one in (await visit.services.client.metadata([])).nodes),
@@ -61,7 +61,7 @@ async def propose(visit: Visit) -> Response:
     proposed = await cluster_plans.propose_plan(client, plan, throttle_bytes=throttle)
     document = cluster_plans.describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
     # The response names the plan; its moves are those that were just computed.
-    shown = msgspec.structs.replace(proposed, moves=[PlannedMove.of(move) for move in plan.moves])
+    shown = msgspec.structs.replace(proposed, moves=[PlannedMove(move) for move in plan.moves])
     return Page("plan.html", await _context(visit, shown, may_change=True, computed=document))
 
 
