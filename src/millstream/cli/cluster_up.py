@@ -165,7 +165,6 @@ class LocalEtcd(LocalServer):
 
     @property
     def url(self) -> str:
-        """Return the address for clients."""
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     @property

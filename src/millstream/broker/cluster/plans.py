@@ -406,12 +406,10 @@ class MoveThrottle:
         self._paid_until = 0.0
 
     def bytes_max(self, key: PartitionKey, size: int) -> int:
-        """Return how many of this many bytes one fetch of a partition may ask for."""
         plan = self._plan_of(key)
         return size if plan is None else min(size, max(1, plan.throttle_bytes // _AT_ONCE_PER_RECEIVER))
 
     def pause_after(self, key: PartitionKey, size: int) -> float:
-        """Return for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
         plan = self._plan_of(key)
         if plan is None:
             return 0.0

@@ -171,7 +171,6 @@ class StoreHealth:
 
     @property
     def available(self) -> bool:
-        """Whether the store responded to the last call."""
         return self.unavailable_since_ms is None
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -215,7 +214,6 @@ class HealthReporting:
 
     @property
     def available(self) -> bool:
-        """Whether the store responded to the last call."""
         return self._health.available
 
     @property

@@ -241,11 +241,9 @@ class Topics:
         self._store.floors.landed = floor
 
     def get(self, name: str) -> Topic | None:
-        """Return the topic with this name, if it exists."""
         return self._by_name.get(name)
 
     def by_id(self, topic_id: UUID) -> Topic | None:
-        """Return the topic with this id, if it exists."""
         return self._by_id.get(topic_id)
 
     def all(self) -> list[Topic]:

@@ -428,7 +428,6 @@ class Shard(Generic[S]):
 
     @property
     def written(self) -> Offset:
-        """Return the offset after the last appended record."""
         return self._written
 
     def open(self) -> None:
@@ -531,20 +530,17 @@ class Shard(Generic[S]):
         return appended.next_offset
 
     async def acknowledged_up_to(self, offset: Offset) -> None:
-        """Wait until the log has acknowledged everything below `offset`."""
         if offset > self._acknowledged:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((offset, partial(complete, future), _resolved_response(None)))
             await future
 
     def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
-        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
         if self._retention is None or self._state is None:
             return rewritten, ()
         return self._retention.keep_from(self._state, self.partition, rewritten)
 
     def drop_superseded(self, rewritten: Offset, keep_from: Offset) -> None:
-        """Drop the beginning of the log after a rewrite, and start loading at the rewrite."""
         self._load_start = rewritten if keep_from < rewritten else None
         if keep_from > self.partition.log_start:
             self.partition.log.delete_before(keep_from)

@@ -218,7 +218,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
                 released.add_done_callback(_ignore_result)
 
     async def end_transaction(self, index: int, marker: Marker) -> None:
-        """Apply the end of a transaction that may have committed offsets in one partition of the offsets topic."""
         shard = self._runtime.shard_at(PartitionIndex(index))
         await shard.run(lambda state: state.transactional.end(marker), pure=True)
 

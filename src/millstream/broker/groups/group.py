@@ -425,11 +425,9 @@ class Group:
         return frozenset(topics)
 
     def consumes(self, topic: str) -> bool:
-        """Return whether the group must be assumed to consume a topic."""
         return self.uses_consumer_protocol if self.subscribed is None else topic in self.subscribed
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
-        """Return the time from which the retention of an offset counts; None while it does not."""
         if self.protocol_type is None:
             return committed.commit_ms
         if self.state is GroupState.EMPTY:

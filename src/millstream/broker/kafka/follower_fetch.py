@@ -446,7 +446,6 @@ class _Wait(Promise):
             self._timer = loop.call_at(due, self.finish)
 
     def finish(self) -> None:
-        """Respond with what is available."""
         if self.is_resolved:
             return
         found = self._followers.read_again(self._session, self._fetch)

@@ -144,7 +144,6 @@ class Checkpoints:
         return next((error for error in errors if error is not None), None)
 
     def execute(self) -> None:
-        """Do the slow part; called in a thread."""
         for checkpoint in self.checkpoints:
             checkpoint.execute(self._files)
         good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]

@@ -224,7 +224,6 @@ class Commit:
     # -- in a thread ----------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Do the slow part; called in a thread."""
         for repair in self._repairs:
             repair.execute(self._files)
         if self._reservation is not None:

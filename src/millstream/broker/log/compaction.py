@@ -71,11 +71,9 @@ class InlineWorker:
             raise CleaningCancelled("the store is closing")
 
     def map_keys(self) -> MapResult:
-        """Collect the last offset of each key."""
         return self._cleaner.map_keys()
 
     def clean(self, group: int) -> CleanResult:
-        """Write the retained records of a group into a new file."""
         return self._cleaner.clean(group)
 
     def close(self) -> None:

@@ -148,16 +148,13 @@ class DiskFiles:
     exists = staticmethod(os.path.lexists)
 
     def background_sync(self) -> BackgroundSync | None:
-        """Return what syncs files in the background of the running loop; None if only threads can."""
         return KernelSync.open(asyncio.get_running_loop())
 
     def open(self, path: str, /, *, create: bool = False) -> int:
-        """Open a file for reading and writing; create it if asked to."""
         flags = os.O_RDWR | os.O_CLOEXEC
         return os.open(path, flags | os.O_CREAT if create else flags, 0o600)
 
     def size(self, descriptor: int, /) -> int:
-        """Return the size of an open file."""
         return os.fstat(descriptor).st_size
 
     def stamp(self, descriptor: int, /) -> int:
@@ -174,7 +171,6 @@ class DiskFiles:
                 raise
 
     def names(self, directory: str, /) -> list[str]:
-        """List a directory; nothing if it does not exist."""
         try:
             return os.listdir(directory)
         except FileNotFoundError:
@@ -188,7 +184,6 @@ class DiskFiles:
         os.makedirs(path, mode=0o700, exist_ok=True)
 
     def sync_directory(self, path: str, /) -> None:
-        """Return once the names in the directory survive a power failure."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -204,7 +199,6 @@ class DiskFiles:
             os.close(descriptor)
 
     def lock(self, path: str, /) -> int:
-        """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + ORPHANS_S
         while True:
@@ -227,7 +221,6 @@ class DiskFiles:
         return descriptor
 
     def free_bytes(self, path: str, /) -> int:
-        """Return how much can still be written to the disk that holds the path."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
@@ -372,7 +365,6 @@ class KernelSync:
         return cls(loop, calls, context.value)
 
     def begin(self, descriptor: int, listener: SyncListener) -> bool:
-        """Begin to sync a file; return False if that has to be done otherwise."""
         if not self._free:
             return False
         slot = self._free[-1]
@@ -386,13 +378,11 @@ class KernelSync:
         return True
 
     def drain(self) -> None:
-        """Wait here until all have ended; code that blocks the loop on its own sync needs that first."""
         while self._listeners:
             for listener in self._take_ended(least=1):
                 self._loop.call_soon(listener.proceed)
 
     def close(self) -> None:
-        """Wait for the rest, and begin no more."""
         self.drain()
         self._loop.remove_reader(self._event)
         _call(self._calls.destroy, self._context)

@@ -160,7 +160,6 @@ class ScrubStep(Inspection):
         self.size = 0
 
     def execute(self) -> None:
-        """Read and verify; called in a thread."""
         try:
             self._verify()
             while self.hole is not None and not self.is_broken and self.end < self._stop:

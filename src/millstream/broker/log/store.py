@@ -385,12 +385,10 @@ class LogStore:
             self.sync_soon(log)
 
     def checkpoint_soon(self, log: Log) -> None:
-        """Write a checkpoint of a log before long."""
         self._to_checkpoint[log] = None
         self._upkeep_wake.set()
 
     def checkpoint_now(self, log: Log) -> None:
-        """Write a checkpoint before this returns, or raise `OSError`."""
         job = self.checkpoint_job(log)
         self._run_job(job)
         if job.error is not None:

@@ -71,20 +71,16 @@ class ElectedOwner:
 
     @property
     def is_this_node(self) -> bool:
-        """Whether this node believes that it runs the pipelines."""
         return self._revision is not None and not self._has_resigned
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another node does."""
         return not self.is_this_node and self._view.pipelines_owner not in (None, self._me)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
     def become_candidate(self) -> None:
-        """Take part in the election: this node can run pipelines."""
         self._is_candidate.set()
 
     async def run(self) -> None:

@@ -353,12 +353,10 @@ class FoldImage:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether the events of the queue are for the ledger."""
         return self.fold.has_ledger
 
     @property
     def is_large(self) -> bool:
-        """Whether encoding the snapshot would stall the loop."""
         return len(self.fold.window) + len(self.fold.stragglers) > LARGE
 
     def capture(self) -> Callable[[], bytes]:

@@ -217,7 +217,6 @@ class KeyedTable(DeltaTable):
         raise StalePlan(f"another run has changed the table at {self.storage.url}")
 
     def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
-        """Delete files for which no commit was tried; see `LakeTable`."""
         for file in files:
             delete_written(self.storage, file)
         super().discard((), quarantined)
@@ -271,7 +270,6 @@ class StagedWriter(FileWriter):
 
     @property
     def folder(self) -> str:
-        """Return the folder of its files."""
         return STAGED
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -388,7 +386,6 @@ class BucketMerge:
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
-        """Return the folders that it writes to."""
         return [(self.storage, BUCKETS), (self.storage, TOMBSTONES)]
 
     def __call__(self, file: MergeUnit) -> str:

@@ -50,7 +50,6 @@ class ParquetTable(DeltaTable):
         self._published = storage
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return where a step starts; see `LakeTable`."""
         found = super().next_offsets(partitions)
         self._publish()
         return found

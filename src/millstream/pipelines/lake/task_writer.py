@@ -325,7 +325,6 @@ class TaskWriter(FileWriter):
 
     @property
     def folder(self) -> str:
-        """Return the folder of its files."""
         return "/".join(f"{name}={value}" for name, value in self._values.items())
 
     @property
@@ -447,7 +446,6 @@ class EventTimeWriter(FileWriter):
         return ""
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Write rows in the order of their offsets."""
         for hour, rows in self._by_hour(batch):
             if hour not in self._writers:
                 self._writers[hour] = self._opened(hour)

@@ -182,7 +182,6 @@ class JobsChild:
         await asyncio.gather(*(job.ended.wait() for job in list(self._jobs.values())))
 
     def cancel(self, name: str) -> int | None:
-        """Cancel the run of a job that is in progress; return its number, None if none runs here."""
         found = next((job for job in self._jobs.values() if job.pipeline.name == name), None)
         return None if found is None else found.cancel()
 

@@ -267,7 +267,6 @@ class _DecodeAgain:
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
-        """Return the folders that it writes to."""
         writers = (self.work.writer, self.work.quarantine)
         return [(writer.storage, writer.folder) for writer in writers]
 
