@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
-from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
+from millstream.broker.groups.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatResult
 from millstream.broker.groups.share.group import (
-    ShareGroupDescription,
     ShareGroupState,
     ShareHeartbeat,
     ShareKey,
@@ -85,7 +84,7 @@ def new_trial(**limits: Any) -> ConsumerHarness:
     return made
 
 
-def described(harness: ConsumerHarness, group_id: str = GROUP) -> ShareGroupDescription:
+def described(harness: ConsumerHarness, group_id: str = GROUP) -> ConsumerGroupDescription:
     return harness.run(lambda shard: shard.shares.describe(group_id)).result()
 
 
@@ -337,7 +336,7 @@ def test_groups_are_listed_and_described(harness: ConsumerHarness) -> None:
     reported = described(harness)
     (member,) = reported.members
     assert (reported.state, reported.epoch, member.epoch) == ("Stable", 1, 1)
-    assert member.assigned == ((harness.id_of("orders"), "orders", (0, 1, 2, 3)),)
+    assert member.assigned == [(harness.id_of("orders"), "orders", (0, 1, 2, 3))]
 
 
 # Records

@@ -36,7 +36,7 @@ from millstream.broker.groups.requests import (
     SyncRequest,
 )
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.share.group import JOIN_EPOCH, ShareGroupDescription, ShareHeartbeat
+from millstream.broker.groups.share.group import JOIN_EPOCH, ShareHeartbeat
 from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -159,7 +159,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
             self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
 
-    async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
+    async def describe_share_group(self, group_id: str) -> ConsumerGroupDescription:
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
@@ -169,7 +169,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         groups = [group for state in states if (group := state.shares.get(group_id)) is not None]
         return frozenset().union(*(group.topics() for group in groups))
 
-    async def open_share_group(self, group_id: str) -> ShareGroupDescription:
+    async def open_share_group(self, group_id: str) -> ConsumerGroupDescription:
         """Describe a share group, creating an empty one if it does not exist."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)

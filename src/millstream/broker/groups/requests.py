@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from uuid import UUID
 
-from millstream.broker.groups.consumer.member import Assignment
+from millstream.broker.groups.consumer.member import Assignment, NamedPartitions
 from millstream.core.errors import MillstreamError
 from millstream.core.group import HEARTBEAT, SESSION
 
@@ -47,30 +46,26 @@ class HeartbeatResult:
     assignment: Assignment | None = None
 
 
-NamedPartitions = Sequence[tuple[UUID, str, tuple[int, ...]]]
-"""Partitions with the id and the name of their topic."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerMemberDescription:
-    """A member, for people and tools."""
+    """A member of a consumer group or a share group, for people and tools."""
 
     member_id: str
-    instance_id: str | None
     rack_id: str | None
     epoch: int
     client_id: str
     client_host: str
     topics: frozenset[str]
-    expression: str
     assigned: NamedPartitions
-    target: NamedPartitions
-    speaks_classic: bool
+    instance_id: str | None = None
+    expression: str = ""
+    target: NamedPartitions = ()
+    speaks_classic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerGroupDescription:
-    """A group, for people and tools."""
+    """A consumer group or a share group, for people and tools."""
 
     group_id: str
     state: str

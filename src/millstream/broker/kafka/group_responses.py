@@ -5,17 +5,19 @@ Kafka has separate messages for both, with the same fields; so the caller passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
-from kio.schema.types import TopicName
+from kio.schema.types import GroupId, TopicName
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.groups.requests import HeartbeatResult
-from millstream.broker.kafka.api import NO_THROTTLE, error_code, error_message
+from millstream.broker.groups.consumer.member import NamedPartitions
+from millstream.broker.groups.requests import ConsumerGroupDescription, ConsumerMemberDescription, HeartbeatResult
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, error_code, error_message
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 _NAME_LENGTH_MAX: Final = 1024
@@ -54,7 +56,45 @@ def heartbeat_response(
     )
 
 
-def named_partitions(part: Callable[..., T], named: Iterable[tuple[UUID, str, Sequence[int]]]) -> tuple[T, ...]:
+class _Request(Protocol):
+    @property
+    def group_ids(self) -> Iterable[GroupId]:
+        """The groups that are asked for."""
+
+    @property
+    def include_authorized_operations(self) -> bool:
+        """Whether to say what the client may do with them."""
+
+
+async def describe_groups(
+    group: Callable[..., T],
+    member: Callable[[ConsumerMemberDescription], Any],
+    describe: Callable[[GroupId], Awaitable[ConsumerGroupDescription]],
+    request: _Request,
+) -> tuple[T, ...]:
+    """Describe groups, or say for each why it cannot be described."""
+    operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
+
+    async def describe_one(group_id: GroupId) -> T:
+        try:
+            found = await describe(group_id)
+        except MillstreamError as error:
+            return _describe_failure(group, group_id, error)
+        return group(
+            error_code=ErrorCode.none,
+            group_id=group_id,
+            group_state=found.state,
+            group_epoch=i32(found.epoch),
+            assignment_epoch=i32(found.target_epoch),
+            assignor_name=found.assignor,
+            members=tuple(map(member, found.members)),
+            authorized_operations=operations,
+        )
+
+    return tuple(await asyncio.gather(*map(describe_one, request.group_ids)))
+
+
+def named_partitions(part: Callable[..., T], named: NamedPartitions) -> tuple[T, ...]:
     """Build the assignment of a member with topic names."""
     return tuple(
         part(topic_id=topic_id, topic_name=TopicName(name), partitions=tuple(map(i32, numbers)))
@@ -62,8 +102,7 @@ def named_partitions(part: Callable[..., T], named: Iterable[tuple[UUID, str, Se
     )
 
 
-def describe_failure(group: Callable[..., T], group_id: str, error: MillstreamError) -> T:
-    """Return the response for a group that cannot be described."""
+def _describe_failure(group: Callable[..., T], group_id: GroupId, error: MillstreamError) -> T:
     return group(
         error_code=error_code(error),
         error_message=error_message(error),

@@ -15,7 +15,14 @@ from typing import Final, Protocol
 from uuid import UUID
 
 from millstream.broker.groups.consumer.group import Choice
-from millstream.broker.groups.consumer.member import NOTHING, Assignment, ConsumerMember, empty_assignment, size_of
+from millstream.broker.groups.consumer.member import (
+    NOTHING,
+    Assignment,
+    ConsumerMember,
+    NamedPartitions,
+    empty_assignment,
+    size_of,
+)
 from millstream.broker.groups.consumer.records import Resolved
 from millstream.core.topic import Topic
 
@@ -55,6 +62,13 @@ class NoTopics:
 
 def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
     return [topic for name in names if (topic := view.get(name)) is not None]
+
+
+def with_names(view: TopicView, assignment: Assignment) -> NamedPartitions:
+    found = [(view.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
+    return sorted(
+        (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in found if topic is not None
+    )
 
 
 def partitions_of(topics: Iterable[Topic]) -> Partitions:

@@ -9,7 +9,7 @@ A member is never changed in place. It moves from one assignment to the next lik
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -18,6 +18,8 @@ from uuid import UUID
 
 Assignment = Mapping[UUID, frozenset[int]]
 """Partitions by topic. It is never changed in place and has no topic without partitions."""
+NamedPartitions = Sequence[tuple[UUID, str, tuple[int, ...]]]
+"""Partitions with the id and the name of their topic."""
 
 NO_PARTITIONS: Final[frozenset[int]] = frozenset()
 NOTHING: Final[Assignment] = MappingProxyType({})

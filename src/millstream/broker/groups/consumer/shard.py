@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
-from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
+from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor, with_names
 from millstream.broker.groups.consumer.classic_member import (
     ClassicMembers,
     can_downgrade,
@@ -24,7 +24,6 @@ from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import (
     LEFT_EPOCH,
     NOTHING,
-    Assignment,
     ConsumerMember,
     MemberState,
     Position,
@@ -70,7 +69,6 @@ from millstream.broker.groups.requests import (
     LeaveResult,
     LeavingMember,
     MemberRef,
-    NamedPartitions,
     Synced,
     SyncRequest,
 )
@@ -421,15 +419,9 @@ class ConsumerShard:
             topics=subscription.topics,
             expression=subscription.expression,
             # A member owns revoked partitions until it confirms the revocation.
-            assigned=self._with_names(union(member.position.assigned, member.position.pending)),
-            target=self._with_names(group.targets.get(member.member_id, NOTHING)),
+            assigned=with_names(self._topics, union(member.position.assigned, member.position.pending)),
+            target=with_names(self._topics, group.targets.get(member.member_id, NOTHING)),
             speaks_classic=member.speaks_classic,
-        )
-
-    def _with_names(self, assignment: Assignment) -> NamedPartitions:
-        found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
-        return sorted(
-            (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in found if topic is not None
         )
 
 

@@ -148,25 +148,6 @@ class ShareHeartbeat:
     heartbeat_ms: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareMemberDescription:
-    member_id: str
-    rack_id: str | None
-    epoch: int
-    client_id: str
-    client_host: str
-    topics: frozenset[str]
-    assigned: tuple[tuple[UUID, str, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareGroupDescription:
-    group_id: str
-    state: str
-    epoch: int
-    members: tuple[ShareMemberDescription, ...]
-
-
 class ShareKind(IntEnum):
     MEMBER = 10
     GROUP = 11

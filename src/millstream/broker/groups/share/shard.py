@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
-from millstream.broker.groups.consumer.assignor import TopicView
-from millstream.broker.groups.requests import GroupLimits, GroupListing, HeartbeatResult
+from millstream.broker.groups.consumer.assignor import TopicView, with_names
+from millstream.broker.groups.requests import (
+    ConsumerGroupDescription,
+    ConsumerMemberDescription,
+    GroupLimits,
+    GroupListing,
+    HeartbeatResult,
+)
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
     JOIN_EPOCH,
@@ -21,12 +26,10 @@ from millstream.broker.groups.share.group import (
     Assignment,
     ReportedState,
     ShareGroup,
-    ShareGroupDescription,
     ShareHeartbeat,
     ShareKey,
     ShareKind,
     ShareMember,
-    ShareMemberDescription,
     group_record,
     hash_of,
     member_record,
@@ -101,31 +104,30 @@ class ShareShard:
         self._record_reported(request.group_id, member.member_id, epoch, assignment)
         return records, response
 
-    def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
+    def describe(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
         group = self._require(group_id)
         target = group.target(self._topics)
         members = tuple(
-            ShareMemberDescription(
+            ConsumerMemberDescription(
                 member_id=member.member_id,
                 rack_id=member.rack_id,
                 epoch=max(0, self._reported.get((group_id, member.member_id), ReportedState()).epoch),
                 client_id=member.client_id,
                 client_host=member.client_host,
                 topics=member.topics,
-                assigned=self._with_names(target.get(member.member_id, {})),
+                assigned=with_names(self._topics, target.get(member.member_id, {})),
             )
             for member in group.members.values()
         )
-        return [], ShareGroupDescription(group_id=group_id, state=group.state.value, epoch=group.epoch, members=members)
+        return [], _description(group, members)
 
-    def open(self, group_id: str) -> Outcome[ShareGroupDescription]:
+    def open(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
         """Describe a group, creating an empty one if it does not exist."""
         if group_id in self._groups:
             return self.describe(group_id)
         self._check_free(group_id)
         made = ShareGroup(group_id)
-        described = ShareGroupDescription(group_id=group_id, state=made.state.value, epoch=made.epoch, members=())
-        return [group_record(group_id, made.epoch, hash_of({}, self._topics))], described
+        return [group_record(group_id, made.epoch, hash_of({}, self._topics))], _description(made, ())
 
     def listings(self) -> Iterator[GroupListing]:
         for group in self:
@@ -286,16 +288,6 @@ class ShareShard:
             reported.previous_epoch, reported.epoch = reported.epoch, epoch
         reported.assignment = assignment
 
-    def _with_names(self, assignment: Assignment) -> tuple[tuple[UUID, str, tuple[int, ...]], ...]:
-        found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
-        return tuple(
-            sorted(
-                (topic.topic_id, topic.name, tuple(sorted(partitions)))
-                for topic, partitions in found
-                if topic is not None
-            )
-        )
-
 
 def _check_epoch(group: ShareGroup, request: ShareHeartbeat, reported: ReportedState) -> None:
     if reported.epoch == NO_EPOCH:
@@ -306,3 +298,14 @@ def _check_epoch(group: ShareGroup, request: ShareHeartbeat, reported: ReportedS
         raise FencedMemberEpoch(
             f"member {request.member_id!r} is in epoch {reported.epoch}, not {request.epoch}; it has to join again"
         )
+
+
+def _description(group: ShareGroup, members: tuple[ConsumerMemberDescription, ...]) -> ConsumerGroupDescription:
+    return ConsumerGroupDescription(
+        group_id=group.group_id,
+        state=group.state.value,
+        epoch=group.epoch,
+        target_epoch=group.epoch,
+        assignor="simple",
+        members=members,
+    )

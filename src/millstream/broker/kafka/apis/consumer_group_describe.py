@@ -6,7 +6,6 @@ current and its target assignment. Version 1 adds whether a member uses the clas
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from kio.schema.consumer_group_describe.v1.request import ConsumerGroupDescribeRequest
@@ -17,15 +16,14 @@ from kio.schema.consumer_group_describe.v1.response import (
     Member,
     TopicPartitions,
 )
-from kio.schema.errors import ErrorCode
-from kio.schema.types import GroupId, TopicName
+from kio.schema.types import TopicName
 from kio.static.primitive import i8, i32
 
+from millstream.broker.groups.consumer.member import NamedPartitions
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import ConsumerGroupDescription, ConsumerMemberDescription, NamedPartitions
-from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
-from millstream.broker.kafka.group_responses import describe_failure, named_partitions
-from millstream.core.errors import MillstreamError
+from millstream.broker.groups.requests import ConsumerMemberDescription
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.group_responses import describe_groups, named_partitions
 
 _CLASSIC_MEMBER: Final = i8(0)
 _CONSUMER_MEMBER: Final = i8(1)
@@ -40,28 +38,8 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
         self._groups = groups
 
     async def handle(self, request: ConsumerGroupDescribeRequest, client: ClientInfo) -> ConsumerGroupDescribeResponse:
-        operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
-        described = await asyncio.gather(*(self._describe(group_id, operations) for group_id in request.group_ids))
-        return ConsumerGroupDescribeResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
-
-    async def _describe(self, group_id: GroupId, operations: i32) -> DescribedGroup:
-        try:
-            return _build_group(await self._groups.describe_consumer_group(group_id), operations)
-        except MillstreamError as error:
-            return describe_failure(DescribedGroup, group_id, error)
-
-
-def _build_group(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:
-    return DescribedGroup(
-        error_code=ErrorCode.none,
-        group_id=GroupId(group.group_id),
-        group_state=group.state,
-        group_epoch=i32(group.epoch),
-        assignment_epoch=i32(group.target_epoch),
-        assignor_name=group.assignor,
-        members=tuple(map(_build_member, group.members)),
-        authorized_operations=operations,
-    )
+        groups = await describe_groups(DescribedGroup, _build_member, self._groups.describe_consumer_group, request)
+        return ConsumerGroupDescribeResponse(throttle_time=NO_THROTTLE, groups=groups)
 
 
 def _build_member(member: ConsumerMemberDescription) -> Member:
