@@ -18,17 +18,14 @@ from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.classic_members import Heartbeat, JoinGroup, LeaveGroup, SyncGroup
 from millstream.broker.kafka.apis.delete_groups import DeleteGroups
 from millstream.broker.kafka.apis.describe_groups import DescribeGroups
 from millstream.broker.kafka.apis.find_coordinator import FindCoordinator
-from millstream.broker.kafka.apis.heartbeat import Heartbeat
-from millstream.broker.kafka.apis.join_group import JoinGroup
-from millstream.broker.kafka.apis.leave_group import LeaveGroup
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
-from millstream.broker.kafka.apis.sync_group import SyncGroup
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.net.response import Promise
 from millstream.broker.security.audit import AuditTrail

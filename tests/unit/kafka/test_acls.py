@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.apis.create_acls import CreateAcls
-from millstream.broker.kafka.apis.delete_acls import DeleteAcls
-from millstream.broker.kafka.apis.describe_acls import DescribeAcls
+from millstream.broker.kafka.apis.acls import CreateAcls, DeleteAcls, DescribeAcls
 from millstream_testing.api_requests import send_in_version
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_acls.v3.request")

@@ -12,12 +12,10 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
-from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
-from millstream.broker.kafka.apis.describe_log_dirs import DescribeLogDirs
 from millstream.broker.kafka.apis.describe_producers import DescribeProducers
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
-from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
+from millstream.broker.kafka.apis.log_dirs import AlterReplicaLogDirs, DescribeLogDirs
+from millstream.broker.kafka.apis.partition_reassignments import AlterPartitionReassignments, ListPartitionReassignments
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.api_requests import send_in_version, send_request
 

@@ -19,12 +19,12 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka import api as api_module
 from millstream.broker.kafka.apis import create_topics, delete_topics
-from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
+from millstream.broker.kafka.apis.partition_reassignments import AlterPartitionReassignments
 from millstream.core.topic import Topic
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch

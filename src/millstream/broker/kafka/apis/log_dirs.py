@@ -1,16 +1,16 @@
-"""DescribeLogDirs (key 35), versions 1 to 5: returns the folder of partitions, their size, and the size of the disk.
-
-A node has one folder. Partitions that do not exist are left out, as in Kafka; no list of topics means all topics.
-
-Version notes: 2 is flexible, 3 adds an error for the whole response, 4 the size and the free space of the disk, 5
-whether the folder is closed to new partitions, which it never is.
-"""
+"""The APIs of the folder of a node."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 
+from kio.schema.alter_replica_log_dirs.v2.request import AlterReplicaLogDirsRequest
+from kio.schema.alter_replica_log_dirs.v2.response import (
+    AlterReplicaLogDirPartitionResult,
+    AlterReplicaLogDirsResponse,
+    AlterReplicaLogDirTopicResult,
+)
 from kio.schema.describe_log_dirs.v5.request import DescribableLogDirTopic, DescribeLogDirsRequest
 from kio.schema.describe_log_dirs.v5.response import (
     DescribeLogDirsPartition,
@@ -28,7 +28,13 @@ from millstream.broker.replication.partition import Partition
 
 
 class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
-    """Returns the sizes of partitions and of their disk."""
+    """Returns the folder of partitions, their size, and the size of the disk.
+
+    A node has one folder. Partitions that do not exist are left out, as in Kafka; no list of topics means all topics.
+
+    Version notes: 2 is flexible, 3 adds an error for the whole response, 4 the size and the free space of the disk, 5
+    whether the folder is closed to new partitions, which it never is.
+    """
 
     key = 35
     versions = (1, 5)
@@ -83,3 +89,48 @@ def _build_partition(partition: Partition) -> DescribeLogDirsPartition:
         offset_lag=i64(max(0, partition.log.end_offset - partition.high_watermark)),
         is_future_key=False,
     )
+
+
+class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):
+    """Moves replicas between the folders of a node. A node has one.
+
+    Moving a replica to its own folder succeeds. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition that
+    does not exist is UNKNOWN_TOPIC_OR_PARTITION, and one without a replica on this node is REPLICA_NOT_AVAILABLE.
+
+    Version notes: 2 is flexible.
+    """
+
+    key = 34
+    versions = (1, 2)
+    changes = None
+
+    def __init__(self, topics: Topics, *, folder: str) -> None:
+        self._topics = topics
+        self._folder = folder
+
+    async def handle(self, request: AlterReplicaLogDirsRequest, client: ClientInfo) -> AlterReplicaLogDirsResponse:
+        results: dict[TopicName, list[AlterReplicaLogDirPartitionResult]] = {}
+        for wanted in request.dirs:
+            for topic in wanted.topics:
+                results.setdefault(topic.name, []).extend(
+                    AlterReplicaLogDirPartitionResult(
+                        partition_index=index, error_code=self._check_move(wanted.path, topic.name, index)
+                    )
+                    for index in topic.partitions
+                )
+        return AlterReplicaLogDirsResponse(
+            throttle_time=NO_THROTTLE,
+            results=tuple(
+                AlterReplicaLogDirTopicResult(topic_name=name, partitions=tuple(partitions))
+                for name, partitions in results.items()
+            ),
+        )
+
+    def _check_move(self, path: str, name: str, index: int) -> ErrorCode:
+        if path.rstrip("/") != self._folder.rstrip("/"):
+            return ErrorCode.log_dir_not_found
+        topic = self._topics.get(name)
+        if topic is None or not 0 <= index < topic.partitions:
+            return ErrorCode.unknown_topic_or_partition
+        is_here = any(partition.index == index for partition in self._topics.partitions_of(topic))
+        return ErrorCode.none if is_here else ErrorCode.replica_not_available
