@@ -79,7 +79,7 @@ async def describe_groups(
         try:
             found = await describe(group_id)
         except MillstreamError as error:
-            return _describe_failure(group, group_id, error)
+            return refused_group(group, group_id, error_code(error), error_message(error))
         return group(
             error_code=ErrorCode.none,
             group_id=group_id,
@@ -102,10 +102,11 @@ def named_partitions(part: Callable[..., T], named: NamedPartitions) -> tuple[T,
     )
 
 
-def _describe_failure(group: Callable[..., T], group_id: GroupId, error: MillstreamError) -> T:
+def refused_group(group: Callable[..., T], group_id: GroupId, code: ErrorCode, message: str | None) -> T:
+    """Return the response for a group that cannot be described."""
     return group(
-        error_code=error_code(error),
-        error_message=error_message(error),
+        error_code=code,
+        error_message=message,
         group_id=group_id,
         group_state="",
         group_epoch=i32(0),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
@@ -21,7 +20,6 @@ from kio.schema.alter_configs.v2 import response as alter_configs
 from kio.schema.alter_partition_reassignments.v1 import response as reassign
 from kio.schema.alter_replica_log_dirs.v2 import response as replica_log_dirs
 from kio.schema.alter_share_group_offsets.v0 import response as alter_share_offsets
-from kio.schema.consumer_group_describe.v1 import response as describe_consumer_groups
 from kio.schema.create_partitions.v3 import response as create_partitions
 from kio.schema.create_topics.v7 import response as create_topics
 from kio.schema.delete_groups.v2 import response as delete_groups
@@ -30,12 +28,10 @@ from kio.schema.delete_share_group_offsets.v0 import response as delete_share_of
 from kio.schema.delete_topics.v6 import response as delete_topics
 from kio.schema.describe_client_quotas.v1 import response as describe_quotas
 from kio.schema.describe_configs.v4 import response as describe_configs
-from kio.schema.describe_groups.v6 import response as describe_groups
 from kio.schema.describe_log_dirs.v5 import response as describe_log_dirs
 from kio.schema.describe_producers.v0 import response as describe_producers
 from kio.schema.describe_share_group_offsets.v1 import response as share_offsets
 from kio.schema.describe_topic_partitions.v0 import response as topic_partitions
-from kio.schema.describe_transactions.v0 import response as describe_transactions
 from kio.schema.elect_leaders.v2 import response as elect_leaders
 from kio.schema.errors import ErrorCode
 from kio.schema.find_coordinator.v6 import response as find_coordinator
@@ -48,11 +44,10 @@ from kio.schema.offset_delete.v0 import response as offset_delete
 from kio.schema.offset_for_leader_epoch.v4 import response as leader_epoch
 from kio.schema.share_acknowledge.v2 import response as share_acknowledge
 from kio.schema.share_fetch.v2 import response as share_fetch
-from kio.schema.share_group_describe.v1 import response as describe_share_groups
 from kio.schema.txn_offset_commit.v5 import response as txn_offset_commit
-from kio.schema.types import BrokerId, GroupId, ProducerId, TopicName
+from kio.schema.types import BrokerId, TopicName
 from kio.schema.write_txn_markers.v2 import response as write_markers
-from kio.static.primitive import Records, TZAware, i16, i32, i64
+from kio.static.primitive import Records, i16, i32, i64
 
 from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.rights import Rights
@@ -86,7 +81,6 @@ _TEXT: Final = _MESSAGES[_CLUSTER_DENIED]
 _NOT_ASKED: Final = i32(-(2**31))
 _CONFIG_TOPIC, _CONFIG_GROUP = 2, 32
 _GROUP_KEY, _TRANSACTION_KEY = 0, 1
-_NO_TIME: Final = TZAware.parse(datetime(1970, 1, 1, tzinfo=UTC))
 
 _GUARDS: Final[dict[int, Guard]] = {}
 
@@ -611,7 +605,7 @@ async def _list_groups(api: Any, request: Any, client: Any, rights: Rights) -> A
     return dataclasses.replace(response, groups=seen)
 
 
-def _describing_groups(refused: Callable[[str], Any], *, asked: str = "groups") -> Guard:
+def _describing_groups(asked: str) -> Guard:
     """Return a guard for requests that describe groups, with what the client may do with each."""
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
@@ -619,8 +613,9 @@ def _describing_groups(refused: Callable[[str], Any], *, asked: str = "groups") 
         allowed, denied = _divide(getattr(message, asked), lambda group: rights.check(DESCRIBE, GROUP, group))
         message = dataclasses.replace(message, **{asked: allowed})
         response = await api.handle(_with_message(request, message), client)
-        shown = tuple(_without_hidden_topics(_with_group_operations(one, rights), rights) for one in response.groups)
-        return dataclasses.replace(response, groups=(*shown, *map(refused, denied)))
+        shown = (_without_hidden_topics(api, _with_group_operations(one, rights), rights) for one in response.groups)
+        refused = (api.refused(group, _GROUP_DENIED, _MESSAGES[_GROUP_DENIED]) for group in denied)
+        return dataclasses.replace(response, groups=(*shown, *refused))
 
     return guard
 
@@ -631,7 +626,7 @@ def _with_group_operations(group: Any, rights: Rights) -> Any:
     return dataclasses.replace(group, authorized_operations=i32(rights.operations(GROUP, group.group_id)))
 
 
-def _without_hidden_topics(group: Any, rights: Rights) -> Any:
+def _without_hidden_topics(api: Any, group: Any, rights: Rights) -> Any:
     """Describe no group that has topics which the client may not describe, as in Kafka."""
     names: set[str] = set()
     for member in group.members:
@@ -640,36 +635,8 @@ def _without_hidden_topics(group: Any, rights: Rights) -> Any:
             names.update(part.topic_name for part in getattr(assignment, "topic_partitions", ()))
     if all(rights.topic(DESCRIBE, name) for name in names):
         return group
-    return dataclasses.replace(
-        _refuse_group_as(type(group))(group.group_id),
-        error_code=_TOPIC_DENIED,
-        error_message="the group has described topics that the client is not authorized to describe",
-    )
-
-
-def _refuse_described_group(group: str) -> Any:
-    return describe_groups.DescribedGroup(
-        error_code=_GROUP_DENIED,
-        error_message=None,
-        group_id=GroupId(group),
-        group_state="",
-        protocol_type="",
-        protocol_data="",
-        members=(),
-    )
-
-
-def _refuse_group_as(described: type) -> Callable[[str], Any]:
-    return lambda group: described(
-        error_code=_GROUP_DENIED,
-        error_message=_MESSAGES[_GROUP_DENIED],
-        group_id=group,
-        group_state="",
-        group_epoch=i32(0),
-        assignment_epoch=i32(0),
-        assignor_name="",
-        members=(),
-    )
+    message = "the group has described topics that the client is not authorized to describe"
+    return api.refused(group.group_id, _TOPIC_DENIED, message)
 
 
 def _refuse_group_deletion(group: Any) -> Any:
@@ -679,13 +646,8 @@ def _refuse_group_deletion(group: Any) -> Any:
 _refuse_offset_deletion: Final = _refusing(
     offset_delete.OffsetDeleteResponseTopic, offset_delete.OffsetDeleteResponsePartition
 )
-_GUARDS[15] = _describing_groups(_refuse_described_group)  # DescribeGroups
-_GUARDS[69] = _describing_groups(  # ConsumerGroupDescribe
-    _refuse_group_as(describe_consumer_groups.DescribedGroup), asked="group_ids"
-)
-_GUARDS[77] = _describing_groups(  # ShareGroupDescribe
-    _refuse_group_as(describe_share_groups.DescribedGroup), asked="group_ids"
-)
+_GUARDS[15] = _describing_groups("groups")  # DescribeGroups
+_GUARDS[69] = _GUARDS[77] = _describing_groups("group_ids")  # ConsumerGroupDescribe, ShareGroupDescribe
 _GUARDS[42] = _each(  # DeleteGroups
     GROUP, DELETE, _refuse_group_deletion, asked="groups_names", response_field="results", name=""
 )
@@ -832,19 +794,7 @@ async def _describe_transactions(api: Any, request: Any, client: Any, rights: Ri
         dataclasses.replace(state, topics=tuple(one for one in state.topics if rights.topic(DESCRIBE, one.topic)))
         for state in response.transaction_states
     )
-    refused = tuple(
-        describe_transactions.TransactionState(
-            error_code=_TRANSACTION_DENIED,
-            transactional_id=one,
-            transaction_state="",
-            transaction_timeout=response.throttle_time,
-            transaction_start_time=_NO_TIME,
-            producer_id=ProducerId(0),
-            producer_epoch=i16(0),
-            topics=(),
-        )
-        for one in denied
-    )
+    refused = (api.refused(one, _TRANSACTION_DENIED) for one in denied)
     return dataclasses.replace(response, transaction_states=(*shown, *refused))
 
 

@@ -6,6 +6,7 @@ current and its target assignment. Version 1 adds whether a member uses the clas
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from kio.schema.consumer_group_describe.v1.request import ConsumerGroupDescribeRequest
@@ -23,7 +24,7 @@ from millstream.broker.groups.consumer.member import NamedPartitions
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerMemberDescription
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.group_responses import describe_groups, named_partitions
+from millstream.broker.kafka.group_responses import describe_groups, named_partitions, refused_group
 
 _CLASSIC_MEMBER: Final = i8(0)
 _CONSUMER_MEMBER: Final = i8(1)
@@ -33,6 +34,7 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
     key = 69
     versions = (0, 1)
     changes = None
+    refused = staticmethod(partial(refused_group, DescribedGroup))
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

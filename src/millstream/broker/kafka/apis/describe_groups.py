@@ -49,6 +49,11 @@ class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]
         )
         return DescribeGroupsResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
 
+    @staticmethod
+    def refused(group_id: str, code: ErrorCode, _message: str) -> DescribedGroup:
+        """Refuse to describe a group."""
+        return _error_group(group_id, code, None, NOT_ASKED, state="")
+
     async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:
         try:
             return _build_group(await self._groups.describe(group_id), operations)

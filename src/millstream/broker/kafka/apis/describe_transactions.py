@@ -40,16 +40,21 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         try:
             return _build_state(await self._transactions.describe(transactional_id))
         except MillstreamError as error:
-            return TransactionState(
-                error_code=error_code(error),
-                transactional_id=TransactionalId(transactional_id),
-                transaction_state="",
-                transaction_timeout=i32Timedelta.parse(timedelta(0)),
-                transaction_start_time=_to_datetime(0),
-                producer_id=ProducerId(0),
-                producer_epoch=i16(0),
-                topics=(),
-            )
+            return self.refused(transactional_id, error_code(error))
+
+    @staticmethod
+    def refused(transactional_id: str, code: ErrorCode) -> TransactionState:
+        """Refuse to describe one of the transactional ids."""
+        return TransactionState(
+            error_code=code,
+            transactional_id=TransactionalId(transactional_id),
+            transaction_state="",
+            transaction_timeout=i32Timedelta.parse(timedelta(0)),
+            transaction_start_time=_to_datetime(0),
+            producer_id=ProducerId(0),
+            producer_epoch=i16(0),
+            topics=(),
+        )
 
 
 def _build_state(found: TransactionDescription) -> TransactionState:

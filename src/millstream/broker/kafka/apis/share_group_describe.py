@@ -5,6 +5,8 @@ A group that does not exist, or is of another kind, is GROUP_ID_NOT_FOUND.
 
 from __future__ import annotations
 
+from functools import partial
+
 from kio.schema.share_group_describe.v1.request import ShareGroupDescribeRequest
 from kio.schema.share_group_describe.v1.response import (
     Assignment,
@@ -19,13 +21,14 @@ from kio.static.primitive import i32
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerMemberDescription
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.group_responses import describe_groups, named_partitions
+from millstream.broker.kafka.group_responses import describe_groups, named_partitions, refused_group
 
 
 class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeResponse]):
     key = 77
     versions = (1, 1)
     changes = None
+    refused = staticmethod(partial(refused_group, DescribedGroup))
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups
