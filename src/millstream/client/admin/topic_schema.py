@@ -242,16 +242,8 @@ def _settings_records(subject: str | None, settings: SettingsResponse) -> list[N
 
 def _schema_record(schema: SchemaMessage) -> NewRecord:
     key = {"keytype": "SCHEMA", "subject": schema.subject, "version": schema.version, "magic": 1}
-    value: dict[str, Any] = {"subject": schema.subject, "version": schema.version, "id": schema.id}
-    if schema.schema_type != AVRO:
-        value["schemaType"] = schema.schema_type
-    if schema.references:
-        value["references"] = [
-            {"name": name, "subject": subject, "version": version} for name, subject, version in schema.references
-        ]
-    value |= {"metadata": schema.metadata} if schema.metadata is not None else {}
-    value |= {"ruleSet": schema.rule_set} if schema.rule_set is not None else {}
-    value |= {"schema": schema.schema, "deleted": schema.deleted}
+    place = {"subject": schema.subject, "version": schema.version, "id": schema.id}
+    value = {**place, **schema.as_confluent(), "deleted": schema.deleted}
     return NewRecord(_compact(key), _compact(value), timestamp_ms=_now_ms())
 
 

@@ -146,32 +146,13 @@ class RegistryRoute(NamedTuple):
     handle: Callable[[SchemaClient, RegistryRequest], Awaitable[Any]]
 
 
-def _references(schema: SchemaMessage) -> list[dict[str, Any]]:
-    return [{"name": name, "subject": subject, "version": version} for name, subject, version in schema.references]
-
-
-def _string_document(schema: SchemaMessage) -> dict[str, Any]:
-    """Return a schema that was asked for by its id."""
-    document: dict[str, Any] = {}
-    if schema.schema_type != AVRO:
-        document["schemaType"] = schema.schema_type
-    document["schema"] = schema.schema
-    if schema.references:
-        document["references"] = _references(schema)
-    if schema.metadata is not None:
-        document["metadata"] = schema.metadata
-    if schema.rule_set is not None:
-        document["ruleSet"] = schema.rule_set
-    return document
-
-
 def _version_document(schema: SchemaMessage) -> dict[str, Any]:
     document: dict[str, Any] = {
         "subject": schema.subject,
         "version": schema.version,
         "id": schema.id,
         "guid": schema.guid,
-        **_string_document(schema),
+        **schema.as_confluent(),
     }
     if schema.deleted:
         document["deleted"] = True
@@ -257,7 +238,7 @@ async def _schema(client: SchemaClient, request: RegistryRequest) -> Any:
     found = await client.get(_by_id(request))
     if found.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-    document = _string_document(found.schema)
+    document = found.schema.as_confluent()
     if request.flag("fetchMaxId"):
         document["maxId"] = found.max_id
     document["guid"] = found.schema.guid
@@ -290,7 +271,7 @@ async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
     found = await client.get(GetSchema(guid=request.names["guid"].lower(), format=_format(request)))
     if found.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-    return {**_string_document(found.schema), "guid": found.schema.guid}
+    return {**found.schema.as_confluent(), "guid": found.schema.guid}
 
 
 async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from millstream.core.schema import AVRO
 from millstream.protocol.private.message import Request, Response
 
 R = TypeVar("R", bound=Response)
@@ -33,13 +34,27 @@ class SchemaMessage(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     deleted: bool = False
 
+    def as_confluent(self) -> dict[str, Any]:
+        """Return the schema, without its place in a subject, as Confluent's registry writes it."""
+        references = [
+            {"name": name, "subject": subject, "version": version} for name, subject, version in self.references
+        ]
+        document = {
+            "schemaType": None if self.schema_type == AVRO else self.schema_type,
+            "schema": self.schema,
+            "references": references or None,
+            "metadata": self.metadata,
+            "ruleSet": self.rule_set,
+        }
+        return {name: value for name, value in document.items() if value is not None}
+
 
 class SchemaBody(Request[R], Generic[R], frozen=True, kw_only=True):
     """A schema as a client sends it for a subject."""
 
     subject: str
     schema: str
-    schema_type: str = "AVRO"
+    schema_type: str = AVRO
     references: Sequence[tuple[str, str, int]] = ()
     metadata: Mapping[str, Any] | None = None
     rule_set: Mapping[str, Any] | None = None
