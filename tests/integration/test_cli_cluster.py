@@ -97,6 +97,13 @@ def up(tmp_path: Path) -> Iterator[Callable[..., ClusterUp]]:
         one.stop()
 
 
+def test_a_locked_cluster_does_not_print_the_password_of_its_catalog(tmp_path: Path) -> None:
+    plan = Plan(
+        nodes=1, data=tmp_path, name="locked", catalog="postgresql://me:secret@127.0.0.1:1/postgres", locked=True
+    )
+    assert LocalCluster(plan).described()["catalog"] == "postgresql://me:***@127.0.0.1:1/postgres"
+
+
 def test_a_locked_cluster_has_only_its_administrator_as_user(
     up: Callable[..., ClusterUp],
     postgres: PostgresServer,

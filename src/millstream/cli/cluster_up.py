@@ -39,6 +39,7 @@ from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import DataFolderInUse, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.private_file import write_private
+from millstream.core.setting import without_password
 from millstream.protocol.wire.credentials import client_tls
 
 SERVER_STOP_S_MAX = 15.0
@@ -397,7 +398,9 @@ class LocalCluster:
         """Return a JSON document for programs, once all are ready."""
         nodes = [node.described() for node in self.nodes]
         described = {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
-        return {**described, "profiles": str(self.profiles)} if self.is_locked else described
+        if self.is_locked:
+            described |= {"catalog": without_password(self.catalog), "profiles": str(self.profiles)}
+        return described
 
     @property
     def is_locked(self) -> bool:
