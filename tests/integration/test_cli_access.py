@@ -44,6 +44,8 @@ def test_an_operator_lists_all_groups_and_describes_its_own(run: Run, monkeypatc
     refused = run("group", "describe", "others-group")
     assert refused.code != 0
     assert "needs DESCRIBE on group:others-group" in refused.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("a-password"))
+    assert "creating a user needs" in run("user", "create", "another", "--password-stdin").err
 
 
 def test_a_role_grants_the_rules_that_it_prints(run: Run) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -114,6 +114,9 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     print_noted(document, f"User {name} is deleted.", notes if left else (), as_json=common.as_json)
 
 
+_NOT_CREATED: Final = "creating a user needs DESCRIBE and ALTER on the cluster"
+
+
 def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
     async def question(client: Client) -> None:
         from millstream.client.admin.security import list_users, put_user
@@ -122,14 +125,16 @@ def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
             _check_new(name, name in await list_users(client), is_new=is_new)
         except ClusterNotAuthorized as error:
             if is_new:
-                raise ClusterNotAuthorized("creating a user needs DESCRIBE and ALTER on the cluster") from error
+                raise ClusterNotAuthorized(_NOT_CREATED) from error
             # Users may change their own password without the right to list users.
         try:
             await put_user(client, name, secret)
         except ClusterNotAuthorized as error:
             raise ClusterNotAuthorized(
-                f"changing another user's password needs ALTER on the cluster; everyone who signs in with a password "
-                f"may change it ({error})"
+                _NOT_CREATED
+                if is_new
+                else f"changing another user's password needs ALTER on the cluster; everyone who signs in with a "
+                f"password may change it ({error})"
             ) from error
 
     try:
