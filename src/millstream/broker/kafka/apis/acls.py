@@ -30,7 +30,7 @@ from millstream.core.errors import InvalidRequest, MillstreamError
 
 
 class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
-    """Returns the access rules that a filter selects."""
+    """DescribeAcls (key 29), versions 1 to 3: returns the access rules that a filter selects."""
 
     key = 29
     versions = (1, 3)
@@ -88,7 +88,7 @@ def _resource(resource: tuple[ResourceType, str, PatternType], acls: list[Acl]) 
 
 
 class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
-    """Adds access rules; existing ones are left unchanged.
+    """CreateAcls (key 30), versions 1 to 3: adds access rules; existing ones are left unchanged.
 
     Each rule succeeds or fails independently.
     """
@@ -146,7 +146,7 @@ def _creations(results: list[tuple[ErrorCode, str | None]]) -> CreateAclsRespons
 
 
 class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
-    """Removes the access rules that each filter selects, and returns them."""
+    """DeleteAcls (key 31), versions 1 to 3: removes the access rules that each filter selects, and returns them."""
 
     key = 31
     versions = (1, 3)

@@ -40,7 +40,7 @@ _FIRST_WITH_MANY: Final = 3
 
 
 class JoinGroup(VersionedApi[JoinGroupRequest, JoinGroupResponse]):
-    """Adds a consumer to its group, or to the next generation of it.
+    """JoinGroup (key 11), versions 0 to 9: adds a consumer to its group, or to the next generation of it.
 
     The response waits until the generation is complete. Version notes: 0 has no rebalance timeout and uses the session
     timeout for both; from 4 on a new member first gets an id (MEMBER_ID_REQUIRED) and joins again with it; 5 adds
@@ -117,7 +117,7 @@ def _joined_response(joined: Joined) -> JoinGroupResponse:
 
 
 class SyncGroup(VersionedApi[SyncGroupRequest, SyncGroupResponse]):
-    """Receives the assignments from the leader, and returns each member its own.
+    """SyncGroup (key 14), versions 0 to 5: receives the assignments from the leader, and returns each member its own.
 
     A follower's response waits for the leader, and all responses wait until the generation is durable. Version 3 adds
     static members; from 5 on the client must name protocol type and name, and gets INCONSISTENT_GROUP_PROTOCOL if it
@@ -163,7 +163,7 @@ def _sender(request: SyncGroupRequest | HeartbeatRequest) -> MemberRef:
 
 
 class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
-    """Renews a member's session, and reports whether it must rejoin.
+    """Heartbeat (key 12), versions 0 to 4: renews a member's session, and reports whether it must rejoin.
 
     While the group is being read back from the log, heartbeats succeed, as in Kafka: the member's session restarts
     afterwards. Version 3 adds static members.
@@ -191,7 +191,7 @@ def _heartbeat_response(code: ErrorCode) -> HeartbeatResponse:
 
 
 class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
-    """Removes members from a group; an operator can remove static members.
+    """LeaveGroup (key 13), versions 0 to 5: removes members from a group; an operator can remove static members.
 
     From version 3 on several members can leave at once, each with its own error; before, the error of the one member is
     that of the response. Version 5 adds a reason.

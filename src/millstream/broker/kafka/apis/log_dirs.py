@@ -28,7 +28,8 @@ from millstream.broker.replication.partition import Partition
 
 
 class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
-    """Returns the folder of partitions, their size, and the size of the disk.
+    """DescribeLogDirs (key 35), versions 1 to 5: returns the folder of partitions, their size, and the size of the
+    disk.
 
     A node has one folder. Partitions that do not exist are left out, as in Kafka; no list of topics means all topics.
 
@@ -92,7 +93,7 @@ def _build_partition(partition: Partition) -> DescribeLogDirsPartition:
 
 
 class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):
-    """Moves replicas between the folders of a node. A node has one.
+    """AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node. A node has one.
 
     Moving a replica to its own folder succeeds. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition that
     does not exist is UNKNOWN_TOPIC_OR_PARTITION, and one without a replica on this node is REPLICA_NOT_AVAILABLE.

@@ -42,7 +42,7 @@ from millstream.core.ids import NodeId
 
 
 class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPartitionReassignmentsResponse]):
-    """Lists the partitions that are being moved between nodes.
+    """ListPartitionReassignments (key 46), version 0: lists the partitions that are being moved between nodes.
 
     No list of topics means all topics. Partitions that are not being moved are left out.
     """
@@ -87,7 +87,7 @@ def _brokers(nodes: Iterable[int]) -> tuple[BrokerId, ...]:
 
 
 class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterPartitionReassignmentsResponse]):
-    """Moves partitions to other nodes.
+    """AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes.
 
     Responds when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones
     are removed. A request without nodes cancels the move, or gets NO_REASSIGNMENT_IN_PROGRESS if there is none. Nodes

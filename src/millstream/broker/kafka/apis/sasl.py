@@ -18,7 +18,7 @@ _NO_HANDSHAKE = "SaslHandshake has to choose a mechanism first"
 
 
 class SaslHandshake(VersionedApi[SaslHandshakeRequest, SaslHandshakeResponse]):
-    """Chooses the mechanism by which a client authenticates.
+    """SaslHandshake (key 17), versions 0 and 1: chooses the mechanism by which a client authenticates.
 
     A listener without authentication returns ILLEGAL_SASL_STATE, as in Kafka, and so does one in the middle of an
     exchange. In a session that has an end, it starts a reauthentication (KIP-368), by the same mechanism; any other
@@ -45,7 +45,7 @@ class SaslHandshake(VersionedApi[SaslHandshakeRequest, SaslHandshakeResponse]):
 
 
 class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
-    """Carries one message of the mechanism that SaslHandshake selected.
+    """SaslAuthenticate (key 36), versions 0 to 2: carries one message of the mechanism that SaslHandshake selected.
 
     A failure gets SASL_AUTHENTICATION_FAILED, after a pause that grows with the number of earlier failures, and the
     connection is closed. Without a handshake, the response is ILLEGAL_SASL_STATE in a session, and closes a connection

@@ -45,7 +45,7 @@ _NOT_BEGUN = QueueOffset(UNKNOWN, UNKNOWN)
 
 
 class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeShareGroupOffsetsResponse]):
-    """Returns the start offsets of share groups (KIP-932).
+    """DescribeShareGroupOffsets (key 90), versions 0 and 1: returns the start offsets of share groups (KIP-932).
 
     The start offset is that of the oldest unfinished message; -1 where the group has not started. Without topics, all
     partitions on which it has started are returned; a group that does not exist has none.
@@ -113,7 +113,7 @@ def _build_partition(index: int, offset: QueueOffset, *, exists: bool) -> Descri
 
 
 class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupOffsetsResponse]):
-    """Moves a share group to other offsets (KIP-932).
+    """AlterShareGroupOffsets (key 91), version 0: moves a share group to other offsets (KIP-932).
 
     The group must have no members (NON_EMPTY_GROUP); it is created if it does not exist. A partition that does not
     exist is UNKNOWN_TOPIC_OR_PARTITION; an offset outside the partition is moved to the nearest that it has.
@@ -172,7 +172,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
 
 
 class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGroupOffsetsResponse]):
-    """Deletes the offsets of a share group for some topics (KIP-932).
+    """DeleteShareGroupOffsets (key 92), version 0: deletes the offsets of a share group for some topics (KIP-932).
 
     The group must have no members (NON_EMPTY_GROUP). It then starts on these topics again, at the position of its
     `share.auto.offset.reset`.
