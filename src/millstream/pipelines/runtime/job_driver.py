@@ -69,11 +69,12 @@ def _access_of(options: Mapping[str, str]) -> Access:
 def _limit_python(bytes_max: int) -> None:
     """Bound what this process may allocate from now on: the code gets a MemoryError instead of the machine's memory.
 
-    Java has already started, and has its own limit.
+    Java has already started, and has its own limit. Address space is not bounded, because Arrow's and Delta's allocators
+    reserve far more of it than they use.
     """
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
-        in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + bytes_max, resource.RLIM_INFINITY))
+        in_use = int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_DATA, (in_use + bytes_max, resource.RLIM_INFINITY))
 
 
 def _raise_oom_score() -> None:
