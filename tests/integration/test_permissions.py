@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Final
@@ -12,14 +13,18 @@ from conformance import permission_table
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
+from millstream.client.admin.security import add_acls, remove_acls
+from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
+from millstream.core.subscription import DELIVERY
 from millstream.embedded import EmbeddedBroker
 from millstream.protocol.private.publish_once import publish_once
 from millstream.protocol.private.subscriptions import SubscriptionClient
-from millstream.protocol.records.record import NewRecord
+from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
 from millstream_testing.security import declare_security
+from millstream_testing.waiting import until_result
 
 CLUSTER_DENIED = ErrorCode.cluster_authorization_failed
 ADMIN = Credentials(user="admin", password="admin-password")
@@ -87,3 +92,35 @@ async def test_private_requests_are_denied_without_permission(unauthorized: Clie
         assert response["error"] == int(CLUSTER_DENIED)
         assert set(response) == {"error", "message"}
     assert not msgspec.msgpack.decode(bytes(await admin.private(None, 32001, b"")))["error"]
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+async def test_a_worker_that_waits_gets_nothing_after_its_permission_is_removed(
+    unauthorized: Client, admin: Client, delivery: str
+) -> None:
+    name, subscriptions = f"waiting-{delivery}", SubscriptionClient(admin)
+    kinds = (ResourceType.TOPIC, ResourceType.GROUP)
+    rules = [
+        Acl(principal="User:unauthorized", resource_type=kind, resource_name=name, operation=Operation.READ)
+        for kind in kinds
+    ]
+    await admin.metadata([name], create=True)
+    await subscriptions.create(name, [name], {DELIVERY: delivery})
+    await add_acls(admin, rules)
+    worker = SubscriptionClient(unauthorized)
+    # The first request opens the queue.
+    assert await worker.receive(name, "w", max_records=1) == []
+    waiting = asyncio.create_task(worker.receive(name, "w", max_records=1, wait_ms=120_000))
+
+    async def is_waiting() -> bool:
+        (described,) = await subscriptions.describe([name])
+        return bool(sum(queue["waiting_workers"] for queue in described["queues"]))
+
+    await until_result(is_waiting)
+    await remove_acls(admin, [AclFilter(resource_type=ResourceType.TOPIC, resource_name=name)])
+    await admin.produce(name, 0, encode_batch([NewRecord(None, b"x")]))
+    with pytest.raises(NotAuthorized):
+        await waiting
+    (message,) = await subscriptions.receive(name, "w", max_records=1, wait_ms=120_000)
+    assert message.attempt == 1, "it was not delivered"
+    await remove_acls(admin, [AclFilter(principal="User:unauthorized")])

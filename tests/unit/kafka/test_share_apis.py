@@ -367,6 +367,23 @@ async def test_a_session_ends_where_the_right_to_read_ends(one: Sharer, security
     assert (refusals(response), ranges(response)) == ([("topic_authorization_failed", 0)], [])
 
 
+async def test_a_member_that_waits_gets_nothing_after_the_right_to_read_ends(
+    one: Sharer, security: SecurityState
+) -> None:
+    one.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    assert await one.got() == [(0, 9, 1)]
+    waiting = asyncio.create_task(one.fetch(max_wait=120_000))
+    engine = await one.share_node.service.engine()
+    while not any(delivery.waiting for delivery in engine.deliveries):
+        await asyncio.sleep(0.01)
+    await security.delete_acls(AclFilter(resource_type=ResourceType.TOPIC))
+    await one.share_node.publish("late")
+    response = await waiting
+    assert (refusals(response), ranges(response)) == ([("topic_authorization_failed", 0)], [])
+    await security.add_acls([ALICE_READS])
+    assert await one.got() == [(10, 10, 1)]
+
+
 async def test_the_granted_lease_duration_is_reported(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def altered_meanwhile(_delivery: Delivery) -> None:
         await one.share_node.subscriptions.alter(GROUP, {LEASE: "900000"})

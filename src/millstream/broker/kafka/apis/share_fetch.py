@@ -262,7 +262,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         for place in session.partitions:
             try:
                 # The session may remember topics that the client may no longer read.
-                _check_read(client, place[0])
+                _check_read(client, subscription.name, place[0])
                 deliveries[place] = await self._consumers.delivery(subscription, place)
             except MillstreamError as error:
                 results.failed[place] = error
@@ -291,7 +291,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             results.failed.update(dict.fromkeys(deliveries, error))
             await results.pause_if_retried()
         else:
-            results.add(given)
+            results.add(_readable(given, wanted.worker, client, subscription.name, results))
 
     async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
@@ -383,8 +383,26 @@ def _acknowledgements(request: ShareFetchRequest) -> Acknowledgements:
     }
 
 
-def _check_read(client: ClientInfo, topic_id: UUID) -> None:
+def _check_read(client: ClientInfo, group_id: str, topic_id: UUID) -> None:
     rights = client.rights
     name = None if rights is None else rights.topic_name(topic_id)
     if rights is not None and name is not None:
+        rights.require(Operation.READ, ResourceType.GROUP, group_id)
         rights.require(Operation.READ, ResourceType.TOPIC, name)
+
+
+def _readable(given: list[Grant], worker: str, client: ClientInfo, group_id: str, results: _Results) -> list[Grant]:
+    """Return the leases that the client may still read, since it may have waited for minutes; return the others."""
+    from millstream.broker.subscriptions.receiving import return_leases
+
+    readable: list[Grant] = []
+    for grant in given:
+        key = grant.delivery.key
+        try:
+            _check_read(client, group_id, key.topic_id)
+        except MillstreamError as error:
+            return_leases([grant], worker)
+            results.failed[key.topic_id, int(key.partition)] = error
+        else:
+            readable.append(grant)
+    return readable

@@ -31,7 +31,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.security.rights import SubscribedTopic
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive, ReceiveResponse
@@ -102,6 +102,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
             if not grants and remaining_ms > 0 and opening.done():
                 # Another queue has opened here.
                 return self.respond_later(msgspec.structs.replace(request, wait_ms=remaining_ms), header, client)
+            _check_readable(request.subscription, grants, client)
             return encode_private(header, self._build_for(client, grants, arrived))
 
         parked = ParkedLease(
@@ -128,6 +129,11 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
             bytes_max = self._quota.allowance(client, request.max_bytes)
             paid = msgspec.structs.replace(request, wait_ms=remaining_ms, max_bytes=max(1, bytes_max))
             grants = await self._lease(paid, client)
+        try:
+            _check_readable(request.subscription, grants, client)
+        except MillstreamError:
+            _give_back(grants, request.worker)
+            raise
         if grants:
             client.presence.on_undelivered(partial(_give_back, grants, request.worker))
         return self._build_for(client, grants, arrived)
@@ -194,6 +200,12 @@ def _give_back(grants: list[Grant], worker: str) -> None:
     from millstream.broker.subscriptions.receiving import return_leases
 
     return_leases(grants, worker)
+
+
+def _check_readable(subscription: str, grants: list[Grant], client: ClientInfo) -> None:
+    """Raise if the client may not read its messages any more: it may have waited for minutes."""
+    if grants and client.rights is not None:
+        check_needs(_needed_rights(subscription, {one.delivery.partition.topic.name for one in grants}), client.rights)
 
 
 def _needed_rights(subscription: str, topics: Iterable[str]) -> list[Need]:
