@@ -784,6 +784,7 @@ ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
         ("/v1/topics", ADMIN_HEADER + ALICE_HEADER, {400}),
         ("/v1/topics", "Authorization : Basic YTpi\r\n", {400, 401}),
         ("/v1/topics", "x-forwarded-user: admin\r\nx-remote-user: admin\r\n", {401}),
+        ("/v1/topics", ALICE_HEADER + "Host: other\r\n", {400}),
         ("/v1/cluster", ALICE_HEADER, {403}),
         ("/v1/topics", f"authorization: Bearer {'x' * 70_000}\r\n", {431}),
     ],

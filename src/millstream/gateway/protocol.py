@@ -103,6 +103,7 @@ WRITE_S_MAX: Final = 30.0
 WRITE_BYTES_MIN: Final = 64 * 1024
 """A client that reads less than this of a response in that time, while more is available, is disconnected."""
 
+_SEVERAL_HOSTS: Final = "a request has one Host header"
 _HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 
 
@@ -218,6 +219,10 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
             self._refuse_rest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
             raise ValueError(_HEAD_TOO_LARGE)  # The rest of the request is not read.
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            # A proxy and the check of origins could each use another one.
+            self._refuse_rest(HTTPStatus.BAD_REQUEST, _SEVERAL_HOSTS)
+            raise ValueError(_SEVERAL_HOSTS)
         if self in self.surplus:
             self._check_surplus()
         self._is_begun = False
