@@ -291,7 +291,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             results.failed.update(dict.fromkeys(deliveries, error))
             await results.pause_if_retried()
         else:
-            results.add(_readable(given, wanted.worker, client, subscription.name, results))
+            results.add(_readable(given, demand.worker, client, subscription.name, results))
 
     async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
