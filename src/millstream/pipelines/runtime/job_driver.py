@@ -66,10 +66,10 @@ def _access_of(options: Mapping[str, str]) -> Access:
     return parse_access(options) if options else NO_ACCESS
 
 
-def _limit_python(bytes_max: int) -> None:
+def limit_python(bytes_max: int) -> None:
     """Bound what this process may allocate from now on: the code gets a MemoryError instead of the machine's memory.
 
-    Java has already started, and has its own limit. Address space is not bounded, because Arrow's and Delta's allocators
+    Java has already started, and has its own limit. Address space is not bounded: the allocators of Arrow and Delta
     reserve far more of it than they use.
     """
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
@@ -110,7 +110,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         ends_with_java=True,
         name=f"millstream job {order.name}",
     )
-    _limit_python(parse_memory(settings.python_memory, name="python.memory"))
+    limit_python(parse_memory(settings.python_memory, name="python.memory"))
     if order.kind is not PipelineKind.JOB:
         _run_pipeline(pipeline, order, pipes, _Resources(spark, link, access))
     api = JobApi(

@@ -1,8 +1,10 @@
-"""What a job's streaming queries have read, by Spark's progress."""
+"""The driver of a job: its memory, and what its streaming queries have read, by Spark's progress."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 from millstream.pipelines.runtime.job_driver import QueryProgress
@@ -40,3 +42,20 @@ def test_the_lag_of_a_source_without_offsets_is_unknown() -> None:
         found.take([batch(second, 1, other)])
         assert found.lag is None
     assert found.rows == 4
+
+
+def test_the_memory_of_a_job_is_bounded_but_not_its_address_space() -> None:
+    program = """
+import mmap
+from millstream.pipelines.runtime.job_driver import limit_python
+limit_python(256 << 20)
+# As allocators reserve it.
+reserved = mmap.mmap(-1, 8 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+used = bytearray(64 << 20)
+try:
+    bytearray(512 << 20)
+except MemoryError:
+    print("refused")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, text=True)
+    assert (ended.stdout, ended.stderr) == ("refused\n", "")
