@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, sleep, time
 from uuid import UUID
 
 import pytest
@@ -386,6 +386,25 @@ async def test_an_endpoint_that_fails_every_message_costs_no_attempts_once_that_
     await run.ledger.until(lambda: len(run.ledger.ended) == 42)
     await run.end()
     assert (40 in run.ledger.of(Verb.ACCEPT), 41 in run.ledger.of(Verb.RELEASE)) == (True, True)
+
+
+async def test_a_pause_that_ends_while_it_is_looked_at_does_not_end_the_push(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    room = pace.Endpoint.room
+
+    def slow_room(endpoint: pace.Endpoint, under_way: int, now: float) -> int:
+        found = room(endpoint, under_way, now)
+        sleep(0.002)
+        return found
+
+    monkeypatch.setattr(pace.Endpoint, "room", slow_room)
+    hook.respond = lambda _request: Response(503)
+    run = Run(hook, 10)
+    await run.ledger.until(lambda: len(run.ledger.ended) == 10)
+    await run.end()
 
 
 async def test_the_lease_of_a_slow_message_is_extended(hook: Webhook) -> None:

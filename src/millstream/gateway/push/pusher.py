@@ -233,9 +233,11 @@ class Pusher:
     async def _push(self) -> None:
         backoff = Backoff(first_s=RETRY_S_MIN, max_s=RETRY_S_MAX)
         while not self._stopping.is_set():
-            room = self._room()
+            now = self._now
+            room = self._room(now)
             if not room:
-                await self._wait(self._endpoint.rest_left(self._now) or None)
+                # By the same time: if the pause has just ended, nothing else would end this wait.
+                await self._wait(self._endpoint.rest_left(now) or None)
                 continue
             try:
                 messages = await self._confirm_leases(await self._select_readable(await self._lease(room)))
@@ -250,10 +252,10 @@ class Pusher:
             for message in messages:
                 self._start_delivery(message)
 
-    def _room(self) -> int:
+    def _room(self, now: float) -> int:
         if self._bytes >= IN_FLIGHT_BYTES_MAX:
             return 0
-        room = self._endpoint.room(len(self._in_flight), self._now)
+        room = self._endpoint.room(len(self._in_flight), now)
         # While most of the limit is in use, requesting one message at a time would cost more than it brings.
         return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
