@@ -501,8 +501,7 @@ class Broker:
             machine=() if self._machine is None else self._machine.nodes,
         )
         producer_ids = ProducerIds(core.node.declarations)
-        if not self._is_single:
-            self._supervise("producer ids", producer_ids.run())
+        self._supervise("producer ids", producer_ids.run())
         parts = module.ApiDependencies(
             config=config,
             clock=clock,

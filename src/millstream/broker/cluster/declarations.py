@@ -15,7 +15,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import CoordinationStore, Put
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
-from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
+from millstream.core.errors import CatalogDenied, CatalogUnavailable, MillstreamError, StoreUnavailable
 from millstream.core.ids import ProducerId
 
 _logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class ProducerIds:
     """Hands out producer ids from blocks taken from the catalog.
 
     While `run` runs, the next block is taken when half of one is used, so that producers can begin while the catalog is
-    unavailable.
+    unavailable or its disk is full.
     """
 
     def __init__(self, declarations: Declarations) -> None:
@@ -235,8 +235,10 @@ class ProducerIds:
                 await self._refill(_BLOCK // 2 + 1)
                 self._is_low.clear()
                 backoff.reset()
-            except CatalogUnavailable:
-                # The declarations report it. A producer that needs an id meanwhile tries on its own.
+            except MillstreamError as error:
+                # A producer that needs an id meanwhile tries on its own.
+                if not backoff.failures:
+                    _logger.warning("no producer ids could be taken", extra={"reason": str(error)})
                 await backoff.pause()
 
     async def _refill(self, least: int) -> None:
