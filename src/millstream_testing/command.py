@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from millstream.cli.app import call
+from millstream_testing.fork_server import ForkedProcess, fork
+from millstream_testing.server import Server
 
 PROCESS_S_MAX = 150.0
 TIMEOUT_VARIABLE = "MILLSTREAM_TIMEOUT"
@@ -77,13 +81,34 @@ def run_command(arguments: Sequence[str], *, stdin: bytes = b"", cwd: Path | Non
     """Run one command in its own process, without the caller's settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
     environment[TIMEOUT_VARIABLE] = PATIENCE_S
-    ended = subprocess.run(
-        [sys.executable, "-m", "millstream.cli.main", *arguments],
-        input=stdin,
-        capture_output=True,
-        env=environment,
-        cwd=cwd,
-        timeout=PROCESS_S_MAX,
-        check=False,
-    )
-    return Outcome(ended.returncode, ended.stdout.decode(errors="backslashreplace"), ended.stderr.decode())
+    if not Server.forked:
+        command = [sys.executable, "-m", "millstream.cli.main", *arguments]
+        ended = subprocess.run(
+            command, input=stdin, capture_output=True, env=environment, cwd=cwd, timeout=PROCESS_S_MAX, check=False
+        )
+        return Outcome(ended.returncode, ended.stdout.decode(errors="backslashreplace"), ended.stderr.decode())
+    given, input_end = os.pipe()
+    with TemporaryFile() as log, ThreadPoolExecutor(2) as pool:
+        process = fork(arguments, log=log, cwd=cwd or Path.cwd(), environment=environment, stdin=given)
+        os.close(given)
+        pool.submit(_write, input_end, stdin)
+        printed = pool.submit(_read, process)
+        try:
+            code = process.wait(PROCESS_S_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        log.seek(0)
+        return Outcome(code, printed.result().decode(errors="backslashreplace"), log.read().decode())
+
+
+def _write(end: int, data: bytes) -> None:
+    with suppress(BrokenPipeError), os.fdopen(end, "wb") as pipe:
+        pipe.write(data)
+
+
+def _read(process: ForkedProcess) -> bytes:
+    if process.stdout is None:
+        raise RuntimeError("the command was started without a pipe")
+    with process.stdout as output:
+        return output.read()

@@ -131,14 +131,21 @@ class _ForkServer:
         self._owner = 0
 
     def fork(
-        self, arguments: Sequence[str], *, log: IO[bytes], cwd: Path, environment: Mapping[str, str]
+        self,
+        arguments: Sequence[str],
+        *,
+        log: IO[bytes],
+        cwd: Path,
+        environment: Mapping[str, str],
+        stdin: int | None = None,
     ) -> ForkedProcess:
         request = {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment)}
         output, output_end = os.pipe()
         with open(os.devnull, "rb") as nothing:
+            files = [nothing.fileno() if stdin is None else stdin, output_end, log.fileno()]
             try:
                 with self._lock:
-                    pid, reports = _ask(self._connected(), request, [nothing.fileno(), output_end, log.fileno()])
+                    pid, reports = _ask(self._connected(), request, files)
             finally:
                 os.close(output_end)
         return ForkedProcess(pid, os.fdopen(output, "rb", buffering=0), reports)
