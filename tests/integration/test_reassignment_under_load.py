@@ -67,7 +67,7 @@ class Writer(threading.Thread):
             for partition in range(len(BEFORE)):
                 self._send(partition, b"%d " % number + b"x" * 500)
             number += 1
-            self._producer.poll(0.001)
+            self._producer.poll(0.005)
         if self._producer.flush(WAIT_S):
             self.errors.append("not everything got a response")
 
