@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 # Longer than the time limit of most tests, which shows the waiting line.
 TIMEOUT_S: Final = 900.0
 POLL_S: Final = 0.01
+POLL_S_MAX: Final = 0.2
 REQUEST_POLL_S: Final = 0.05
 # Tasks that wait for nothing have finished after this many turns of the loop.
 TURNS: Final = 100
@@ -18,12 +19,16 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T | None], *, timeout_s: float = TIMEOUT_S) -> T:
-    """Return the first true result of `condition`; fail with its last result after the timeout."""
-    deadline = time.monotonic() + timeout_s
+    """Return the first true result of `condition`; fail with its last result after the timeout.
+
+    The longer `condition` takes, the less often it is asked: what is waited for needs the processor, too.
+    """
+    deadline = (asked := time.monotonic()) + timeout_s
     while not (found := condition()):
-        if time.monotonic() > deadline:
+        if (answered := time.monotonic()) > deadline:
             raise AssertionError(f"not so within {timeout_s:g} s: {found!r}")
-        time.sleep(POLL_S)
+        time.sleep(min(max(POLL_S, 2 * (answered - asked)), POLL_S_MAX))
+        asked = time.monotonic()
     return found
 
 
