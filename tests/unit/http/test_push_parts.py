@@ -331,7 +331,6 @@ def test_an_endpoint_that_refuses_connections_is_down_once_no_request_in_flight_
     assert (endpoint.state, endpoint.rest_left(2.0)) == ("down", REST_S_MIN)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(["ok", "bad", "refused"]), st.floats(0.0, 30.0)), max_size=60))
 def test_an_endpoint_never_exceeds_its_limit_and_is_always_retried(steps: list[tuple[str, float]]) -> None:
     endpoint, now, in_a_row = Endpoint(10), 0.0, 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.cluster.declarations import Declarations
@@ -208,7 +208,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_it_behaves_like_a_dictionary(steps: list[tuple[str, object]]) -> None:
     asyncio.run(_follow(steps))

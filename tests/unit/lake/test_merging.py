@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
@@ -104,7 +104,6 @@ change_lists = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(changes=change_lists, cuts=st.lists(st.integers(0, 40), max_size=5), is_ordered=st.booleans(), data=st.data())
 def test_the_rows_equal_the_model_for_any_division_of_the_changes(
     changes: list[Change], cuts: list[int], is_ordered: bool, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import UUID
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.log.log import Log
@@ -255,7 +255,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_compaction_does_not_change_the_committed_records(steps: list[tuple[object, ...]]) -> None:
     machine = Machine()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.log.compaction import is_due
@@ -199,7 +199,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_a_log_knows_its_transactions_through_random_events(steps: list[tuple[object, ...]]) -> None:
     machine = Machine()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
@@ -87,7 +87,6 @@ def test_columns_that_tables_cannot_have_are_refused(text: str, output: str) -> 
         check_landed(parse_columns(text))
 
 
-@settings(max_examples=100)
 @given(st.text(alphabet="ab <>(),:`'\"/*-\\1\n", max_size=20) | st.text(max_size=10))
 def test_arbitrary_text_raises_nothing_else(text: str) -> None:
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
@@ -94,7 +94,6 @@ WORDS = [
 ]
 
 
-@settings(max_examples=100)
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
 def test_arbitrary_statements_raise_nothing_else(words: list[str]) -> None:
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, Widening
@@ -83,7 +83,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(DOCUMENTS | ODD | st.none(), max_size=4), st.booleans())
 def test_a_payload_is_decoded_independently_of_its_batch(documents: list[Any], evolves: bool) -> None:
     decoder = Decoder(FIELDS, evolves=evolves, refuses_rounding=evolves)
@@ -99,7 +98,6 @@ def test_a_payload_is_decoded_independently_of_its_batch(documents: list[Any], e
         assert same(alone.columns[0].as_py(), together.columns[row].as_py())
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(DOCUMENTS | ODD | st.none(), min_size=1, max_size=6))
 def test_inferred_columns_decode_every_payload_they_were_inferred_from(documents: list[Any]) -> None:
     values = payloads(*documents)
@@ -437,7 +435,6 @@ def test_fields_named_like_metadata_columns_get_a_prefix() -> None:
     assert payload_fields(table_schema(fields)) == fields
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(DOCUMENTS, min_size=1, max_size=5))
 def test_types_only_grow(documents: list[dict[str, Any]]) -> None:
     schemas = [fields_of(document) for document in documents]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
@@ -21,7 +21,6 @@ def file(name: str, size: int = 1) -> ActiveFile:
     return ActiveFile(path=name, bytes=size, partitions=None, offsets=None, values=(), added=LANDED)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 2 * FILE_BYTES), max_size=50), st.integers(1, 16))
 def test_every_file_is_in_one_task(sizes: list[int], parallelism: int) -> None:
     files = [file(f"{number}", size) for number, size in enumerate(sizes)]

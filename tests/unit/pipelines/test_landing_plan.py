@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.sources import (
@@ -19,7 +19,6 @@ from millstream.pipelines.jobs.land.sources import (
 from millstream.pipelines.source.ranges import Range
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 2_000_000)), max_size=12),
     st.floats(1, 100_000),

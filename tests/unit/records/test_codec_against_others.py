@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiokafka.record.control_record import COMMIT_MARKER, ControlRecord
 from aiokafka.record.memory_records import MemoryRecords as AiokafkaRecords
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kio.records.readers import read_batch
 from kio.records.schema import NewRecordBatch, RecordHeader
@@ -195,7 +195,6 @@ def at_whole_seconds(records: list[NewRecord]) -> list[NewRecord]:
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder, by_aiokafka, by_plain_aiokafka])
-@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_both_codecs_decode_what_any_codec_encodes(build: Build, records: list[NewRecord], codec: int) -> None:
     found = read_by_both(build(records, codec))
@@ -203,34 +202,29 @@ def test_both_codecs_decode_what_any_codec_encodes(build: Build, records: list[N
     assert [record.offset for record in found] == list(range(len(records)))
 
 
-@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
 def test_both_codecs_decode_what_kafka_python_encodes(records: list[NewRecord], codec: int) -> None:
     assert without_offsets(read_by_both(by_kafka_python(records, codec))) == records
 
 
-@settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
 def test_both_codecs_decode_what_kio_encodes(records: list[NewRecord]) -> None:
     assert without_offsets(read_by_both(by_kio(records, COMPRESSION_NONE))) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_aiokafka_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_aiokafka(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
 def test_kafka_python_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_kafka_python(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
 def test_kio_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord]) -> None:
     batch = bytes(build(records, COMPRESSION_NONE))
@@ -248,7 +242,6 @@ def test_kio_decodes_what_both_codecs_encode(build: Build, records: list[NewReco
     ] == records
 
 
-@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_without_compression_all_codecs_encode_the_same_bytes(records: list[NewRecord], codec: int) -> None:
     assert by_compiled_encoder(records, codec) == by_plain_encoder(records, codec)

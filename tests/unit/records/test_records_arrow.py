@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidBatch
@@ -99,7 +99,6 @@ headers = st.one_of(st.none(), st.lists(st.tuples(st.text(max_size=5), byte_stri
 rows = st.lists(st.tuples(byte_strings, byte_strings, headers, st.integers(0, 2**42)), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=100)
 @given(rows=rows, first=st.integers(0, 10), codec=st.integers(0, 4))
 def test_arrow_batches_round_trip(
     rows: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]] | None, int]], first: int, codec: int
@@ -250,7 +249,6 @@ def test_columns_of_different_lengths_are_refused() -> None:
         )
 
 
-@settings(deadline=None, max_examples=100)
 @given(keys=st.lists(byte_strings, max_size=30), partitions=st.integers(1, 1000), first=st.integers(0, 9))
 def test_keys_are_spread_as_kafka_does(keys: list[bytes | None], partitions: int, first: int) -> None:
     array = pa.array(keys, pa.binary())

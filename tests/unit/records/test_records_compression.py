@@ -11,7 +11,7 @@ import tracemalloc
 import cramjam
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
@@ -24,7 +24,6 @@ CODECS = sorted(ARROW_NAMES)
 MIXED = random.Random(1).randbytes(100_000) + b"abc" * 100_000
 
 
-@settings(deadline=None, max_examples=100)
 @given(data=st.one_of(st.binary(max_size=500), st.binary(max_size=20).map(lambda part: part * 9000)))
 def test_compression_round_trips(data: bytes) -> None:
     for codec in range(5):

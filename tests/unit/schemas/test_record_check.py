@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from millstream.core.errors import SchemaMismatch
@@ -55,7 +55,6 @@ def is_fine(record: NewRecord) -> bool:
 
 
 @given(records, some.booleans())
-@settings(max_examples=150, deadline=None)
 def test_exactly_the_invalid_records_are_named(given_records: list[NewRecord], with_keys: bool) -> None:
     batch = bytes(encode_batch(given_records))
     header, section = read_header(batch), batch[HEADER_BYTES:]
@@ -122,7 +121,6 @@ VALUES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", CODECS)
 @given(some.binary(max_size=60))
-@settings(max_examples=200, deadline=None)
 def test_any_bytes_are_accepted_or_refused_with_a_reason(kind: str, content: bytes) -> None:
     # Anything but this error fails the test.
     with suppress(SchemaMismatch):

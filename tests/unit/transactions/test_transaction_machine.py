@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.transactions.records import transaction_record
@@ -200,7 +200,6 @@ def step(history: Producers, random: Random) -> None:
         happens(random.choice(NAMES))
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_transaction_is_torn_or_hangs(seed: int) -> None:
     random = Random(seed)

@@ -58,7 +58,6 @@ def test_damaged_messages_are_decoded_or_refused(seed: int, api_key: int) -> Non
         codec.read_request(api_key, version, bytes(data), 0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=80), api_key=st.sampled_from(SERVED), newest=st.booleans())
 def test_random_bytes_are_decoded_or_refused(data: bytes, api_key: int, newest: bool) -> None:
     version = versions_of(api_key)[-1 if newest else 0]
