@@ -752,7 +752,8 @@ class _Watching:
         if code == -signal.SIGKILL:
             return _Outcome(error="its process was killed, perhaps because the machine ran out of memory")
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _Outcome(error=f"its process ended with {ended}; its output may say why: millstream pipeline logs")
+        logs = f"millstream pipeline logs {self._job.pipeline.name}"
+        return _Outcome(error=f"its process ended with {ended}; its output may say why: {logs}")
 
     async def read_events(self) -> None:
         """Read what the process reports until it ends."""
