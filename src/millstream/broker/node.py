@@ -46,7 +46,7 @@ from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
-from millstream.core.tasks import TaskSupervisor, within
+from millstream.core.tasks import TaskSupervisor, keep_running, within
 from millstream.protocol.records.compression import set_limits
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
@@ -501,7 +501,7 @@ class Broker:
             machine=() if self._machine is None else self._machine.nodes,
         )
         producer_ids = ProducerIds(core.node.declarations)
-        self._supervise("producer ids", producer_ids.run())
+        self._supervise("producer ids", keep_running("producer ids", producer_ids.run))
         parts = module.ApiDependencies(
             config=config,
             clock=clock,

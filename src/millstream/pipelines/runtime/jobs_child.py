@@ -619,7 +619,7 @@ class _Job:
             stderr=PIPE,
             start_new_session=True,
             limit=LINE_BYTES_MAX,
-            env=_clean_environment(),
+            env=clean_environment(),
         )
         watching = _Watching(self, process, settings)
         loop = asyncio.get_running_loop()
@@ -856,6 +856,8 @@ def _write_secret(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Return the environment of the code, without the node's own settings, which may contain passwords."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
+    # Arrow's allocator would otherwise take a gigabyte of `python.memory` at once.
+    return {"MIMALLOC_ARENA_EAGER_COMMIT": "0", **inherited}

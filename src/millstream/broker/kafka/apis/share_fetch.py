@@ -89,6 +89,9 @@ _KNOWN_TO_CLIENTS: Final = frozenset(
 """The codes that share consumers handle; Java's stops at any other except UNKNOWN_SERVER_ERROR, after which it retries.
 """
 
+_RETRIED_AT_ONCE: Final = frozenset({ErrorCode.unknown_server_error, ErrorCode.topic_authorization_failed})
+"""The second, where a session keeps a topic that its client may no longer read."""
+
 
 class _Results:
     def __init__(self) -> None:
@@ -108,7 +111,7 @@ class _Results:
 
     async def pause_if_retried(self) -> None:
         """Wait a moment if there is an error after which the client retries immediately."""
-        if any(_share_error_code(error) == ErrorCode.unknown_server_error for error in self.failed.values()):
+        if any(_share_error_code(error) in _RETRIED_AT_ONCE for error in self.failed.values()):
             await asyncio.sleep(_PAUSE_MS / 1000)
 
 
