@@ -59,7 +59,7 @@ from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     CreateSubscriptionRequest,
     PartitionSettles,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
     SettledRange,
     SettleRequest,
@@ -149,7 +149,7 @@ class MessageLoad:
     def _add_worker(self, address: str, worker: str) -> None:
         receiving, settling = Peer(address, self._selector), Peer(address, self._selector)
         self._peers += (receiving, settling)
-        request = encode(Receive(self._topic, worker, 100, 1 << 20, WAIT_MS))
+        request = encode(ReceiveRequest(self._topic, worker, 100, 1 << 20, WAIT_MS))
         sent: deque[tuple[int, int]] = deque()
 
         def settled(frame: bytes) -> None:

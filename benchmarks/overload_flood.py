@@ -29,11 +29,12 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import request_head, write_request
+from millstream.protocol.messages.codec import request_head
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.fetch import FetchLimits, write_fetch
 from millstream.protocol.wire.produce import write_produce
+from millstream_testing.api_requests import write_request
 
 KINDS: Final = (
     PRODUCE := "produce",

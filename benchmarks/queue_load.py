@@ -123,7 +123,7 @@ class Publishers:
             "bootstrap.servers": given.address,
             "log_level": "0",
             "acks": "all",
-            "linger.ms": "0" if 0 < given.rate <= 1000 else "1" if given.rate else "5",
+            "linger.ms": "0" if 0 < given.rate <= 1000 else "0.3" if given.rate else "5",
         }
         self._reports = [counters() for _ in range(given.publishers)]
         self._producers = [

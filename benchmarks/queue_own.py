@@ -23,7 +23,7 @@ from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionMessages,
     PartitionSettles,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
     SettledRange,
     SettleRequest,
@@ -67,7 +67,7 @@ class Worker:
 
     async def _receive(self) -> list[PartitionMessages]:
         given = self._run.given
-        request = Receive(given.queue, self._name, given.batch, _BYTES_MAX, _WAIT_MS)
+        request = ReceiveRequest(given.queue, self._name, given.batch, _BYTES_MAX, _WAIT_MS)
         response = _RECEIVED.decode(await self._client.private(None, RECEIVE_KEY, _ENCODE(request), waits=True))
         if response.error:
             raise RuntimeError(response.message)

@@ -32,7 +32,7 @@ from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
-from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.ranges import Range
 from millstream_testing.command import CommandLine

@@ -28,7 +28,7 @@ from benchmarks.processes import cpu_of
 from millstream.client.admin.schemas import SchemaClient
 from millstream.client.admin.topics import create_topic
 from millstream.core.topic import SCHEMA_VALIDATE, SCHEMA_VALUE
-from millstream.protocol.private.schema_messages import RegisterSchema
+from millstream.protocol.private.schema_messages import RegisterSchemaRequest
 from millstream.protocol.records.batch import COMPRESSION_LZ4, COMPRESSION_NONE
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.schemas.framing import prefix
@@ -115,7 +115,9 @@ async def measure(server: Server, case: Case, batch: bytes, count: int) -> Measu
 async def prepare(server: Server, cases: Sequence[Case]) -> int:
     """Register the schema and create the topics; return the schema's id."""
     async with Client.connect(server.kafka, client_id="bench", timeout_s=60) as client:
-        registered = await SchemaClient(client).register(RegisterSchema(subject="bench", schema=json.dumps(SCHEMA)))
+        registered = await SchemaClient(client).register(
+            RegisterSchemaRequest(subject="bench", schema=json.dumps(SCHEMA))
+        )
         for case in cases:
             settings = {"flush": "os"}
             if case.rule != "none":

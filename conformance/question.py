@@ -13,8 +13,9 @@ from uuid import UUID
 
 from conformance.served import receive
 
-from millstream.protocol.messages.codec import load_request_class, read_response, write_request
+from millstream.protocol.messages.codec import load_request_class, read_response
 from millstream.protocol.messages.shape import default_of, is_entity, item_of, unwrapped
+from millstream_testing.api_requests import write_request
 
 Values = Mapping[str, Any]
 CLOSED = "the connection was closed"

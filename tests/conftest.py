@@ -34,6 +34,8 @@ _ERROR_CHARS_MAX = 2000
 HANG_S = 100.0
 TEARDOWN_S = 300.0
 _PARSED_MAX = 20
+PROCESSES_SHARE = 0.8
+"""The tests that start processes are among this fraction of the files, from the first on."""
 _internal_errors: list[str] = []
 Server.forked = True
 
@@ -88,14 +90,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that start processes first, so that no worker is left with a long one at the end."""
+    """Mix the tests that start processes, and often wait for them, with the others, which compute; end with the latter,
+    so that no worker is left with a long one.
+    """
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()) and not SPARK.search(item.nodeid):
             raise pytest.UsageError(
                 f"{item.nodeid} would start a Spark session of its own: name its file in SPARK in tests/conftest.py, "
                 "or let its own name end with _in_spark"
             )
-    items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, "integration" not in item.path.parts))
+    places: dict[Path, float] = {}
+    for starts_processes, share in ((True, PROCESSES_SHARE), (False, 1.0)):
+        paths = dict.fromkeys(one.path for one in items if ("integration" in one.path.parts) is starts_processes)
+        places |= {path: share * at / len(paths) for at, path in enumerate(paths)}
+    items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, places[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,10 +172,16 @@ def pytest_unconfigure() -> None:
         sys.stderr.write(f"\n{error[-_ERROR_CHARS_MAX:]}\n")
 
 
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from scanning all imported modules repeatedly."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep the garbage collector from scanning all imported modules repeatedly, now and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

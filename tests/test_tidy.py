@@ -255,8 +255,8 @@ def test_the_package_has_its_version() -> None:
 def test_the_public_names_are_pinned_and_imported_when_used() -> None:
     names = (
         "Connection IdempotentHandler Message MessageStream MillstreamError NewMessage PublishFailed Receipt "
-        "Reject RetryLater Sandbox Subscriber SyncConnection SyncMessage SyncSubscriber TransactionalHandler "
-        "check_receipts connect connect_sync correlated correlation_id open open_sync"
+        "Reject RetryLater Sandbox Subscriber SyncConnection SyncMessage SyncMessageStream SyncSubscriber "
+        "TransactionalHandler check_receipts connect connect_sync correlated correlation_id open open_sync"
     )
     assert " ".join(millstream._PLACES) == names
     checked = [

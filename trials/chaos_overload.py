@@ -43,7 +43,7 @@ from millstream.core import push
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, OFFSET_LATEST, ReadOptions, read_options
 from millstream.pipelines.source.ranges import Range

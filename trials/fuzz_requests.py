@@ -31,6 +31,7 @@ from millstream.core.errors import MillstreamError, ProtocolViolation
 from millstream.protocol.messages import codec
 from millstream.protocol.private.message import decode_document
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.api_requests import write_request
 from millstream_testing.files import MemoryFiles
 from millstream_testing.messages import random_message, versions_of
 
@@ -45,7 +46,7 @@ _PRODUCE, _FETCH, _API_VERSIONS, _JOIN_GROUP, _SYNC_GROUP, _NODE_STATUS = 0, 1, 
 _MAY_WAIT = frozenset({_PRODUCE, _FETCH, _JOIN_GROUP, _SYNC_GROUP})
 _EDGES = (0, 1, 0x7F, 0x80, 0xFF)
 _INTEGERS = (0, 1, 2, 3, -1, 100, 1000)
-_PROBE = codec.write_request(7, "probe", codec.load_request_class(_API_VERSIONS, 0)())
+_PROBE = write_request(7, "probe", codec.load_request_class(_API_VERSIONS, 0)())
 _STATUS = codec.request_head(_NODE_STATUS, 0, 7, "probe")
 _BATCH = bytes(encode_batch([NewRecord(b"key", b"value", (), 1)], producer_id=1, producer_epoch=0, base_sequence=0))
 
@@ -126,7 +127,7 @@ class Trial:
         while True:
             message = random_message(codec.load_request_class(key, version), biased)
             with suppress(MillstreamError):
-                return codec.write_request(number, self._chance.choice(("fuzz", None)), message)[4:]
+                return write_request(number, self._chance.choice(("fuzz", None)), message)[4:]
 
     async def _send(self, frame: bytes) -> None:
         reader, writer = await asyncio.open_connection(*self._address)
@@ -163,7 +164,7 @@ class Trial:
         request = MetadataRequest(
             topics=named, allow_auto_topic_creation=True, include_topic_authorized_operations=False
         )
-        response = codec.read_response(3, 12, await self._request_once(codec.write_request(1, "setup", request)))
+        response = codec.read_response(3, 12, await self._request_once(write_request(1, "setup", request)))
         return [topic.topic_id for topic in response.topics if topic.topic_id is not None]
 
     async def _request_once(self, request: bytes) -> bytes:

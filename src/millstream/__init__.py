@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from millstream.client.subscriber import Subscriber as Subscriber
     from millstream.client.sync_connection import SyncConnection as SyncConnection
     from millstream.client.sync_connection import SyncMessage as SyncMessage
+    from millstream.client.sync_connection import SyncMessageStream as SyncMessageStream
     from millstream.client.sync_connection import SyncSubscriber as SyncSubscriber
     from millstream.client.sync_connection import connect_sync as connect_sync
     from millstream.client.tracing import correlated as correlated
@@ -47,6 +48,7 @@ _PLACES = {
     "Subscriber": "client.subscriber",
     "SyncConnection": "client.sync_connection",
     "SyncMessage": "client.sync_connection",
+    "SyncMessageStream": "client.sync_connection",
     "SyncSubscriber": "client.sync_connection",
     "TransactionalHandler": "client.idempotent_handler",
     "check_receipts": "client.receipt_book",

@@ -10,13 +10,20 @@ from millstream.protocol.messages import codec
 from millstream.protocol.messages.shape import reshape
 
 
+def write_request(correlation_id: int, client_id: str | None, request: Any) -> bytes:
+    """Build the frame of a request, including its size."""
+    head = codec.request_head(request.__api_key__, request.__version__, correlation_id, client_id)
+    body = codec.write_entity(request)
+    return (len(head) + len(body)).to_bytes(4, "big") + head + body
+
+
 def client_info() -> ClientInfo:
     return ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
 
 async def send_request(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
     """Send a request in its own version; the response is of the same version."""
-    frame = codec.write_request(9, "test", request)[4:]
+    frame = write_request(9, "test", request)[4:]
     header = codec.read_request_header(frame)
     client = client or client_info()
     pending: Any
@@ -40,7 +47,7 @@ async def send_request(api: Api[Any, Any] | RawApi, request: Any, *, client: Cli
 
 def send_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
     """Send a request to an API that reads its own frames and responds at once."""
-    frame = memoryview(codec.write_request(9, "test", request)[4:])
+    frame = memoryview(write_request(9, "test", request)[4:])
     encoded = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
     if not isinstance(encoded, list):
         raise TypeError(f"{type(api).__name__} did not respond at once")

@@ -202,6 +202,10 @@ class MemoryFiles:
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path)
             return self._describe(entry, path)
 
+    def open_to_read(self, path: str, /) -> int:
+        """Open a file for reading; here, like any other."""
+        return self.open(path)
+
     def close(self, descriptor: int, /) -> None:
         """Close a descriptor."""
         with self._lock:

@@ -121,6 +121,7 @@ class GroupHarness:
         rebalance_ms: int = REBALANCE_MS,
         version: int = 9,
         group_id: str = GROUP,
+        may_describe: Callable[[str], bool] | None = None,
     ) -> Deferred[Joined]:
         """Send a join request as a client of a version does."""
         request = JoinRequest(
@@ -133,8 +134,9 @@ class GroupHarness:
             rebalance_timeout_ms=rebalance_ms,
             protocol_type=protocol_type,
             protocols=protocols,
-            knows_member_id_required=version >= 4,
-            knows_skip_assignment=version >= 9,
+            supports_member_id_required=version >= 4,
+            supports_skip_assignment=version >= 9,
+            may_describe=may_describe,
         )
         return self.run(lambda shard: shard.join(request))
 
@@ -204,7 +206,7 @@ class GroupHarness:
             member=MemberRef(group_id=group_id, member_id=member_id, instance_id=instance_id, generation=generation),
             topics={topic: (PartitionCommit(partition=partition, offset=offset, metadata=metadata),)},
             retention_ms=retention_ms,
-            knows_unknown_group=version >= 9,
+            supports_unknown_group=version >= 9,
         )
         return self.run(lambda shard: shard.commit(request))
 

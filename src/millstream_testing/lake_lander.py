@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from millstream.core.errors import Conflict
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream_testing.lake_rows import LANDED, TOPIC, in_this_process, next_offset, rows, write, write_quarantine
 
 NUMBERS: Final = tuple(f"n{number}" for number in range(5))

@@ -35,13 +35,14 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.partition_state import PartitionState, encode_value, single_replica_state
+from millstream.core.partition_state import PartitionState, encode_value
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryDirectory, MemoryFiles
 from millstream_testing.simulation.committed import Violation
 from millstream_testing.simulation.world import Outcome
+from millstream_testing.state_log import single_replica_state
 
 DATA = "/data"
 ROUNDS = (4, 9)

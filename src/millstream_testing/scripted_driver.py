@@ -16,8 +16,8 @@ import msgspec
 from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.runtime.driver import Driver, EventWriter
-from millstream.pipelines.runtime.driver_messages import DriverCommand, Options
+from millstream.pipelines.runtime.driver import Driver
+from millstream.pipelines.runtime.driver_messages import DriverCommand, EventWriter, Options
 from millstream_testing.pipeline_script import UncontendedClaim
 
 PAUSE_S = 0.05
@@ -62,7 +62,7 @@ def main() -> None:
         jobs={PipelineKind.LAND: make},
         report_s=PAUSE_S,
         backoff_s=0.001,
-        look_s=POLL_S,
+        check_interval_s=POLL_S,
         cancel_s=2 * POLL_S,
     )
     for line in sys.stdin.buffer:

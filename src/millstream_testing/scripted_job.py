@@ -12,10 +12,10 @@ import time
 import traceback
 from typing import Any
 
-from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.pipeline import JobSettings, PipelineKind
 from millstream.pipelines.runtime.driver_messages import JobEvent, JobOrder, Pipes
 from millstream.pipelines.runtime.fault import Fault
+from millstream.protocol.private.pipeline_messages import PipelineReport
 
 HANG_S = 3600.0
 

@@ -15,11 +15,16 @@ from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.acknowledgement import AcknowledgementListener
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, TopicExists
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.core.partition_state import PartitionState, single_replica_state
+from millstream.core.partition_state import FIRST_EPOCH, PartitionState
 from millstream.core.topic import Topic
 from millstream.protocol.records.batch import Buffer, place_batch, read_header
 
 LeadershipListener = Callable[[PartitionIndex, "MemoryPartition | None"], None]
+
+
+def single_replica_state(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
+    """Return the state of a partition whose only replica leads it."""
+    return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
 
 class _Batch(NamedTuple):

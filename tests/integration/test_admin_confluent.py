@@ -101,7 +101,7 @@ def test_settings_are_replaced_by_the_old_request(admin: AdminClient, created: s
         ("local.retention.ms", "5", "remote storage is not available"),
         ("local.retention.ms", "1", "a setting of Kafka that Millstream does not have"),
         ("remote.storage.enable", "true", "is always false"),
-        ("no.such.setting", "1", "unknown topic setting"),
+        ("no.such.setting", "1", "unknown setting 'no.such.setting' of a topic"),
         ("retention.ms", "x", "whole number"),
     ],
 )

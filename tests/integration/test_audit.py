@@ -33,6 +33,8 @@ from millstream.client.admin.pipelines import PipelineClient
 from millstream.core import acl
 from millstream.core.errors import AuthenticationFailed
 from millstream.embedded import EmbeddedBroker
+from millstream.protocol.private.browse_messages import NoteReadingRequest
+from millstream.protocol.private.message import request_private
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -219,6 +221,15 @@ async def test_changes_of_subscriptions_and_pipelines_hide_their_settings(broker
     assert subscription["entity"]["data"] == {"topics": ["audit-orders"], "settings": ["millstream.filter"]}
     pipeline = read_audit(broker, changed("pipeline", "audit-land", 1))
     assert pipeline["entity"]["data"]["settings"] == ["topics"]
+
+
+async def test_no_client_can_stop_the_log_with_long_texts(broker: EmbeddedBroker) -> None:
+    async with Client.connect(broker.kafka_address, credentials=credentials("everything")) as client:
+        await client.metadata(["long"], create=True)
+        request = NoteReadingRequest(topic="long", how="x" * 2_000_000)
+        await asyncio.gather(*(request_private(client, None, request) for _ in range(100)))
+        await request_private(client, None, NoteReadingRequest(topic="long", how="short"))
+    read_audit(broker, lambda event: event.get("entity", {}).get("data") == {"how": "short"})
 
 
 def test_http_events_name_the_caller_and_not_the_gateway(broker: EmbeddedBroker) -> None:

@@ -171,7 +171,7 @@ def test_users_change_their_own_password_and_explain_their_own_rights(
         assert (refused.code, says in refused.err) == (1, True), refused.err
     monkeypatch.setattr("sys.stdin", io.StringIO("another-password\n"))
     changed = run("user", "password", "olga", "--password-stdin")
-    assert (changed.code, changed.lines) == (0, ["The password of user olga is changed."]), changed.err
+    assert (changed.code, changed.lines) == (0, ["Changed the password of user olga."]), changed.err
     assert "authentication failed" in run("topic", "list").err
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "another-password")
     token = run("token", "create", "--json").document["token"]
@@ -237,6 +237,17 @@ def test_quotas_are_set_listed_and_removed(run: Run) -> None:
 )
 def test_an_incomplete_quota_is_refused(run: Run, arguments: tuple[str, ...]) -> None:
     assert run("quota", "set", *arguments).code == 2
+
+
+@pytest.mark.parametrize("rate", ["1MB", "0", "nan"])
+def test_a_rate_is_a_number_of_bytes_per_second(run: Run, rate: str) -> None:
+    refused = run("quota", "set", "user:a", "--produce", rate)
+    assert (refused.code, f"'{rate}' is not a number of bytes per second" in refused.err) == (2, True)
+
+
+def test_a_resource_without_its_type_is_refused_with_the_form(run: Run) -> None:
+    refused = run("acl", "grant", "User:bob", "writer", "jsn")
+    assert (refused.code, "must be written as TYPE:NAME, as in topic:orders, not 'jsn'" in refused.err) == (2, True)
 
 
 def test_the_audit_log_is_printed_by_tail(run: Run) -> None:

@@ -57,7 +57,7 @@ def open_letters(millstream: CommandLine, name: str) -> int:
 
 def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: CommandLine, name: str) -> None:
     redriven = millstream("dlq", "redrive", name, "-n", 6)
-    assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name} (6).\n", "")
+    assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name}.\n", "")
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
     assert purged == {"purged": 2, "skipped": 0, "held": 0, "held_back": 0, "uncertain": 0}
     filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
@@ -109,7 +109,7 @@ def test_a_dry_run_counts_and_changes_nothing(server: Server, millstream: Comman
     asyncio.run(delete_records(server, name, LETTERS - 5))
     text = millstream("dlq", "redrive", name, "--dry-run").out
     gone = f"15 letters would stay open: topic '{name}' no longer has the original (15)."
-    assert text == f"Would redrive 5 letters in {name} (5). {gone}\n"
+    assert text == f"Would redrive 5 letters in {name}. {gone}\n"
     text = millstream("dlq", "redrive", name, "--to-topic", name, "--dry-run").out
     assert text == f"Would publish {LETTERS} letters to {name}.\n"
     assert open_letters(millstream, name) == LETTERS
@@ -176,7 +176,7 @@ def test_letters_with_deleted_originals_stay_open_and_can_be_published(
 ) -> None:
     asyncio.run(delete_records(server, name, LETTERS - 5))
     refused = millstream("dlq", "redrive", name)
-    assert (refused.code, refused.out) == (5, f"Redrove 5 letters in {name} (5).\n")
+    assert (refused.code, refused.out) == (5, f"Redrove 5 letters in {name}.\n")
     assert f"{LETTERS - 5} letters are left open: topic {name!r} no longer has the original" in refused.err
     assert "--to-topic" in refused.err
     assert open_letters(millstream, name) == LETTERS - 5
@@ -233,7 +233,7 @@ def test_a_forged_letter_redelivers_nothing(millstream: CommandLine, name: str) 
     # The subscription says itself which topic its letters are in.
     assert millstream("subscription", "update", name, "--dead-letter", forged).code == 0
     assert millstream("dlq", "redrive", f"{name}-dead").code == 5
-    assert millstream("dlq", "redrive", forged).out == f"Redrove 1 letter in {name} (1).\n"
+    assert millstream("dlq", "redrive", forged).out == f"Redrove 1 letter in {name}.\n"
     assert len(pulled(millstream, name, 1, "--accept")) == 1
 
 
@@ -295,7 +295,7 @@ def test_open_letters_are_deleted_only_with_force(server: Server, millstream: Co
     orphans = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
     assert (orphans["subscriptions"], orphans["letters"], orphans["unreachable"]) == ([], LETTERS - 5, [])
     refused = millstream("dlq", "redrive", dead)
-    assert (refused.code, "there is no subscription" in refused.err) == (5, True)
+    assert (refused.code, "does not exist" in refused.err) == (5, True)
     assert millstream("topic", "delete", dead, "--yes", "--force").code == 0
     assert millstream("topic", "describe", dead).code == 3
 

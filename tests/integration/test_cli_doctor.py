@@ -25,6 +25,7 @@ def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: St
     running = millstream("doctor", "--json")
     assert (running.code, running.document["healthy"]) == (0, True)
     assert {one["severity"] for one in running.document["findings"] if one["check"] != "space"} == {"ok"}
+    assert found(running.document, "space")[0][1].startswith("node 1: ")
 
     folder = ["doctor", "--json", "--data", str(server.data)]
     used = call_command(folder)

@@ -117,11 +117,12 @@ def test_a_trace_shows_the_history_of_a_message_in_every_subscription(
     shown = millstream("message", "trace", f"{topic}/0/0")
     assert any(line.startswith(f"{topic}-all: dead-lettered by ") for line in shown.lines)
     assert any(line.startswith(f"{topic}-late: leased by ") for line in shown.lines)
+    assert millstream("message", "trace", f"{topic}/0@0").out == shown.out
     by_id = millstream("message", "trace", millstream("message", "trace", f"{topic}/0/0", "--json").document["id"])
     assert by_id.code == 0
     refused = millstream("message", "trace", f"{topic}/0")
     assert refused.code == 2
-    assert "TOPIC/PARTITION/OFFSET" in refused.err
+    assert "is not TOPIC/PARTITION/OFFSET, as in orders/0/4711; to find a message by its id" in refused.err
     missing = millstream("message", "trace", f"{topic}/0/99")
     assert (missing.code, f"there is no message at {topic}/0/99" in missing.err) == (3, True)
 

@@ -73,7 +73,7 @@ STEPS: Final = {
     "pipeline rule load": "pipeline rule load routed rules.json",
     "pipeline rule list": "pipeline rule list routed",
     "pipeline rule delete": "pipeline rule delete routed first",
-    "transaction list [--state S]… [--longer-than SECONDS]": "transaction list",
+    "transaction list [--state S]… [--longer-than DURATION]": "transaction list",
     "transaction list --hanging": "transaction list --hanging",
     "certs init": "certs init --dir certs",
     "certs client": "certs client alice --dir certs",

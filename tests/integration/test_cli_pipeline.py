@@ -35,6 +35,8 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     again = millstream(*create)
     assert (again.code, again.err) == (5, "millstream: pipeline 'shown' already exists\n")
     assert millstream(*create, "--if-not-exists").out == "Pipeline shown already exists.\n"
+    second = millstream("pipeline", "create", "land", "second", "--topic", "shown-a", "--if-not-exists")
+    assert (second.code, "topic 'shown-a' is already landed in this lake by" in second.err) == (5, True)
     reported = millstream("pipeline", "describe", "shown", "--json").document
     assert reported["overrides"] == {
         "topics": "shown-a,shown-b",
@@ -63,7 +65,7 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
 
 def test_invalid_declarations_are_refused_before_anything_is_created(millstream: CommandLine, tmp_path: Path) -> None:
     refused = millstream("pipeline", "create", "land", "wrong")
-    assert (refused.code, "either `topics` or `pattern`" in refused.err) == (2, True)
+    assert (refused.code, "either `topics` (--topic) or `pattern`" in refused.err) == (2, True)
     refused = millstream("pipeline", "create", "land", "wrong", "--topic", "orders", "--schema", "id lnog")
     assert refused.err.endswith("column 4: 'lnog' is not a type; did you mean 'long'?\n  id lnog\n     ^^^^\n")
     refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", "SELECT * FROM x")
@@ -76,8 +78,8 @@ def test_invalid_declarations_are_refused_before_anything_is_created(millstream:
     assert (refused.code, refused.err) == (3, f"millstream: --sql: there is no file {tmp_path}/none.sql\n")
     assert millstream("pipeline", "create", "route", "wrong", "--rules", tmp_path / "none.json").code == 3
     for flag, value, problem in (
-        ("--every", "0.01", "--every (in seconds) must be at least 0.1, not 0.01"),
-        ("--every", "nan", "Invalid value for '--every': 'nan' is not a number"),
+        ("--every", "10ms", "--every (in seconds) must be at least 0.1, not 0.01"),
+        ("--every", "nan", "Invalid value for '--every': 'nan' is not a length of time"),
         ("--dedupe", "9999999", "--dedupe (in seconds) must be at most 604800, not 9999999"),
         ("--on-violation", "ignore", "--on-violation must be one of quarantine, fail, count, not 'ignore'"),
         ("--set", "every.ms=1", "every.ms must be at least 100, not 1"),
@@ -88,7 +90,7 @@ def test_invalid_declarations_are_refused_before_anything_is_created(millstream:
     assert millstream("pipeline", "update", "wrong").code == 2
     for command in (("start", "wrong"), ("stop", "wrong"), ("delete", "wrong"), ("update", "wrong", "--unset", "lake")):
         refused = millstream("pipeline", *command)
-        assert (refused.code, "there is no pipeline 'wrong'" in refused.err) == (3, True)
+        assert (refused.code, "pipeline 'wrong' does not exist" in refused.err) == (3, True)
     # A topic that cannot be landed is not created.
     name = "x" * 230
     refused = millstream("topic", "create", name, "--land")

@@ -84,6 +84,7 @@ def test_messages_larger_than_a_batch_of_the_topic_are_split(millstream: Command
     refused = millstream("publish", "narrow", "x" * 3000)
     assert refused.code == 1
     assert refused.err.startswith("millstream: publish to narrow-0:")
+    assert "raise the topic's max.message.bytes" in refused.err
 
 
 def test_keys_decide_the_partition_and_keep_their_order(millstream: CommandLine) -> None:
@@ -128,11 +129,17 @@ def test_an_invalid_publish_is_refused(
     assert output in refused.err
 
 
+def test_an_invalid_name_is_refused_with_the_rule(millstream: CommandLine) -> None:
+    refused = millstream("publish", "not a name", "x")
+    assert (refused.code, "publish to 'not a name': a topic name has at most 249" in refused.err) == (2, True)
+
+
 def test_a_line_without_its_key_stops_and_reports_what_is_stored(millstream: CommandLine) -> None:
     refused = millstream.process("publish", "broken", "--key-separator", "=", stdin=b"a=1\nb")
     assert refused.code == 1
     assert "line 2 of the input has no '=' between key and value: 'b'" in refused.err
     assert "(stored: at least the first 1 message of the input)" in refused.err
+    assert "(stored: nothing)" in millstream.process("publish", "broken", "--key-separator", "=", stdin=b"b\n").err
 
 
 def test_a_line_that_is_too_large_is_named(millstream: CommandLine) -> None:
@@ -216,11 +223,11 @@ def test_tail_starts_at_the_given_position(millstream: CommandLine) -> None:
     assert millstream("tail", "positions", "--from", "noon").code == 2
 
 
-def test_json_is_indented_and_control_characters_are_escaped(millstream: CommandLine) -> None:
+def test_json_is_on_one_line_in_a_pipe_and_control_characters_are_escaped(millstream: CommandLine) -> None:
     millstream("publish", "pretty", '{"b":[1,2],"a":"ü"}', "-k", "k", "-H", "h=v")
     millstream("publish", "pretty", "plain \x1b[2J text")
     shown = millstream("tail", "pretty").out
-    assert '{\n  "b": [\n    1,\n    2\n  ],\n  "a": "ü"\n}\n' in shown
+    assert '\n{"b": [1, 2], "a": "ü"}\n' in shown
     assert shown.splitlines()[0].startswith("pretty/0@0  20")
     assert shown.splitlines()[0].endswith("  key=k  h=v")
     assert "plain \\x1b[2J text" in shown

@@ -67,6 +67,15 @@ def test_errors_are_explained(millstream: CommandLine, topic: str, tmp_path: Pat
     assert millstream("schema", "register", topic, str(file), "--type", "avro").code == ExitCode.USAGE
 
 
+def test_an_incompatible_schema_is_explained_in_sentences(millstream: CommandLine, topic: str, tmp_path: Path) -> None:
+    subject, file = f"{topic}-value", tmp_path / "paid.avsc"
+    millstream("schema", "register", subject, avro(file, "a"))
+    file.write_text(file.read_text().replace('"int","default":0', '"string"'))
+    checked = millstream("schema", "check", subject, file)
+    assert (checked.code, "errorType" in checked.out) == (ExitCode.CONFLICT, False)
+    assert "Field a has another type" in checked.out
+
+
 def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     server: Server, millstream: CommandLine, topic: str
 ) -> None:

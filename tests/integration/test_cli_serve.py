@@ -155,6 +155,9 @@ def test_an_invalid_setting_is_a_usage_error(tmp_path: Path, arguments: tuple[st
 
 
 def test_a_missing_config_file_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = call_command(["serve", "--data", str(tmp_path / "file"), *FREE])
+    assert (refused.code, refused.err) == (2, f"millstream: data must be a folder, and {tmp_path}/file is not one\n")
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, "--config", "missing.toml"])
     assert (refused.code, refused.out, refused.err) == (3, "", "millstream: config file missing.toml does not exist\n")
 

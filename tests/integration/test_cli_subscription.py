@@ -38,12 +38,12 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
 def test_errors_use_the_names_that_were_typed(millstream: CommandLine, name: str) -> None:
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--lease", 0.01), "--lease (in seconds) must be at least 0.1, not 0.01"),
-        (("--lease", 50_000), "--lease (in seconds) must be at most 43200, not 50000"),
+        (("--lease", "13h"), "--lease (in seconds) must be at most 43200, not 46800"),
         (("--attempts", 500), "--attempts must be at most 200, not 500"),
         (("--in-flight", 0), "--in-flight must be at least 1, not 0"),
-        (("--expires", -2), "--expires (in seconds) must be at least 0, not -2"),
+        (("--expires", -2), "'--expires': '-2' is not a length of time"),
         (("--delivery", "twice"), "--delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
-        (("--backoff", "5:1"), "--backoff MIN (5000 ms) is larger than --backoff MAX (1000 ms)"),
+        (("--backoff", "1m:1"), "--backoff MIN (60000 ms) is larger than --backoff MAX (1000 ms)"),
         (("--set", "share.delivery.count.limit=500"), "share.delivery.count.limit must be at most 200, not 500"),
     ]
     for flags, output in cases:
@@ -71,7 +71,7 @@ def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, nam
     pull = ("subscription", "pull", name, "--wait", 60)
     assert millstream(*pull, "-n", 1, "--release").err == "Gave back 1 message.\n"
     assert millstream(*pull, "-n", 1, "--reject", "no").err == "Rejected 1 message.\n"
-    assert "1 message leased until" in millstream(*pull, "-n", 1).err
+    assert "1 message leased; it is redelivered" in millstream(*pull, "-n", 1).err
     assert millstream(*pull, "--accept").err == "Accepted 1 message.\n"
     assert millstream("subscription", "pull", name, "--accept").err == "No messages now.\n"
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
@@ -98,7 +98,7 @@ def test_every_interface_reports_the_holder_of_a_message(server: Server, millstr
     assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
     assert "No worker holds a message." in millstream("subscription", "leases", name).out
     assert millstream.process("publish", name, stdin=b"a\nb\nc\nd\n").code == 0
-    assert "1 message leased until" in millstream("subscription", "pull", name, "--wait", 60, "-n", 1).err
+    assert "1 message leased; it is redelivered" in millstream("subscription", "pull", name, "--wait", 60, "-n", 1).err
     with httpx.Client(base_url=f"http://{server.http}/v1/subscriptions/{name}", timeout=60) as http:
         pull = http.post("/messages:pull", json={"max": 1, "wait_ms": 60_000, "worker": "till-7"})
         assert len(pull.json()["messages"]) == 1

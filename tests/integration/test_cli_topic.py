@@ -86,7 +86,7 @@ def test_an_existing_topic_is_a_conflict_unless_allowed(millstream: CommandLine)
         (("delete", "missing"), 3, "does not exist"),
         (("alter", "missing", "--set", "flush=os"), 3, "does not exist"),
         (("create", "no spaces allowed"), 2, "may hold only letters"),
-        (("create", "odd", "--set", "no.such.setting=1"), 2, "unknown topic setting 'no.such.setting'"),
+        (("create", "odd", "--set", "no.such.setting=1"), 2, "unknown setting 'no.such.setting' of a topic"),
         (("create", "odd", "--set", "retention.ms=soon"), 2, "must be a whole number"),
         (("create", "odd", "--set", "retention.ms"), 2, "--set takes NAME=VALUE"),
         (("create", "odd", "--replication", "3"), 2, "needs as many machines"),

@@ -121,7 +121,7 @@ async def test_an_invented_epoch_does_not_block_an_id(
 def test_an_unknown_id_is_refused(millstream: CommandLine) -> None:
     described = millstream("transaction", "describe", "nobody")
     assert (described.code, described.out) == (3, "")
-    assert "transactional id 'nobody' does not exist; millstream transaction list" in described.err
+    assert "transactional id 'nobody' does not exist; `millstream transaction list`" in described.err
     assert millstream("transaction", "abort", "nobody").code == 3
 
 

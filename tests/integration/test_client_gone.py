@@ -19,8 +19,9 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from kio.schema.errors import ErrorCode
 
-from millstream.protocol.messages.codec import read_response, write_request
+from millstream.protocol.messages.codec import read_response
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.api_requests import write_request
 from millstream_testing.server import Server
 
 POLLS = 40

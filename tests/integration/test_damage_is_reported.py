@@ -1,14 +1,17 @@
-"""Files removed while the broker was stopped: every interface reports what is lost."""
+"""Files removed or changed while the broker was stopped: every interface reports what is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from millstream import check_receipts, connect_sync
 from millstream_testing.command import CommandLine, call_command
 from millstream_testing.server import Server
 
@@ -67,3 +70,50 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     one = millstream("message", "show", "harmed", 0, 0)
     assert (one.code, lost[0] in one.err) == (3, True)
     assert server.stop() == 0
+
+
+def overwrite_first_batch(data: Path, topic_id: str) -> None:
+    """Change three bytes in the middle of the first batch of partition 0."""
+    with segments(data, topic_id)[0].open("r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xff\xff")
+
+
+def test_the_first_reader_of_damage_waits_until_its_extent_is_known(start_server: StartServer, tmp_path: Path) -> None:
+    """Each topic is read by one interface first, while the broker does not know yet what is lost."""
+    server = start_server()
+    millstream = CommandLine(server.kafka)
+    topics = ("tail", "follow", "events", "console", "show", "trace", "book")
+    ids = {name: millstream("topic", "create", name, "--json").document["id"] for name in topics}
+    book = tmp_path / "receipts.jsonl"
+    with connect_sync(server.kafka) as ms, connect_sync(server.kafka, receipts=book) as receipted:
+        for name in topics:
+            by = receipted if name == "book" else ms
+            by.publish_many(name, [f"{number}{'.' * 400}" for number in range(60)])
+            by.publish(name, b"after", id="known")
+    server.stop()
+    for topic_id in ids.values():
+        overwrite_first_batch(server.data, topic_id)
+    server.start()
+
+    def lost(name: str) -> str:
+        return f"{name}-0: the disk lost the offsets 0 to 59"
+
+    shown = millstream("tail", "tail", "--json")
+    assert [one["offset"] for one in shown.documents] == [60], shown.err
+    assert (shown.code, shown.err.count(f"{lost('tail')}; continuing at 60")) == (1, 1), shown.err
+    followed = millstream("tail", "follow", "--from", "start", "--follow", "-n", "1", "--json")
+    assert [one["offset"] for one in followed.documents] == [60], followed.err
+    page = httpx.get(f"http://{server.http}/console/topics/console/messages?from=start", timeout=60).text
+    assert "/topics/console/messages/0/60" in page
+    assert lost("console").partition(": ")[2] in page
+    with httpx.stream("GET", f"http://{server.http}/v1/topics/events/events?from=start", timeout=60) as events:
+        note, message = islice((line for line in events.iter_lines() if line.startswith("data:")), 2)
+        assert lost("events") in note
+        assert '"offset":60' in message
+    one = millstream("message", "show", "show", 0, 0)
+    assert (one.code, lost("show") in one.err) == (3, True), one.err
+    traced = millstream("message", "trace", "known", "--topic", "trace", "--since", "start")
+    assert (traced.code, f"{lost('trace')}, so they are not searched" in traced.err) == (0, True), traced.err
+    findings = asyncio.run(check_receipts(server.kafka, book))
+    assert [(one.receipt.offset, one.kind) for one in findings] == [(offset, "missing") for offset in range(60)]

@@ -53,6 +53,10 @@ def job(spark: SparkSession, server: Server, tmp_path: Path) -> Iterator[LedgerJ
 
 @pytest.fixture
 def local_job(server: Server, tmp_path: Path) -> LedgerJob:
+    return job_without_spark(server, tmp_path)
+
+
+def job_without_spark(server: Server, tmp_path: Path) -> LedgerJob:
     """The job as used by `millstream audit` for a small ledger: without Spark."""
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.jobs.ledger.audit import LocalTasks
@@ -287,11 +291,12 @@ def _tamper(lake: Path) -> None:
 def test_a_finding_of_the_daily_audit_stays_a_metric_until_it_is_resolved(
     server: Server, millstream_command: CommandLine, topic: str, local_job: LedgerJob
 ) -> None:
-    from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
-    from millstream.gateway.api.openapi import render
+    from millstream.broker.pipelines.report_board import PipelineBoard
+    from millstream.gateway.metrics import render_metrics
     from millstream.pipelines.jobs.ledger.audit import LocalTasks
     from millstream.pipelines.jobs.ledger.job import LedgerJob
     from millstream.pipelines.runtime.runner import Tally
+    from millstream.protocol.private.pipeline_messages import PipelineReport
 
     def exposed(job: LedgerJob) -> str:
         tally = Tally()
@@ -302,7 +307,7 @@ def test_a_finding_of_the_daily_audit_stays_a_metric_until_it_is_resolved(
             {**asdict(one), "samples": [(value, dict(labels)) for value, labels in one.samples]}
             for one in board.metrics()
         ]
-        return render(documents, "")[0].decode()
+        return render_metrics(documents, "")[0].decode()
 
     name = f"{topic}-ledger"
     assert millstream_command("topic", "create", topic).code == 0
@@ -318,6 +323,58 @@ def test_a_finding_of_the_daily_audit_stays_a_metric_until_it_is_resolved(
     time.sleep(1.1)
     assert ("ledger", "audit_faults") in _firing(exposed(often))
     assert ("ledger", "audit_faults") in _firing(exposed(local_job))
+
+
+def test_offsets_that_the_disk_lost_are_findings(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = start_server()
+    command = CommandLine(server.kafka)
+    topic_id = command("topic", "create", "orders", "--json").document["id"]
+    assert command("subscription", "create", "billing", "--topic", "orders", "--ledger").code == 0
+    book = tmp_path / "receipts.jsonl"
+    with millstream.connect_sync(server.kafka, receipts=book) as client:
+        client.publish_many("orders", [{"number": number, "text": "." * 200} for number in range(10)])
+    assert command("subscription", "pull", "billing", "--accept", "-n", "4").code == 0
+    server.stop()
+    (segment,) = (server.data / "partitions" / topic_id / "0").glob("*.log")
+    with segment.open("r+b") as file:
+        file.seek(400)
+        file.write(b"\xff\xff\xff")
+    server.start()
+    assert command("publish", "orders", "after").code == 0
+    from millstream.pipelines.jobs.ledger.audit import CLASSES
+
+    report = job_without_spark(server, tmp_path).audit(["billing"])
+    (unreadable,) = [one for one in report.findings if one["kind"] == "unreadable"]
+    assert (unreadable["topic"], unreadable["start"], unreadable["end"]) == ("orders", 0, 10)
+    assert "disk" in unreadable["detail"]
+    row = _row(report, "billing")
+    assert (report.adds_up, row["published"], row["accepted"]) == (False, 11, 4), report.findings
+    assert row["published"] == sum(row[name] for name in CLASSES)
+
+
+def test_lost_events_are_findings_and_do_not_stop_the_ledger(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """The disk lost events of `__subscriptions` before they had landed."""
+    server = start_server()
+    command = CommandLine(server.kafka)
+    command("topic", "create", "orders")
+    command("subscription", "create", "billing", "--topic", "orders", "--ledger")
+    for number in range(3):
+        command("publish", "orders", str(number))
+        command("subscription", "pull", "billing", "--accept")
+    states = command("topic", "describe", "__subscriptions", "--json").document["id"]
+    server.stop()
+    segments = (server.data / "partitions" / states).glob("*/*.log")
+    largest = max(segments, key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff\xff\xff")
+    server.start()
+    report = job_without_spark(server, tmp_path).audit(None)
+    lost = [one for one in report.findings if one["kind"] == "unreadable" and "subscription" not in one]
+    assert [(one["start"], "disk" in one["detail"]) for one in lost] == [(0, True)], report.findings
+    assert not report.adds_up
 
 
 def test_a_damaged_table_is_reported_and_landing_continues(

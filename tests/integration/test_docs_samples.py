@@ -30,7 +30,7 @@ import pytest
 import millstream
 from millstream.cli.local_process import ReservedPort
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, extended
-from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream.protocol.filter.filter import compile_filter
 from millstream_testing.command import TIMEOUT_VARIABLE, call_command
 from millstream_testing.lake_rows import TOPIC, land, rows, write
@@ -77,7 +77,7 @@ SAYS = {
     "millstream topic create": "Created topic orders with 3 partitions.",
     "millstream subscription create billing": "Created subscription billing on orders.",
     "millstream dlq show": "KeyError",
-    "millstream dlq redrive": "Redrove 1 letter in shipping (1).",
+    "millstream dlq redrive": "Redrove 1 letter in shipping.",
     "millstream tail orders": "customer-9",
     "python analysis.py": "b'customer-9'",
     "millstream group describe": "analysis  (Empty, 0 members, 0 messages behind)",
@@ -326,7 +326,7 @@ def test_the_production_guide_works_as_written(tmp_path: Path) -> None:
         reader.run_script(before)
         with server:
             output = reader.run_script(after)
-    for words in ("Nothing is wrong.", '"ready"', "Created topic smoke-test", "hello", "millstream_log_free_bytes"):
+    for words in ("No problems found.", '"ready"', "Created topic smoke-test", "hello", "millstream_log_free_bytes"):
         assert words in output
 
 
@@ -365,12 +365,12 @@ def test_the_guides_of_backup_restore_and_upgrade_work_as_written(tmp_path: Path
             "millstream topic create kept\nmillstream subscription create work --topic kept\nmillstream publish kept 1"
         )
         follow(RESTORE, "systemctl stop millstream\ntar ")
-        assert "Nothing is wrong." in follow(RESTORE, "mkdir /tmp/check")
+        assert "No problems found." in follow(RESTORE, "mkdir /tmp/check")
         # After the backup, a message is accepted, another published, and a topic deleted by mistake.
         reader.run(
             "millstream subscription pull work --accept\nmillstream publish kept 2\nmillstream topic delete kept --yes"
         )
-        assert "Nothing is wrong." in follow(RESTORE, "systemctl stop millstream\nmv ")
+        assert "No problems found." in follow(RESTORE, "systemctl stop millstream\nmv ")
         assert reader.run("millstream tail kept --from start -n 1").split()[-1] == "1"
         assert len(reader.run("millstream subscription pull work --json").splitlines()) == 1, "it is delivered again"
         follow(UPGRADE, "systemctl stop millstream")

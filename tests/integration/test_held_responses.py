@@ -19,7 +19,7 @@ import millstream
 from millstream.cli.local_process import ReservedPort
 from millstream.client import settling
 from millstream.protocol.messages.codec import request_head
-from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
+from millstream.protocol.private.subscription_messages import RECEIVE_KEY, ReceiveRequest
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
@@ -378,7 +378,7 @@ async def test_messages_leased_for_a_client_that_never_reads_are_returned(server
         host, _, port = server.kafka.rpartition(":")
         asking = socket.create_connection((host, int(port)))
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = msgspec.msgpack.encode(Receive(topic, "gone", 10_000, 64 << 20, 0))
+        body = msgspec.msgpack.encode(ReceiveRequest(topic, "gone", 10_000, 64 << 20, 0))
         head = request_head(RECEIVE_KEY, 0, 1, "gone")
         asking.sendall(struct.pack(">i", len(head) + len(body)) + bytes(head) + body)
         assert await asyncio.to_thread(asking.recv, 4)

@@ -342,7 +342,8 @@ def test_messages_of_a_stream_are_settled_like_pulled_ones(http: httpx.Client, t
         message = json.loads(next(heard)["data"])
         assert settle(http, name, accept=[message["lease"]])["failed"] == 0
     assert message["value"] == "hello"
-    assert http.get("/subscriptions/nobody-made-this/events").status_code == 404
+    missing = http.get("/subscriptions/nobody-made-this/events")
+    assert (missing.status_code, "GET /v1/subscriptions" in missing.json()["detail"]) == (404, True)
 
 
 def test_topics_over_http(http: httpx.Client, topic: str) -> None:

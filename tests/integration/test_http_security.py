@@ -218,7 +218,9 @@ def test_an_api_token_is_limited_to_its_scope(locked: Locked, how: str) -> None:
             assert publish(alice, topic).status_code == 201
     with locked.client(locked.token if how == "bearer" else (token_id, secret)) as token:
         assert publish(token, "alice-narrow").status_code == 201
-        assert publish(token, "alice-wide").status_code == 403
+        refused = publish(token, "alice-wide")
+        assert refused.status_code == 403
+        assert "this needs WRITE on topic 'alice-wide'" in refused.text
         assert token.get("/v1/topics/alice-narrow/partitions/0/messages/0").status_code == 403
 
 
@@ -545,6 +547,9 @@ def test_the_registry_checks_the_permissions_of_its_caller(locked: Locked) -> No
         assert "alice-orders-value" not in bob.get("/registry/subjects").json()
         assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
         assert bob.get(f"/registry/schemas/ids/{number}").json()["error_code"] == 40403
+        guid = made.json()["guid"]
+        hidden = {"error_code": 40403, "message": f"Schema {guid} not found"}
+        assert bob.get(f"/registry/schemas/guids/{guid}").json() == hidden, "as a schema that does not exist"
         assert alice.put("/registry/config", json={"compatibility": "NONE"}).status_code == 403
         refused = nobody.get(path)
         assert (refused.status_code, refused.json()["error_code"]) == (401, 401)
@@ -598,6 +603,17 @@ def test_no_route_of_the_registry_has_an_effect_without_permission(locked: Locke
         assert admin.get("/registry/subjects/closed-value/versions/1").json() == before
         assert admin.get("/registry/config/closed-value").json() == {"compatibilityLevel": "FULL"}
         assert admin.get("/registry/mode").json() == {"mode": "READWRITE"}
+
+
+def test_a_topic_names_only_subjects_that_its_owner_may_describe(locked: Locked) -> None:
+    named = {"millstream.schema.value": "bob-hidden-value"}
+    with locked.client(ALICE) as alice:
+        refused = alice.post("/v1/topics", json={"topic": "alice-ruled", "settings": named})
+        assert refused.status_code == 403, refused.text
+        assert alice.post("/v1/topics", json={"topic": "alice-ruled"}).status_code == 201
+        assert alice.patch("/v1/topics/alice-ruled", json={"settings": named}).status_code == 403
+        own = {"millstream.schema.value": "alice-ruled-value"}
+        assert alice.patch("/v1/topics/alice-ruled", json={"settings": own}).status_code == 200
 
 
 def test_neither_an_alias_nor_a_reference_grants_access_to_another_subject(locked: Locked) -> None:
@@ -785,6 +801,9 @@ ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
         ("/v1/topics", "Authorization : Basic YTpi\r\n", {400, 401}),
         ("/v1/topics", "x-forwarded-user: admin\r\nx-remote-user: admin\r\n", {401}),
         ("/v1/topics", ALICE_HEADER + "Host: other\r\n", {400}),
+        ("/v1/topics", ALICE_HEADER + "transfer-encoding: unknown\r\n", {501}),
+        ("/v1/topics", ALICE_HEADER + "transfer-encoding: gzip, chunked\r\n", {501}),
+        ("/v1/topics", f"transfer-encoding: chunked\r\n\r\n0\r\n{ALICE_HEADER}", {401}),
         ("/v1/cluster", ALICE_HEADER, {403}),
         ("/v1/topics", f"authorization: Bearer {'x' * 70_000}\r\n", {431}),
     ],

@@ -33,6 +33,7 @@ from millstream.pipelines.jobs.land.inference import SAMPLE_MAX, payload_fields
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.source.ranges import Range
+from millstream_testing.command import CommandLine
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
 
@@ -113,6 +114,14 @@ def run(job: LandJob) -> list[Step]:
         assert len(steps) < STEPS_MAX
         steps.append(job.step())
     return steps
+
+
+def overwrite_first_batch(server: Server, topic_id: str) -> None:
+    """Change a few bytes of the records at the start of partition 0."""
+    first = min((server.data / "partitions" / topic_id / "0").glob("*.log"))
+    with first.open("r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xff\xff")
 
 
 @pytest.fixture
@@ -466,6 +475,31 @@ def test_messages_deleted_by_retention_before_landing_are_counted(
     job.close()
     assert (step.rows, step.counts["lost"]) == (5, 5)
     assert setup.landed(topic) == published[:10] + published[25:30] + published[35:]
+
+
+def test_offsets_that_the_disk_lost_stop_no_topic(
+    spark: SparkSession, start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Damage to what was landed long ago has no effect; damage to what was not is one row of the quarantine."""
+    server = start_server()
+    setup = LandingSetup(spark, server, tmp_path / "lake")
+    topics = [setup.create(name) for name in ("landed", "late", "whole")]
+    before = {name: setup.publish(name, numbered(50)) for name in topics}
+    setup.land(topics="landed,whole")
+    millstream = CommandLine(server.kafka)
+    ids = {name: millstream("topic", "describe", name, "--json").document["id"] for name in topics}
+    server.stop()
+    for name in ("landed", "late"):
+        overwrite_first_batch(server, ids[name])
+    server.start()
+    after = {name: setup.publish(name, numbered(10, 50)) for name in topics}
+    setup.land(topics=",".join(topics))
+    for name in ("landed", "whole"):
+        assert setup.landed(name) == before[name] + after[name]
+    assert setup.landed("late") == after["late"]
+    (lost,) = setup.rows("late", "__quarantine")
+    assert (lost["offset"], lost["value"]) == (0, None)
+    assert "0 to 49" in lost["reason"]
 
 
 def test_a_message_deleted_by_retention_hides_no_other_with_its_id(

@@ -16,6 +16,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ConfigResource,
 )
 from confluent_kafka.admin import ResourceType as Kind  # type: ignore[attr-defined]
+from kio.schema.alter_share_group_offsets.v0.request import (
+    AlterShareGroupOffsetsRequest,
+    AlterShareGroupOffsetsRequestPartition,
+    AlterShareGroupOffsetsRequestTopic,
+)
+from kio.schema.types import GroupId, TopicName
+from kio.static.primitive import i32, i64
 
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.security import add_acls, delete_user, list_tokens, put_user, remove_acls
@@ -23,7 +30,7 @@ from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
 from millstream.core.errors import NotAuthorized
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.push import URL
-from millstream.core.subscription import START
+from millstream.core.subscription import DEAD_LETTER_TOPIC, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -141,6 +148,72 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
         assert len(hook.requests) == 1
         await add_acls(admin, [reads])
         await hook.until(lambda: len(hook.requests) >= 2, wait_s=WAIT_S)
+
+
+async def use_share_group(admin: Client, group: str, topic: str) -> None:
+    """Let the consumers of another user use a share group for a topic that its owner may not read."""
+    await admin.metadata([topic], create=True)
+    place = AlterShareGroupOffsetsRequestPartition(partition_index=i32(0), start_offset=i64(0))
+    moved = AlterShareGroupOffsetsRequestTopic(topic_name=TopicName(topic), partitions=(place,))
+    await admin.send(None, AlterShareGroupOffsetsRequest(group_id=GroupId(group), topics=(moved,)))
+    await publish(admin, topic, b"secret")
+
+
+async def test_a_share_group_is_not_pushed_since_its_topics_are_those_of_others(locked: Locked) -> None:
+    group = "sonja-shared"
+    reads = Acl(resource_type=ResourceType.GROUP, resource_name=group, principal="User:sonja", operation=Operation.READ)
+    async with locked.connected("admin") as admin, Webhook() as hook:
+        await put_user(admin, "sonja", PASSWORD)
+        await add_acls(admin, [reads])
+        async with locked.connected("sonja") as sonja:
+            await SubscriptionClient(sonja).create(group, [], {URL: hook.url})
+        await use_share_group(admin, group, "sonja-hidden")
+
+        async def pushed() -> Any:
+            (described,) = await SubscriptionClient(admin).describe([group])
+            return described["push"]
+
+        (state,) = await until_result(pushed)
+        assert (state["state"], not hook.requests) == ("parked", True)
+        assert "it is a share group" in state["last_error"]
+
+
+async def test_a_share_group_writes_no_letters_with_messages_that_its_owner_may_not_read(locked: Locked) -> None:
+    group, hidden, letters = "tina-shared", "tina-hidden", "tina-letters"
+    rules = [
+        Acl(resource_type=kind, resource_name=name, principal="User:tina", operation=operation)
+        for kind, name, operation in (
+            (ResourceType.GROUP, group, Operation.READ),
+            (ResourceType.TOPIC, letters, Operation.ALL),
+        )
+    ]
+    async with locked.connected("admin") as admin:
+        subscriptions = SubscriptionClient(admin)
+        await put_user(admin, "tina", PASSWORD)
+        await add_acls(admin, rules)
+        async with locked.connected("tina") as tina:
+            await SubscriptionClient(tina).create(group, [], {DEAD_LETTER_TOPIC: letters})
+        await use_share_group(admin, group, hidden)
+        received = await subscriptions.receive(group, "w", max_records=1, wait_ms=60_000)
+        await subscriptions.settle(group, "w", received, Verb.REJECT)
+
+        async def is_decided() -> Any:
+            (described,) = await subscriptions.describe([group])
+            return [one for one in described["queues"] if one["refused_letters"] or one["dead_lettered"]]
+
+        (queue,) = await until_result(is_decided)
+        assert (queue["refused_letters"], queue["dead_lettered"]) == (1, 0)
+        assert f"User:tina may not read topic {hidden!r}" in queue["letter_refusal"]
+        # The user who changes the group is its owner from then on.
+        await subscriptions.alter(group, {DEAD_LETTER_TOPIC: letters})
+        await publish(admin, hidden, b"another")
+        received = await subscriptions.receive(group, "w", max_records=1, wait_ms=60_000)
+        await subscriptions.settle(group, "w", received, Verb.REJECT)
+
+        async def is_written() -> bool:
+            return any(one["dead_lettered"] for one in await is_decided())
+
+        await until_result(is_written)
 
 
 async def test_push_of_a_deleted_user_is_not_resumed_for_a_new_user_of_that_name(locked: Locked) -> None:

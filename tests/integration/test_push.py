@@ -181,7 +181,7 @@ async def test_an_unreachable_endpoint_is_retried_and_reported(server: Server) -
         await work.publish(*map(str, range(20)))
         down = await work.pushed(state="down")
         assert down["concurrency"] == 1
-        assert down["last_error"].startswith("the endpoint did not respond")
+        assert down["last_error"].startswith("the endpoint cannot be reached")
         metrics = await asyncio.to_thread(server.metrics)
         assert 'millstream_push_endpoint_up{subscription="away"} 0.0' in metrics
         await work.hook.start()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,22 @@ def test_an_invalid_replay_is_refused(server: Server, topics: tuple[str, str]) -
     assert "either --from-topic or --from-table" in neither.err
     wrong = millstream("replay", "--from-topic", topics[0], "--into", topics[1], "--where", "payload.n >")
     assert wrong.code == 2, wrong.err
+
+
+def test_damage_is_reported_with_flags_of_the_command(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    millstream = CommandLine(server.kafka)
+    created = [millstream("topic", "create", name, "--json").document for name in ("harmed", "again")]
+    millstream("publish", "harmed", "x" * 1000)
+    server.stop()
+    (segment,) = (server.data / "partitions" / created[0]["id"] / "0").glob("*.log")
+    with segment.open("r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xff\xff")
+    server.start()
+    command = [*MILLSTREAM, "replay", "--from-topic", "harmed", "--into", "again", "--dry-run"]
+    refused = subprocess.run([*command, "--brokers", server.kafka], capture_output=True, text=True, timeout=WAIT_S)
+    assert refused.returncode == 1
+    assert "harmed-0: offsets 0 to 0 cannot be read" in refused.stderr
+    assert "failOn" not in refused.stderr
+    assert "--from-table harmed" in refused.stderr

@@ -37,7 +37,7 @@ PARTITIONS = 3
 LANES = 7
 PHASES = 10
 PORTION = 40
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 WAIT_S = 1800.0
 KILLS = ("driver", "java", "server")
 DRIVER = "millstream.pipelines.runtime.driver"
@@ -172,7 +172,7 @@ class Director:
         deadline = time.monotonic() + WAIT_S
         while len(found := self.records(target)) < messages:
             assert time.monotonic() < deadline, self.report()
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
         return sorted(json.loads(one.value or b"")["id"] for one in found)
 
     def records(self, target: str) -> list[Committed]:
@@ -300,7 +300,7 @@ def until(condition: Callable[[], bool], director: Director) -> None:
                 return
         if time.monotonic() > deadline:
             pytest.fail(f"not so within {WAIT_S:g} s: {director.report()}")
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_INTERVAL_S)
 
 
 @pytest.fixture

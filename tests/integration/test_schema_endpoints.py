@@ -84,7 +84,9 @@ def test_the_sdk_encodes_by_subject_and_decodes_by_id(server: Server, command: C
             await ms.publish(topic, None, key="k", schema=subject)
             with pytest.raises(SchemaMismatch, match="on field id"):
                 await ms.publish(topic, {"id": "x"}, schema=subject)
-            with pytest.raises(InvalidBatch, match="does not start with a schema id"):
+            with pytest.raises(
+                InvalidBatch, match=r"does not start with a schema id .*; encode messages with a serializer"
+            ):
                 await ms.publish(topic, {"id": 1}, id="plain", deduplicate=True)
             with pytest.raises(PublishFailed) as caught:
                 await ms.publish_many(
@@ -163,6 +165,25 @@ def test_http_decodes_on_request(server: Server, subject: str) -> None:
         decoded = [one for one in documents if "decoded" in one]
         assert [(one["decoded"], one["schema"].isdigit()) for one in decoded] == [({**order, "note": None}, True)]
         assert all("base64" in one for one in decoded)
+
+
+def test_a_value_that_decodes_to_much_more_is_not_decoded(
+    server: Server, command: CommandLine, topic: str, tmp_path: Path
+) -> None:
+    fields = " ".join(f"int64 n{number} = {number};" for number in range(1, 1001))
+    wide = f'syntax = "proto3"; message Wide {{ repeated Part parts = 1; message Part {{ {fields} }} }}'
+    register(command, tmp_path / "wide.proto", f"{topic}-value", wide)
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=60) as http:
+        schema = httpx.get(f"http://{server.http}/registry/subjects/{topic}-value/versions/latest").json()["id"]
+        payload = b"\0" + schema.to_bytes(4, "big") + b"\0" + b"\x0a\0" * 8000
+        placed = http.post(f"/topics/{topic}/messages", content=payload).json()
+        path = f"/topics/{topic}/partitions/{placed['partition']}/messages/{placed['offset']}"
+        shown = http.get(path, params={"decode": "schema"})
+        assert shown.status_code == 200
+        assert "decoded" not in shown.json()
+        with http.stream("GET", f"/topics/{topic}/events", params={"from": "start", "decode": "schema"}) as events:
+            line = next(one for one in events.iter_lines() if one.startswith("data:"))
+        assert "decoded" not in json.loads(line[5:])
 
 
 def test_the_command_line_publishes_and_shows_decoded_messages(

@@ -15,6 +15,7 @@ from millstream.client import publisher as publisher_module
 from millstream.client import subscriber as subscriber_module
 from millstream.client.admin.topics import create_topic, delete_topic, grow_topic
 from millstream.core.errors import (
+    AuthenticationFailed,
     InvalidRecordState,
     InvalidRequest,
     InvalidSubscription,
@@ -225,6 +226,29 @@ def test_a_blocking_loop_may_be_left_as_well(server: Server, topic: str) -> None
                 break
         assert sorted(got) == ["three", "two"]
         message.ack()
+
+
+def test_an_identity_for_a_listener_without_authentication_is_refused(server: Server) -> None:
+    with pytest.raises(AuthenticationFailed, match=r"requires no authentication; connect without .*\(user="):
+        millstream.connect_sync(server.kafka, user="alice", password="secret")
+
+
+def test_blocking_batches_are_settled_together(server: Server, topic: str) -> None:
+    with millstream.connect_sync(server.kafka) as ms:
+        ms.publish_many(topic, [str(number) for number in range(100)], partition=0)
+        with ms.subscription(topic, name=topic, start="start") as stream:
+            got = []
+            for messages in stream.batches(30):
+                assert len(messages) <= 30
+                got += [message.text for message in messages]
+                stream.ack(messages)
+                if len(got) == 100:
+                    break
+            assert got == [str(number) for number in range(100)]
+            with pytest.raises(InvalidRequest, match="messages must be a list"):
+                stream.ack(messages[0])  # type: ignore[arg-type]
+        state = ms.delivery(ms.publish(topic, "next", partition=0), subscription=topic)
+        assert state.state == "waiting"
 
 
 async def test_closing_the_connection_ends_an_abandoned_loop(server: Server, topic: str) -> None:

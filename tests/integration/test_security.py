@@ -464,7 +464,7 @@ def test_a_command_explains_how_to_authenticate(locked: Locked, tmp_path: Path) 
     tls = ("--tls-ca", locked.certificates.ca)
     wrong = (*tls, "--user", "alice", "--password-file", tmp_path / "word")
     soon = ("topic", "list", "--timeout", 2)
-    assert "if it uses TLS, pass the authority of its certificate (--tls-ca)" in millstream(*soon).err
+    assert "if it uses TLS, pass the authority of its certificate with --tls-ca" in millstream(*soon).err
     assert "if it requires authentication, pass a user" in millstream(*soon, *tls).err
     assert "authentication failed" in millstream("topic", "list", *wrong).err
     found = millstream("doctor", *wrong)

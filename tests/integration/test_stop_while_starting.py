@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 
 from millstream.protocol.messages import codec
+from millstream_testing.api_requests import write_request
 from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
@@ -20,10 +21,10 @@ def test_early_clients_are_served(start_server: StartServer) -> None:
     server.start()
     with socket.create_connection((host, int(port)), timeout=60) as client:
         # The listener is up before the APIs are loaded, so this may well wait for them.
-        client.sendall(codec.write_request(1, "early", request))
+        client.sendall(write_request(1, "early", request))
         server.stop()
         assert len(client.recv(4)) == 4
     server.start()
     output = server.log.read_text(encoding="utf-8")
     assert "died" not in output
-    assert "connections closed before they were done" not in output
+    assert "connections were closed with requests in progress" not in output

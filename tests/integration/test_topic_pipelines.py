@@ -173,7 +173,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     import pyarrow.parquet as pq
     from deltalake import DeltaTable, write_deltalake
 
-    monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared_query.LOOK_S", 0.0)
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared_query.CHECK_INTERVAL_S", 0.0)
     table = str(shop.folder / "customers")
     shop.publish(shop.orders, orders(0, 1))
     sql = "SELECT o.id, c.discount FROM orders o JOIN customers c ON o.customer.tier = c.tier"

@@ -25,6 +25,7 @@ KIB, MIB = 1024, 1024 * 1024
         f"waiting | {sasl._CHECKS_AT_ONCE}; {sasl._CHECKS_WAITING_MAX} |",
         f"| {state.TOKENS_MAX:,} each |",
         f"| {state.TOKENS_PER_OWNER_MAX:,} |",
+        f"all API tokens of one owner | {state.SCOPE_RULES_PER_OWNER_MAX:,} |",
         "| {:,}; {:,}; {:,} | 429".format(*pressure.REQUESTS_MAX),
         "| {} MiB; {} MiB; {} MiB | 429".format(*(one // MIB for one in pressure.BYTES_MAX)),
         f"open connections | {protocol.CONNECTIONS_MAX:,} | a connection that has been idle or stalled for "

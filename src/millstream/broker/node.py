@@ -29,7 +29,13 @@ from millstream.broker.cluster.store import CoordinationStore
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.dispatch import Dispatch
 from millstream.broker.log.files import DiskFiles, Files
-from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME, make_private
+from millstream.broker.log.folder import (
+    CLEAN_STOP_NAME,
+    LOCK_NAME,
+    PARTITIONS_NAME,
+    check_own_or_empty,
+    make_private,
+)
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
@@ -368,6 +374,7 @@ class Broker:
                 "--catalog is for nodes of a cluster, which need --etcd too; a single node has its own catalog"
             )
         if self._machine is None:
+            check_own_or_empty(self._data, self._files)
             Layout.of(self._data, config.node_id, 1).check_owner(self._files, in_cluster=config.in_cluster)
 
     def _open_store(self) -> LogStore:

@@ -5,41 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from millstream.core.metric import Distribution, Metric, Sample
-
-
-class PushState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of push to an endpoint, since its process was started or the settings were changed."""
-
-    state: str
-    """unused, up, failing, down, or parked: nothing is sent, for the reason in `last_error`."""
-    concurrency: int = 0
-    in_flight: int = 0
-    accepted: int = 0
-    refused: int = 0
-    failed: int = 0
-    unreachable: int = 0
-    accepted_per_s: float = 0.0
-    failed_per_s: float = 0.0
-    last_status: int = 0
-    last_error: str = ""
-    last_error_ms: int = 0
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `subscription describe` shows."""
-        return {name: getattr(self, name) for name in PushState.__struct_fields__}
-
-
-class PushReport(PushState, frozen=True, kw_only=True):
-    """The same for one subscription, and how long its endpoint takes to respond."""
-
-    subscription: str
-    bounds: list[float]
-    cumulative: list[int]
-    requests: int
-    seconds: float
+from millstream.protocol.private.subscription_messages import PushReport, PushState
 
 
 class PushBoard:

@@ -195,7 +195,7 @@ def explain(
         # It allows every topic, whatever a rule for the topic denies.
         sufficient.insert(0, (wanted, ResourceType.CLUSTER, CLUSTER_NAME))
 
-    async def question(client: Client) -> tuple[AclSnapshot, bool] | bool:
+    async def load_rules(client: Client) -> tuple[AclSnapshot, bool] | bool:
         named = await super_users_setting(client)
         try:
             rules = await describe_acls(client, AclFilter())
@@ -208,7 +208,7 @@ def explain(
             return any(allowed)
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    found = call_broker(common, question)
+    found = call_broker(common, load_rules)
     if isinstance(found, bool):
         why = "showing which rule decides needs DESCRIBE on the cluster"
         document: dict[str, object] = {"allowed": found, "super_user": None, "rule": None}

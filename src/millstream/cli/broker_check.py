@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from millstream import __version__
 from millstream.cli.connection import CLIENT_ID, command_credentials
-from millstream.cli.doctor import Finding, passed, problem, warning
+from millstream.cli.doctor import Finding, check_space, passed, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
+from millstream.client.admin.browse import node_sums
 from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings
+from millstream.client.admin.subscriptions import push_problems
 from millstream.client.admin.topics import min_in_sync
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -24,9 +26,11 @@ from millstream.core.errors import (
     MillstreamError,
     NotAuthorized,
     RequestTimedOut,
+    UnexpectedServer,
 )
 from millstream.core.tasks import within
 from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 
@@ -69,6 +73,20 @@ async def check_mirrors(client: Client) -> list[Finding]:
     return failing or ([passed("mirrors", f"{counted(len(mirrors), 'mirror')}, none failing")] if mirrors else [])
 
 
+async def check_push(client: Client) -> list[Finding]:
+    """Check the endpoints of push, if there are any."""
+    try:
+        described = await SubscriptionClient(client).describe(without_silent=True)
+    except MillstreamError as error:
+        return [warning("push", f"the state of push is unavailable: {error}", "see the broker's log")]
+    failing = [
+        warning("push", text.rstrip("."), f"millstream subscription describe {name} shows its state on every node")
+        for name, text in push_problems(described)
+    ]
+    pushed = sum(bool(one.get("push")) for one in described)
+    return failing or ([passed("push", f"{counted(pushed, 'endpoint')}, none failing")] if pushed else [])
+
+
 CLOCK_SKEW_MS_MAX = 5_000
 
 SLOW_RESPONSE_S = 1.0
@@ -96,8 +114,11 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
             minimums = await min_in_sync(
                 client, sorted({name for name, _ in _under_replicated(metadata)})[:_TOPICS_MAX]
             )
-            findings = [_check_response(brokers, took_s), *_check_leaders(metadata, minimums)]
+            away = _missing_nodes(metadata)
+            findings = [_check_response(brokers, took_s), *_check_nodes(away), *_check_leaders(metadata, minimums)]
             findings += await _status_findings(client, brokers)
+    except UnexpectedServer as error:
+        return [problem("broker", str(error), "check the address and the options for TLS", ExitCode.UNREACHABLE)]
     except (BrokerUnreachable, RequestTimedOut) as error:
         advice = "start it with: millstream serve; or pass its address with --brokers HOST:PORT"
         return [problem("broker", f"no broker responds at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
@@ -117,6 +138,20 @@ def _check_response(brokers: str, took_s: float) -> Finding:
     if took_s > SLOW_RESPONSE_S:
         return warning("broker", detail, "the machine may be overloaded; check its CPU and its disk")
     return passed("broker", detail)
+
+
+def _missing_nodes(metadata: ClusterMetadata) -> list[int]:
+    """Return the nodes with replicas that are not in the cluster now."""
+    replicas = {node for _, one in _partitions(metadata) for node in one.replicas}
+    return sorted(int(node) for node in replicas - metadata.nodes.keys())
+
+
+def _check_nodes(away: list[int]) -> Iterator[Finding]:
+    if away:
+        names = ", ".join(map(str, away))
+        detail = f"node {names} is down" if len(away) == 1 else f"nodes {names} are down"
+        advice = "start them, or move their replicas: millstream cluster plan remove NODE"
+        yield problem("nodes", detail, advice)
 
 
 def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
@@ -170,8 +205,15 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     responses = [one for one in statuses.values() if one]
     damage = [*_check_damage(_collect_damage(statuses)), *_refused_letters(responses)]
     findings = [_check_versions(responses), *_check_readiness(statuses), *_check_warnings(responses), *damage, clock]
-    declared = [*await check_pipelines(client, status), *await check_mirrors(client)]
-    return [*findings, *declared, *_check_retained(responses), await _check_http(status)]
+    space = [
+        check_space(one.disk_bytes, one.disk_free_bytes, where=f"node {one.node_id}: ")
+        for one in await node_sums(client)
+        if one.disk_bytes
+    ]
+    declared = [*await check_pipelines(client, status), *await check_mirrors(client), *await check_push(client)]
+    node = (await client.metadata([])).nodes.get(status["node_id"])
+    http = await _check_http(status, host=brokers.rpartition(":")[0] if node is None else node.host)
+    return [*findings, *space, *declared, *_check_retained(responses), http]
 
 
 def _check_versions(statuses: Iterable[Mapping[str, Any]]) -> Finding:
@@ -273,14 +315,19 @@ def _check_clock(status: dict[str, Any]) -> Finding:
     skew_ms = status["now_ms"] - time.time_ns() // 1_000_000
     if abs(skew_ms) > CLOCK_SKEW_MS_MAX:
         advice = "set both clocks by NTP: retention and reading by time depend on them"
-        return warning("clock", f"the broker's clock is {skew_ms / 1000:+.1f} s off from this machine's", advice)
+        return warning("clock", f"the broker's clock differs from this machine's by {skew_ms / 1000:+.1f} s", advice)
     return passed("clock", "the broker's clock agrees with this machine's")
 
 
-async def _check_http(status: dict[str, Any]) -> Finding:
+async def _check_http(status: dict[str, Any], *, host: str = "") -> Finding:
+    """Check the gateway; one that listens on all addresses is reached at that of the broker."""
     url = status["http"]
     if not url:
         return passed("http", "a broker inside a program, without a gateway")
+    scheme, _, address = url.partition("://")
+    listened, _, port = address.rpartition(":")
+    if host and listened in _ALL_ADDRESSES:
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     try:
         code = await within(_HTTP_S, _get_status(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
@@ -289,6 +336,9 @@ async def _check_http(status: dict[str, Any]) -> Finding:
     if code not in (200, 503):
         return problem("http", f"the gateway at {url} responds with {code}", "see the broker's log")
     return passed("http", f"the gateway at {url} responds")
+
+
+_ALL_ADDRESSES: Final = ("0.0.0.0", "[::]", "::")
 
 
 async def _get_status(url: str, path: str) -> int:

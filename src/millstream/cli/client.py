@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import call_broker
-from millstream.cli.options import COMMON, Common, Noun
+from millstream.cli.options import COMMON, Common, Noun, duration
 from millstream.cli.output import counted, one_line, print_list, print_note, sized
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ def list_(
         bool, typer.Option("--all", help="Also show connections that neither produce nor consume.")
     ] = False,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.0, max=60.0, help="How long to measure rates for.")
+        float, duration("--interval", "How long to measure rates for.", maximum=60.0)
     ] = DEFAULT_INTERVAL_S,
     common: Common = COMMON,
 ) -> None:
     """List live producers and consumers: address, client id, software, and bytes per second."""
 
-    async def question(asking: Client) -> Clients:
+    async def operation(asking: Client) -> Clients:
         from millstream.client.admin.clients import list_clients
 
         return await list_clients(asking, interval_s=interval)
 
-    found = call_broker(common, question)
+    found = call_broker(common, operation)
     shown = [one for one in found.clients if everybody or one.roles]
     print_list(
         {"clients": [dataclasses.asdict(one) for one in shown], "omitted": found.omitted},

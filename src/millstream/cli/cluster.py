@@ -116,8 +116,8 @@ def up(
         etcd=etcd,
         etcd_binary=etcd_binary,
         catalog=catalog,
-        kafka_port=first_port(DEFAULT_KAFKA_PORT, nodes) if kafka_port is None else kafka_port,
-        http_port=first_port(DEFAULT_HTTP_PORT, nodes) if http_port is None else http_port,
+        kafka_port=first_port("--kafka-port-base", DEFAULT_KAFKA_PORT, nodes) if kafka_port is None else kafka_port,
+        http_port=first_port("--http-port-base", DEFAULT_HTTP_PORT, nodes) if http_port is None else http_port,
         settings=parse_assignments(settings or [], flag="--set"),
         locked=locked,
     )
@@ -145,7 +145,9 @@ def _print_running(running: LocalCluster) -> None:
         print_line(f"  export MILLSTREAM_PROFILES={shlex.quote(str(running.profiles))} MILLSTREAM_PROFILE={ADMIN}")
         print_line("  millstream cluster status")
     else:
-        print_line(f"Ready. Check its status with: millstream cluster status --brokers {running.nodes[0].kafka}")
+        print_line("Ready. To use it from another terminal:")
+        print_line(f"  export MILLSTREAM_BROKERS={','.join(node.kafka for node in running.nodes)}")
+        print_line("  millstream cluster status")
     print_line("To restart a node that was killed:")
     for node in running.nodes:
         print_line(f"  {node.command}")

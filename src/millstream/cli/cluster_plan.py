@@ -60,11 +60,11 @@ def show(common: Common = COMMON) -> None:
     """Show the last plan, its progress, and the drained nodes."""
     from millstream.client.admin.cluster_plans import copied_bytes, current_plan
 
-    async def question(client: Client) -> tuple[PlanResponse, int]:
+    async def operation(client: Client) -> tuple[PlanResponse, int]:
         current = await current_plan(client)
         return current, await copied_bytes(client, current)
 
-    _print_progress(*call_broker(common, question), as_json=common.as_json)
+    _print_progress(*call_broker(common, operation), as_json=common.as_json)
 
 
 def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, common: Common = COMMON) -> None:
@@ -74,16 +74,16 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
     """
     from millstream.client.admin.cluster_plans import apply_plan
 
-    async def question(client: Client) -> PlanResponse:
+    async def operation(client: Client) -> PlanResponse:
         applied = await apply_plan(client, plan, throttle_bytes=throttle)
         return await _until_ended(client, applied.plan_id) if wait else applied
 
-    ended = call_broker(common, question)
+    ended = call_broker(common, operation)
     if wait:
         _print_progress(ended, as_json=common.as_json)
         return
     document = {"plan": ended.plan_id, "state": ended.state, "throttle_bytes_per_s": ended.throttle_bytes}
-    text = f"Plan {ended.plan_id} runs. Follow it with: millstream cluster plan show"
+    text = f"Plan {ended.plan_id} is running. Follow it with: millstream cluster plan show"
     print_result(document, text, as_json=common.as_json)
 
 
@@ -112,7 +112,7 @@ def replicate_topics(
     """Plan to give topics another number of replicas, and carry it out unless it is a dry run."""
     from millstream.client.admin.cluster_plans import apply_plan, compute_replication, current_plan, propose_plan
 
-    async def question(client: Client) -> tuple[Plan, PlanResponse | None]:
+    async def operation(client: Client) -> tuple[Plan, PlanResponse | None]:
         plan = await compute_replication(client, pattern, replicas)
         if dry_run or not plan.moves:
             return plan, None
@@ -120,7 +120,7 @@ def replicate_topics(
         await apply_plan(client, proposed.plan_id)
         return plan, await (_until_ended(client, proposed.plan_id) if wait else current_plan(client))
 
-    plan, applied = call_broker(common, question)
+    plan, applied = call_broker(common, operation)
     if applied is not None and wait:
         _print_progress(applied, as_json=common.as_json)
     else:
@@ -156,13 +156,13 @@ async def _until_ended(client: Client, plan_id: str) -> PlanResponse:
 def _plan(kind: str, node: int | None, throttle: int | None, common: Common) -> None:
     from millstream.client.admin.cluster_plans import compute_plan, propose_plan
 
-    async def question(client: Client) -> tuple[Plan, str]:
+    async def operation(client: Client) -> tuple[Plan, str]:
         plan = await compute_plan(client, kind, node=node)
         if not plan.moves and kind == "balance":
             return plan, ""
         return plan, (await propose_plan(client, plan, throttle_bytes=_throttle(throttle))).plan_id
 
-    plan, plan_id = call_broker(common, question)
+    plan, plan_id = call_broker(common, operation)
     _print_plan(plan, plan_id, _throttle(throttle), as_json=common.as_json, applied=False)
 
 
@@ -179,7 +179,7 @@ def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, appli
     if as_json:
         print_json(document)
         return
-    what = f"{plan.kind} {'node ' if plan.kind in ('drain', 'remove') else ''}{plan.subject}".strip()
+    what = f"{plan.kind} {'node ' if plan.kind in ('drain', 'remove') else ''}{_shortened(plan.subject)}".strip()
     print_line(
         f"{what}: {counted(len(plan.moves), 'move')}, {sized(plan.moved_bytes)}, "
         f"about {_format_duration(document['seconds'])} at {sized(throttle)}/s"
@@ -201,7 +201,7 @@ def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, appli
     if not plan_id:
         print_line("There is nothing to move." if not plan.moves else "Nothing was started.")
     elif applied:
-        print_line(f"Plan {plan_id} runs. Follow it with: millstream cluster plan show")
+        print_line(f"Plan {plan_id} is running. Follow it with: millstream cluster plan show")
     else:
         print_line(f"Apply it with: millstream cluster apply {plan_id}")
 
@@ -225,7 +225,7 @@ def _print_state(document: dict[str, Any]) -> None:
     if document["plan"] is None:
         print_line("There is no plan.")
     else:
-        what = f"{document['kind']} {document['subject']}".strip()
+        what = f"{document['kind']} {_shortened(document['subject'])}".strip()
         print_line(
             f"Plan {document['plan']} ({what}): {document['state']}, "
             f"{document['moved']} of {counted(document['moves'], 'move')} done, "
@@ -237,6 +237,18 @@ def _print_state(document: dict[str, Any]) -> None:
         print_line(
             f"Drained: {', '.join(map(str, document['drained']))}. To use one again: millstream cluster undrain NODE"
         )
+
+
+def _shortened(subject: str) -> str:
+    """Shorten a long list of topics, which ends with their new number of replicas."""
+    names, to, replicas = subject.rpartition(" to ")
+    listed = names.split(", ")
+    if len(listed) <= TOPICS_SHOWN:
+        return subject
+    return f"{', '.join(listed[:TOPICS_SHOWN])} and {len(listed) - TOPICS_SHOWN} more topics{to}{replicas}"
+
+
+TOPICS_SHOWN = 5
 
 
 def _nodes(nodes: list[int]) -> str:

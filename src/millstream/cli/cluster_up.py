@@ -29,7 +29,8 @@ from typing import Any, Final, NamedTuple, Self
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import SecretKey, write_keys
-from millstream.broker.log.folder import make_private
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.folder import check_own_or_empty, make_private
 from millstream.cli.certs import make_node_certificate
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_process import LocalProcess, LocalServerFailed, ReservedPort, is_free
@@ -449,6 +450,7 @@ class LocalCluster:
                 print_note(f"warning: {warning}")
         if not self.catalog:
             find_postgres()
+        check_own_or_empty(str(self._plan.data), DiskFiles())
         self._plan.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(self._plan.data)
         self._lock = self._stack.enter_context(_locked(self._plan.data))
@@ -625,9 +627,13 @@ def _is_listened(address: str) -> bool:
         return False
 
 
-def first_port(wanted: int, nodes: int) -> int:
+def first_port(flag: str, wanted: int, nodes: int) -> int:
     """Return the port wanted for the first node if all following ones are free as well; otherwise 0, for any."""
-    return wanted if all(is_free(_HOST, wanted + at) for at in range(nodes)) else 0
+    taken = next((wanted + at for at in range(nodes) if not is_free(_HOST, wanted + at)), None)
+    if taken is None:
+        return wanted
+    print_note(f"port {taken} is in use, so the nodes get other ports; {flag} sets the first one")
+    return 0
 
 
 @contextmanager

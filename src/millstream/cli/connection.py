@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.credentials import Credentials
 
-C = TypeVar("C")
 T = TypeVar("T")
 
 CLIENT_ID = "millstream-cli"
@@ -124,11 +123,6 @@ def call_broker(
     return asyncio.run(_connect_and_call(common, operation, credentials or command_credentials()))
 
 
-def call_through(common: Common, make_client: Callable[[Client], C], operation: Callable[[C], Awaitable[T]]) -> T:
-    """Run an operation with a client that `make_client` creates from the connection."""
-    return call_broker(common, lambda client: operation(make_client(client)))
-
-
 async def _connect_and_call(common: Common, operation: Callable[[Client], Awaitable[T]], credentials: Credentials) -> T:
     from millstream.protocol.messages.lean_kio import import_lean_kio
     from millstream.protocol.wire.client import Client
@@ -173,11 +167,7 @@ def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awa
 
 def call_pipelines(common: Common, operation: Callable[[PipelineClient], Awaitable[T]]) -> T:
     """Connect, run an operation on pipelines, and close."""
-    return call_through(common, _pipelines, operation)
-
-
-def _pipelines(client: Client) -> PipelineClient:
     # Imported on use, so that help is quick.
     from millstream.client.admin.pipelines import PipelineClient
 
-    return PipelineClient(client)
+    return call_broker(common, lambda client: operation(PipelineClient(client)))

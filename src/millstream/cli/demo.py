@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.local_process import ReservedPort
-from millstream.core.config import ENVIRONMENT_PREFIX
+from millstream.core.child_process import environment_without_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,8 +113,7 @@ class DemoBroker:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment without settings; the key of the webhook's secret goes with the folder."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-        return kept | {"XDG_STATE_HOME": str(self.folder)}
+        return environment_without_settings() | {"XDG_STATE_HOME": str(self.folder)}
 
     async def stop(self) -> int:
         """Ask it to stop cleanly and return its exit code."""

@@ -186,9 +186,9 @@ _FETCH = FetchLimits(1024 * 1024, 100)
 
 
 class DemoMember:
-    """Reads one topic for a group. `run` works until `stop` is called and notifies `changed` of its progress."""
+    """Reads one topic for a group. `run` works until `stop` is called."""
 
-    def __init__(self, client: Client, group: str, topic: TopicMetadata, changed: asyncio.Condition) -> None:
+    def __init__(self, client: Client, group: str, topic: TopicMetadata, progress: Progress) -> None:
         self._client = client
         self._group = group
         self._topic = topic
@@ -196,7 +196,7 @@ class DemoMember:
         self._epoch = _JOINS
         self._positions: dict[TopicPartition, Offset] = {}
         self._stopping = False
-        self._changed = changed
+        self._progress = progress
         self.read: list[tuple[int, Record]] = []
 
     async def run(self) -> None:
@@ -212,10 +212,6 @@ class DemoMember:
     def stop(self) -> None:
         """Make `run` end in order."""
         self._stopping = True
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def _send_heartbeat(self, coordinator: NodeId) -> None:
         """Report the partitions that the member reads; commit, and read others, if the group assigns others."""
@@ -246,7 +242,7 @@ class DemoMember:
         await self._commit()
         committed = await committed_offsets(self._client, self._group)
         self._positions = {where: Offset(committed.get(where, 0)) for where in given}
-        await self._notify()
+        self._progress.notify()
 
     async def _fetch(self) -> None:
         if not self._positions:
@@ -257,7 +253,7 @@ class DemoMember:
             if records:
                 self._positions[where] = Offset(records[-1].offset + 1)
                 self.read.extend((where.partition, record) for record in records)
-        await self._notify()
+        self._progress.notify()
 
     async def _commit(self) -> None:
         if self._positions:
@@ -270,7 +266,7 @@ EVERY_MS: Final = 1000
 SETUP_VARIABLE: Final = "DEMO_SPARK_SETUP"
 """The command that installs Spark, set by `make demo`."""
 
-_LOOK_S: Final = 0.5
+_CHECK_INTERVAL_S: Final = 0.5
 _LANDED_S_MAX: Final = 300.0
 _SQL: Final = """
     SELECT city, count(*) AS orders, sum(total) AS total, max(total) AS largest
@@ -343,7 +339,7 @@ class OrdersTable:
         try:
             async with asyncio.timeout(_LANDED_S_MAX):
                 while self._landed() < messages:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_CHECK_INTERVAL_S)
                     (described,) = await pipelines.describe([PIPELINE])
                     if described["state"] == "parked":
                         raise CommandFailed(f"the demo failed: the pipeline was parked: {described['parked']}")
@@ -609,14 +605,14 @@ class Story:
             by_customer.setdefault(customer, []).append(number)
         mixed = [customer for customer, numbers in by_customer.items() if numbers != sorted(numbers)]
         again = len(self._shipping.parcels) - len(first)
-        twice = f" ({again:,} were redelivered because their acknowledgement was lost)" if again else ""
+        twice = f" ({again:,} redelivered after a lost acknowledgement)" if again else ""
         self._account.check(
             not mixed,
             f"shipping: {len(first):,} orders, those of each customer in order{twice}",
             f"those of {mixed} came out of order",
         )
         again = sum(self._webhook.orders.values()) - len(self._webhook.orders)
-        twice = f" ({again:,} were redelivered)" if again else ""
+        twice = f" ({again:,} redelivered)" if again else ""
         self._account.check(
             self._webhook.refused == 0,
             f"webhook: {len(self._webhook.orders):,} orders, each signed{twice}",
@@ -634,14 +630,12 @@ class Story:
 
     async def _catch_up(self, missed: range, members: int = 1) -> None:
         """Let members of the group read exactly the messages that it has not read yet."""
-        changed = asyncio.Condition()
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             topic = await find_topic(self._ms.client, TOPIC)
-            group = [DemoMember(await self._connect(stack), GROUP, topic, changed) for _ in range(members)]
+            group = [DemoMember(await self._connect(stack), GROUP, topic, self._progress) for _ in range(members)]
             for member in group:
                 tasks.create_task(member.run())
-            async with changed:
-                await changed.wait_for(lambda: sum(len(member.read) for member in group) >= len(missed))
+            await self._until(lambda: sum(len(member.read) for member in group) >= len(missed))
             for member in group:
                 member.stop()
         self._check_read([message for member in group for message in member.read], missed, f"group {GROUP!r}: ")

@@ -17,6 +17,7 @@ from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag
 from millstream.cli.output import (
     as_json_text,
     counted,
+    local_time,
     one_line,
     print_json,
     print_line,
@@ -205,7 +206,11 @@ def _publish(name: str, filter_: str | None, limit: int | None, topic: str, comm
 
 
 def _where(counts: dict[str, int], preposition: str) -> str:
-    listed = ", ".join(f"{one_line(name)} ({number:,})" for name, number in sorted(counts.items()))
+    # The sentence begins with the total, which is also the count of a single name.
+    listed = ", ".join(
+        f"{one_line(name)} ({number:,})" if len(counts) > 1 else one_line(name)
+        for name, number in sorted(counts.items())
+    )
     return f" {preposition} {listed}" if listed else ""
 
 
@@ -242,7 +247,7 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
     """Process every matching open letter."""
     outcome = Outcome()
 
-    async def question(client: Client) -> None:
+    async def operation(client: Client) -> None:
         from millstream.protocol.filter.filter import matcher
 
         matches = None if filter_ is None else matcher(filter_)
@@ -251,7 +256,7 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
         await work(dlq, outcome, matches)
 
     try:
-        call_broker(common, question)
+        call_broker(common, operation)
     except BaseException:
         if outcome.has_begun and not keep:
             print_note(_progress_text(outcome))
@@ -284,8 +289,8 @@ def _progress_text(outcome: Outcome) -> str:
 def _print_rest(outcome: Outcome, *, keep: bool) -> None:
     if outcome.uncertain:
         print_note(
-            f"{counted(outcome.uncertain, 'letter')} lost the lease in a failover: processed, but maybe still open, so "
-            "another run may repeat it."
+            f"{counted(outcome.uncertain, 'letter')} lost the lease in a failover: processed, but possibly still "
+            "open, so another run may repeat it."
         )
     if outcome.held:
         verb = "is" if outcome.held == 1 else "are"
@@ -307,7 +312,7 @@ def _print_progress(done: int) -> None:
 
 
 def _print(letter: LeasedMessage, *, as_json: bool) -> None:
-    from millstream.cli.message_text import local_time, readable_value
+    from millstream.cli.message_text import readable_value
     from millstream.client.admin.messages import as_document
 
     headers = headers_of(letter)

@@ -12,7 +12,7 @@ import typer
 
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds, default_brokers, flag
-from millstream.cli.output import counted, print_json, print_line
+from millstream.cli.output import counted, print_json, print_line, sized
 from millstream.core.config import Config
 
 
@@ -46,6 +46,21 @@ def warning(check: str, detail: str, advice: str) -> Finding:
 def problem(check: str, detail: str, advice: str, exit_code: ExitCode = ExitCode.FAILED) -> Finding:
     """Return a finding that needs action."""
     return Finding(check, Severity.PROBLEM, detail, advice, exit_code)
+
+
+FREE_BYTES_LOW = 100 * 1024 * 1024
+FREE_SHARE_LOW = 0.05
+
+
+def check_space(total: int, free: int, *, where: str = "") -> Finding:
+    """Check the free bytes of a disk."""
+    detail = f"{where}{sized(free)} of {sized(total)} are free"
+    if free < FREE_BYTES_LOW:
+        advice = "free space now, or lower the retention of topics: a broker with a full disk refuses writes"
+        return problem("space", detail, advice)
+    if free < total * FREE_SHARE_LOW:
+        return warning("space", detail, "free space, or lower the retention of topics, before the disk is full")
+    return passed("space", detail)
 
 
 _MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
@@ -111,7 +126,7 @@ def _verdict(findings: list[Finding], problems: int) -> str:
     if problems:
         return f"{counted(problems, 'problem')} found."
     warnings = sum(finding.severity.value == "warning" for finding in findings)
-    return f"It works, with {counted(warnings, 'warning')}." if warnings else "Nothing is wrong."
+    return f"No problems found; {counted(warnings, 'warning')}." if warnings else "No problems found."
 
 
 def _exit_code(findings: list[Finding], problems: int) -> ExitCode:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -20,9 +21,10 @@ from millstream.broker.log.ledger import LEDGER_NAME, last_states
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
-from millstream.cli.doctor import Finding, Severity, passed, problem, warning
+from millstream.cli.doctor import Finding, Severity, check_space, passed, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import Progress, counted, sized
+from millstream.core.scratch import temporary_folder
 
 
 @dataclass(slots=True)
@@ -69,10 +71,6 @@ def _scan(scan: Scan, scanned: ScannedSegment, advance: Callable[[int], None]) -
 
 CATALOG_NAME = "catalog.sqlite"
 
-FREE_BYTES_LOW = 100 * 1024 * 1024
-
-FREE_SHARE_LOW = 0.05
-
 _SHOWN_MAX = 5
 
 _NO_LIMIT = 2**63 - 1
@@ -90,7 +88,9 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         return [
             problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS_NAME}", advice, ExitCode.NOT_FOUND)
         ]
-    findings = [*map(_check_access, dict.fromkeys((folder, *stores))), _check_space(folder)]
+    findings = list(map(_check_access, dict.fromkeys((folder, *stores))))
+    if not _is_read_only(folder):
+        findings.append(_check_space(folder))
     if any(map(_is_locked, (folder, *stores))):
         findings.append(passed("lock", "a broker is using the folder"))
         findings.append(
@@ -118,21 +118,23 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
 
 
 def _check_access(folder: Path) -> Finding:
+    if _is_read_only(folder) and os.access(folder, os.R_OK | os.X_OK):
+        detail = f"{folder} is on a read-only file system: it can be checked, but no broker can run on it"
+        return warning("folder", detail, "copy it to another disk to start a broker on it")
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         advice = f"make the broker's account its owner, for example with: chown -R USER {folder}"
         return problem("folder", f"{folder} cannot be read and written by this user", advice)
     return passed("folder", f"{folder} can be read and written")
 
 
+def _is_read_only(folder: Path) -> bool:
+    """Return whether the folder is on a file system that is mounted read-only, like a restored snapshot."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
 def _check_space(folder: Path) -> Finding:
-    usage = shutil.disk_usage(folder)
-    detail = f"{sized(usage.free)} of {sized(usage.total)} are free"
-    if usage.free < FREE_BYTES_LOW:
-        advice = "free space now, or lower the retention of topics: a broker with a full disk refuses writes"
-        return problem("space", detail, advice)
-    if usage.free < usage.total * FREE_SHARE_LOW:
-        return warning("space", detail, "free space, or lower the retention of topics, before the disk is full")
-    return passed("space", detail)
+    total, _, free = shutil.disk_usage(folder)
+    return check_space(total, free)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -173,17 +175,32 @@ def _check_catalog(folder: Path) -> tuple[dict[str, str], Finding]:
         advice = "restore it from a backup; without it the broker does not know the names of its topics"
         return {}, problem("catalog", f"{path} is missing", advice)
     try:
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-        try:
+        with _open_catalog(path) as connection:
             verdict = str(connection.execute("PRAGMA quick_check").fetchone()[0])
             names = {str(row[0]): str(row[1]) for row in connection.execute("SELECT topic_id, name FROM topics")}
-        finally:
-            connection.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         return {}, problem("catalog", f"{path} cannot be read: {error}", "restore it from a backup")
     if verdict != "ok":
         return names, problem("catalog", f"{path} is damaged: {verdict}", "restore it from a backup")
     return names, passed("catalog", f"{counted(len(names), 'topic')}")
+
+
+@contextmanager
+def _open_catalog(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the catalog without creating or changing a file next to it.
+
+    SQLite maintains an index of the write-ahead log even for readers, and without it ignores the log. So a catalog
+    whose log holds changes, as after an unclean stop or in a snapshot of a running node, is read from a copy.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    with temporary_folder() as scratch:
+        where, mode = path, "immutable=1"
+        if log.exists() and log.stat().st_size:
+            where, mode = Path(scratch, path.name), "mode=rw"
+            for one in (path, log):
+                shutil.copyfile(one, where.with_name(one.name))
+        with closing(sqlite3.connect(f"{where.absolute().as_uri()}?{mode}", uri=True)) as connection:
+            yield connection
 
 
 def _check_unknown_topics(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
@@ -191,7 +208,9 @@ def _check_unknown_topics(folder: Path, names: dict[str, str]) -> Iterator[Findi
     if unknown:
         shown = ", ".join(unknown[:_SHOWN_MAX])
         detail = f"{counted(len(unknown), 'topic')} on disk that the catalog does not know: {shown}"
-        yield warning("catalog", detail, "they are left alone; if the catalog was restored, use a newer backup of it")
+        yield warning(
+            "catalog", detail, "they are left unchanged; if the catalog was restored, use a newer backup of it"
+        )
 
 
 class _Segment(NamedTuple):
@@ -263,7 +282,7 @@ def _check_missing_files(folder: Path, names: dict[str, str], found: list[_Segme
 def _missing_ranges(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
     """Return the ranges of missing files, now or since an earlier start."""
     swapped = {base for base, _ in state.swaps}
-    ranges = [(lost.first, lost.next_offset) for lost in state.lost if lost.segment < 0]
+    ranges = [(lost.start, lost.end) for lost in state.lost if lost.segment < 0]
     ranges += [(one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in there | swapped]
     for first, after in sorted(ranges):
         if max(first, state.start_offset) < after:

@@ -45,11 +45,11 @@ def list_(common: Common = COMMON) -> None:
 def describe(name: Name, common: Common = COMMON) -> None:
     """Show a group's members, offsets and lag."""
 
-    async def question(client: Client) -> tuple[Group, list[Progress]]:
+    async def operation(client: Client) -> tuple[Group, list[Progress]]:
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
 
-    group, progress = call_broker(common, question)
+    group, progress = call_broker(common, operation)
     if common.as_json:
         print_json(group_document(group, progress))
     else:
@@ -74,13 +74,13 @@ def reset(
     """
     position = parse_position(to)
 
-    async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
+    async def operation(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
         moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:
             await commit_offsets(client, name, {where: after for where, _, after in moves})
         return moves
 
-    moves = call_broker(common, question)
+    moves = call_broker(common, operation)
     keys = ("topic", "partition", "before", "after")
     rows = [(where.topic, where.partition, before, after) for where, before, after in moves]
     if common.as_json:

@@ -23,7 +23,7 @@ import secrets
 import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
@@ -31,16 +31,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream import __version__
 from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, make_private
-from millstream.broker.net.listener import ORPHAN_S, bind_with_retries, listen
+from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, check_own_or_empty, make_private
+from millstream.broker.net.listener import ORPHAN_S, bind_with_retries, hold_address, listen
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.cli.broker_lifecycle import HELD, BrokerEvent, BrokerLifecycle, BrokerState
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.core.backoff import Backoff
-from millstream.core.child_process import SupervisedChild
+from millstream.core.child_process import SupervisedChild, spawn_module
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config, ListenerConfig
-from millstream.core.errors import InvalidSetting, MillstreamError
+from millstream.core.errors import AddressTaken, InvalidSetting, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
 from millstream.core.tasks import TaskSupervisor, within
@@ -92,6 +92,8 @@ class BrokerProcess(SupervisedChild):
         """The broker's announcement when it was first ready, or why it never was."""
         self.internal_address = ""
         """Where the gateway reaches the broker, which keeps it when it is started again."""
+        self._held: socket.socket | None = None
+        """Keeps that address from other users meanwhile, to whom the gateway would present its secret."""
         self.exit_code = 0
 
     @property
@@ -136,6 +138,13 @@ class BrokerProcess(SupervisedChild):
         self._lifecycle.apply(BrokerEvent.RETIRE)
         self._stopping.set()
 
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            if self._held is not None:
+                self._held.close()
+
     async def stop(self) -> None:
         """Stop the process after it has finished its work."""
         self.retire()
@@ -167,19 +176,8 @@ class BrokerProcess(SupervisedChild):
         machine = self._machine
         mine, theirs = socket.socketpair()
         try:
-            # In its own session: Ctrl-C in a terminal is for the supervisor, which stops all of them in order.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                MODULE,
-                str(theirs.fileno()),
-                str(machine.lock),
-                stdin=PIPE,
-                stdout=PIPE,
-                pass_fds=[theirs.fileno(), machine.lock],
-                start_new_session=True,
-                limit=_LINE_BYTES_MAX,
-            )
+            descriptors = [theirs.fileno(), machine.lock]
+            process = await spawn_module(MODULE, *map(str, descriptors), pass_fds=descriptors, limit=_LINE_BYTES_MAX)
         except BaseException:
             mine.close()
             self._lifecycle.apply(BrokerEvent.SPAWN_FAILED)
@@ -207,6 +205,8 @@ class BrokerProcess(SupervisedChild):
         announced: dict[str, Any] = json.loads(line)
         self._config = with_addresses(self._config, announced["listeners"])
         self.internal_address = announced["internal"]
+        if self._held is None:
+            self._held = hold_address(*parse_address(self.internal_address, name="internal"))
         self._lifecycle.apply(BrokerEvent.READY)
         self._machine.started(NodeId(self.node_id))
         if not self.ready.done():
@@ -273,6 +273,7 @@ class Machine:
         self._gateway_sockets: list[socket.socket] = []
         self._http = self._registry = ""
         self._gateway_runs = False
+        self._address_taken: AddressTaken | None = None
         self._starting = "the machine is starting"
         self._given_up: dict[NodeId, str] = {}
         """Nodes that could not be started, and the state of their logs."""
@@ -322,6 +323,7 @@ class Machine:
         self._listeners.check()
         # The gateway signs in at the brokers with these credentials.
         NODE_CREDENTIALS.set(self._listeners.node_credentials)
+        check_own_or_empty(self._data, files)
         os.makedirs(self._data, mode=0o700, exist_ok=True)
         self.lock = files.lock(f"{self._data}/{LOCK_NAME}")
         self._stack.callback(os.close, self.lock)
@@ -369,8 +371,15 @@ class Machine:
             config, http, with_port_offset(config.kafka, 0), registry=registry[0] if registry else None
         )
         self._stack.push_async_callback(self._gateway.stop)
-        late = asyncio.get_running_loop().call_later(LATE_S, self._report_slow_start)
+        late = asyncio.get_running_loop().call_later(LATE_S, self._report_late_start)
         self._stack.callback(late.cancel)
+
+    def _report_late_start(self) -> None:
+        # Raised here, the error would not reach anyone.
+        try:
+            self._report_slow_start()
+        except AddressTaken as error:
+            self._address_taken = error
 
     def _report_slow_start(self) -> None:
         if self._gateway is not None and not self._gateway_runs and not self._is_stopping:
@@ -397,6 +406,8 @@ class Machine:
         gateway = self._gateway
         if gateway is not None:
             await self._refresh_health()
+            if self._address_taken is not None:
+                raise self._address_taken
             gateway.connect_to(",".join(broker.internal_address for broker in self.brokers))
             gateway.serve_status(self._health, refresh=self._refresh_health)
             self._run_gateway(gateway)

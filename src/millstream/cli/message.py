@@ -9,7 +9,7 @@ import typer
 from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
-from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
+from millstream.cli.output import counted, local_time, one_line, print_bytes, print_json, print_line, print_note
 from millstream.cli.pipeline_options import Lake
 from millstream.core.errors import CorruptState
 
@@ -49,7 +49,7 @@ def show(
 
     at = _position(topic, partition, offset)
 
-    async def question(client: Client) -> tuple[TopicMetadata, StoredMessage]:
+    async def operation(client: Client) -> tuple[TopicMetadata, StoredMessage]:
         from millstream.client.admin.message_trace import topic_name
         from millstream.client.admin.messages import find_message
         from millstream.client.admin.topics import find_topic
@@ -57,7 +57,7 @@ def show(
         found = await find_topic(client, await topic_name(client, at.topic))
         return found, await find_message(client, found, at.partition, at.offset)
 
-    found, stored = call_broker(common, question)
+    found, stored = call_broker(common, operation)
     if raw:
         print_bytes(stored.record.value or b"")
     elif common.as_json:
@@ -97,17 +97,23 @@ def trace(
     """Show what became of a message in every subscription of its topic, from the broker and from the ledger."""
     if (topic is None) != (since is None):
         raise typer.BadParameter("to find a message by its id, pass --topic and --since")
+    if topic is None and position.replace("@", "/").count("/") != 2:
+        raise typer.BadParameter(
+            f"{position!r} is not TOPIC/PARTITION/OFFSET, as in orders/0/4711; to find a message by its id, also pass "
+            "--topic and --since"
+        )
 
-    async def question(client: Client) -> list[dict[str, Any]]:
+    async def operation(client: Client) -> list[dict[str, Any]]:
         from millstream.client.admin.message_trace import find_by_id, trace_at, trace_message
 
         if topic is None or since is None:
             return [await trace_message(client, position)]
-        return [await trace_at(client, place) for place in await find_by_id(client, position, topic, since, until)]
+        places = await find_by_id(client, position, topic, since, until, note=print_note)
+        return [await trace_at(client, place) for place in places]
 
-    documents = [_with_history(one, common, lake) for one in call_broker(common, question)]
+    documents = [_with_history(one, common, lake) for one in call_broker(common, operation)]
     if not documents:
-        raise CommandFailed(f"topic {topic!r} has no message {position!r} in this time", ExitCode.NOT_FOUND)
+        raise CommandFailed(f"topic {topic!r} has no message {position!r} in this period", ExitCode.NOT_FOUND)
     for document in documents:
         if common.as_json:
             print_json(document)
@@ -141,8 +147,6 @@ def _with_history(document: dict[str, Any], common: Common, lake: str | None) ->
 
 
 def _print_trace(document: dict[str, Any]) -> None:
-    from millstream.cli.message_text import local_time
-
     place = f"{one_line(document['topic'])}/{document['partition']}@{document['offset']}"
     if document["published_ms"] is None:
         print_line(f"{place}  {one_line(document['not_in_log'])}")
@@ -165,8 +169,6 @@ def _print_trace(document: dict[str, Any]) -> None:
 
 
 def _life(one: dict[str, Any]) -> str:
-    from millstream.cli.message_text import local_time
-
     facts = [one["state"]]
     if one["worker"]:
         facts.append(f"by {one_line(one['worker'])}")
@@ -196,7 +198,7 @@ def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> di
 
 
 def _print_message(topic: TopicMetadata, partition: int, stored: StoredMessage) -> None:
-    from millstream.cli.message_text import local_time, readable, readable_value
+    from millstream.cli.message_text import readable, readable_value
     from millstream.core.ids import message_id
 
     record = stored.record

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from millstream.cli.output import one_line
-from millstream.client.admin.messages import DecodedRecord, datetime_of
+from millstream.cli.output import local_time, one_line
+from millstream.client.admin.messages import DecodedRecord
 from millstream.protocol.records.record import Record
 
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -18,8 +18,10 @@ _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def as_text(topic: str, partition: int, record: Record, *, colour: bool, decoded: DecodedRecord | None = None) -> str:
-    """Return a message as text: a line about it, then its value, as its schema decodes it; JSON is indented."""
+def as_text(
+    topic: str, partition: int, record: Record, *, colour: bool, indent: bool, decoded: DecodedRecord | None = None
+) -> str:
+    """Return a message as text: a line about it, then its value, as its schema decodes it."""
     facts = [f"{topic}/{partition}@{record.offset}", local_time(record.timestamp_ms)]
     if record.key is not None:
         facts.append(f"key={readable(record.key)}")
@@ -27,18 +29,19 @@ def as_text(topic: str, partition: int, record: Record, *, colour: bool, decoded
     if decoded is not None:
         facts.append(f"schema={decoded.named}")
     head = "  ".join(facts)
-    value = readable_value(record.value if decoded is None else decoded.value)
+    value = readable_value(record.value if decoded is None else decoded.value, indent=indent)
     return f"{_DIM}{head}{_PLAIN}\n{value}" if colour else f"{head}\n{value}"
 
 
-def readable_value(value: bytes | None) -> str:
-    """Return a value as text; JSON is indented."""
+def readable_value(value: bytes | None, *, indent: bool = True) -> str:
+    """Return a value as text; JSON is indented, or on one line."""
     if value is None:
         return "(null)"
     if value[:1] in (b"{", b"["):
         try:
             # Numbers stay as they were published: as floats, they would lose digits.
-            return escape_controls(_STRING.sub(_unescaped, msgspec.json.format(value, indent=2).decode()))
+            document = msgspec.json.format(value, indent=2 if indent else 0).decode()
+            return escape_controls(_STRING.sub(_unescaped, document))
         except (msgspec.DecodeError, ValueError, RecursionError):
             pass
     return readable(value)
@@ -55,11 +58,3 @@ def readable(value: bytes | None) -> str:
 def escape_controls(text: str) -> str:
     """Escape control characters, which could move the cursor or change the reader's terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
-
-
-def local_time(timestamp_ms: int) -> str:
-    """Return a message's time in the local zone."""
-    moment = datetime_of(timestamp_ms)
-    if moment is None:
-        return "no time"
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}.{timestamp_ms % 1000:03d}"

@@ -19,6 +19,7 @@ from millstream.cli.options import (
     Unset,
     Yes,
     confirm,
+    duration,
     flag,
     parse_settings,
     read_text_file,
@@ -30,10 +31,10 @@ from millstream.cli.output import (
     print_line,
     print_list,
     print_note,
-    print_noted,
     print_result,
     print_settings,
     print_table,
+    print_with_notes,
     sized,
 )
 
@@ -162,7 +163,7 @@ def create(
             f"`millstream mirror describe {name}` shows its current state"
         ]
     notes = [one_line(problem) for problem in problems]
-    print_noted({"mirror": name}, f"Mirror {name} copies from {source}.", notes, as_json=common.as_json)
+    print_with_notes({"mirror": name}, f"Mirror {name} copies from {source}.", notes, as_json=common.as_json)
 
 
 @app.command("list")
@@ -222,14 +223,14 @@ def update(name: Name, settings: Settings = None, unset: Unset = None, common: C
     _call_mirrors(common, lambda mirrors: mirrors.alter(name, changes))
     (described,) = _call_mirrors(common, lambda mirrors: mirrors.describe([name]))
     document, notes = {"mirror": name, "changed": sorted(changes)}, [one_line(note) for note in described["notes"]]
-    print_noted(document, f"Mirror {name} is changed.", notes, as_json=common.as_json)
+    print_with_notes(document, f"Changed mirror {name}.", notes, as_json=common.as_json)
 
 
 @app.command("pause")
 def pause(name: Name, common: Common = COMMON) -> None:
     """Stop copying for now; the copies stay readable."""
     _call_mirrors(common, lambda mirrors: mirrors.set_enabled(name, is_enabled=False))
-    print_result({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
+    print_result({"mirror": name, "state": "paused"}, f"Paused mirror {name}.", as_json=common.as_json)
 
 
 @app.command("resume")
@@ -252,7 +253,7 @@ def delete(
     lost = ", and with it the way to let its source follow (mirror reverse)" if force else ""
     confirm(f"Delete mirror {name}{lost}?", unless=yes)
     _call_mirrors(common, lambda mirrors: mirrors.delete(name, force=force))
-    print_result({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
+    print_result({"mirror": name, "deleted": True}, f"Deleted mirror {name}.", as_json=common.as_json)
 
 
 @app.command("failover")
@@ -280,15 +281,11 @@ def cutover(
     name: Name,
     topics: Topics = None,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long to wait until the copies have caught up.")
+        float, duration("--wait", "How long to wait until the copies have caught up.", show_default="5m")
     ] = 300.0,
     idle: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="How long the source must be idle before its writers count as stopped.",
-        ),
+        duration("--idle", "How long the source must be idle before its writers count as stopped.", show_default="5s"),
     ] = 5.0,
     yes: Yes = False,
     common: Common = LONG_WAIT,

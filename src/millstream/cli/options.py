@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -14,6 +15,8 @@ from typing import Annotated, Any, Final, Self, get_type_hints
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.core.errors import InvalidSetting
+from millstream.core.setting import parse_duration_ms
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
 
@@ -21,6 +24,22 @@ DEFAULT_BROKERS = "127.0.0.1:9092"
 def flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
     """Declare an option with a value; its default is not shown."""
     return typer.Option(spelled, metavar=metavar, help=text, show_default=False, **more)
+
+
+def duration(spelled: str, text: str, *, minimum: float = 0.0, maximum: float = math.inf, **more: Any) -> Any:
+    """Declare a flag that takes a length of time, as in 30s, 15m or 1h; its value is in seconds."""
+
+    def parse(given: str | float) -> float:
+        try:
+            seconds = parse_duration_ms(str(given), name=spelled) / 1000
+        except InvalidSetting:
+            raise typer.BadParameter(f"{given!r} is not a length of time such as 30s, 15m or 1h") from None
+        if not minimum <= seconds <= maximum:
+            bound = f"below {minimum:g}" if seconds < minimum else f"above {maximum:g}"
+            raise typer.BadParameter(f"{given} is {bound} s")
+        return seconds
+
+    return typer.Option(spelled, metavar="DURATION", help=text, parser=parse, **more)
 
 
 SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
@@ -57,12 +76,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 
 TimeoutSeconds = Annotated[
     float,
-    typer.Option(
+    duration(
         "--timeout",
+        "How long to wait for a broker before giving up.",
+        minimum=0.1,
         envvar="MILLSTREAM_TIMEOUT",
-        metavar="SECONDS",
-        min=0.1,
-        help="How long to wait for a broker before giving up.",
+        show_default="10s",
     ),
 ]
 DEFAULT_TIMEOUT_S = 10.0

@@ -32,7 +32,7 @@ def print_result(document: Any, text: str, *, as_json: bool) -> None:
         print_line(text)
 
 
-def print_noted(document: dict[str, Any], text: str, notes: Sequence[str], *, as_json: bool) -> None:
+def print_with_notes(document: dict[str, Any], text: str, notes: Sequence[str], *, as_json: bool) -> None:
     """Print the result of a command with notes: in the document for a program, on stderr for a person."""
     print_result({**document, "notes": list(notes)}, text, as_json=as_json)
     for note in notes if not as_json else ():
@@ -112,6 +112,16 @@ def print_list(
 def one_line(text: str) -> str:
     """Escape unprintable characters of a name, which could break the line or change the reader's terminal."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def local_time(timestamp_ms: int) -> str:
+    """Return a time in the local zone; every command shows times to people like this."""
+    from millstream.client.admin.messages import datetime_of
+
+    moment = datetime_of(timestamp_ms)
+    if moment is None:
+        return "no time"
+    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}.{timestamp_ms % 1000:03d}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import NAMESPACE_OID, uuid5
 
@@ -16,18 +15,19 @@ from millstream.cli.connection import call_broker, call_pipelines
 from millstream.cli.options import COMMON, Common, IfMissing, Noun, Settings, Unset, Yes, confirm, expand_options, flag
 from millstream.cli.output import (
     counted,
+    local_time,
     one_line,
     print_json,
     print_line,
     print_list,
     print_note,
-    print_noted,
     print_result,
     print_settings,
+    print_with_notes,
 )
 from millstream.cli.pipeline_options import Flags, Name, Program, Requirements, flags_not_for
 from millstream.cli.pipeline_rule import read_rules
-from millstream.cli.pipeline_run import CommandRun, Folder, Master, Memory, look_up, refuse_without_spark
+from millstream.cli.pipeline_run import CommandRun, Folder, Master, Memory, look_up, refuse_without_packages
 from millstream.core.errors import InvalidPipeline, PipelineExists
 from millstream.core.job import code_hash
 from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS, Pipeline, PipelineKind, check_pipeline
@@ -67,7 +67,7 @@ def backfill(
     window = TimeWindow(_time_ms(since, flag="--since"), _time_ms(until or "0s", flag="--until"))
     if window.since_ms >= window.until_ms:
         raise typer.BadParameter("--since must be before --until")
-    refuse_without_spark()
+    refuse_without_packages()
     declared, places = call_broker(common, lambda client: look_up(client, name, None, common.brokers))
     if declared.kind is PipelineKind.ROUTE:
         raise InvalidPipeline(f"pipeline {name!r} routes messages; a backfill is for land and transform")
@@ -81,7 +81,7 @@ def backfill(
 
 def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common: Common = COMMON) -> None:
     """Decode the quarantined messages of a stopped landing pipeline again, and land those that fit now."""
-    refuse_without_spark()
+    refuse_without_packages()
     from millstream.pipelines.jobs.land.backfill import make_requarantine
 
     declared, places = call_broker(common, lambda client: look_up(client, name, None, common.brokers))
@@ -172,9 +172,11 @@ Limit = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many ru
 @app.command("runs")
 def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
     """List the runs of a job, the latest first."""
+    from millstream.client.admin.pipelines import shown_run
+
     found = call_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
     columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
-    document, rows = {"pipeline": name, "runs": found}, [_run_row(run) for run in found]
+    document, rows = {"pipeline": name, "runs": found}, [_run_row(shown_run(run)) for run in found]
     print_list(document, columns, rows, empty=f"Job {one_line(name)} has not run yet.", as_json=common.as_json)
 
 
@@ -196,7 +198,7 @@ def trigger(name: Name, common: Common = COMMON) -> None:
     """Run a job now, regardless of its schedule; if it is running, the next run follows."""
     call_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
-    text = f"Job {shown} runs; see: millstream pipeline runs {shown}"
+    text = f"Job {shown} is running; see: millstream pipeline runs {shown}"
     print_result({"pipeline": name, "requested": True}, text, as_json=common.as_json)
 
 
@@ -209,17 +211,15 @@ def cancel(name: Name, common: Common = COMMON) -> None:
 
 
 def _run_row(run: dict[str, Any]) -> list[Any]:
-    ended_ms = run["ended_ms"] or time.time() * 1000
-    progress = {key: value for key, value in run["progress"].items() if key != "pin"}
     return [
         run["run"],
         run["state"],
-        _format_time(run["scheduled_ms"]),
-        f"{max(0.0, ended_ms - run['started_ms']) / 1000:.0f} s",
+        local_time(run["scheduled_ms"]),
+        f"{run['took_s']:.0f} s",
         run["attempt"],
         run["node"],
         run["code_hash"][:8],
-        ", ".join(f"{key}: {value}" for key, value in progress.items()),
+        ", ".join(f"{key}: {value}" for key, value in run["progress"].items()),
         headline(run["error"]) or None,
     ]
 
@@ -241,7 +241,7 @@ def update(
     notes = call_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}
-    print_noted({"pipeline": name, "changes": shown}, text, notes, as_json=common.as_json)
+    print_with_notes({"pipeline": name, "changes": shown}, text, notes, as_json=common.as_json)
 
 
 @app.command("start")
@@ -296,7 +296,7 @@ def _facts(described: dict[str, Any]) -> dict[str, str]:
         facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):
         retried = "" if described["kind"] == "job" else "; it is retried at least every minute"
-        facts["failing"] = f"since {_format_time(report['failing_ms'])}{retried}"
+        facts["failing"] = f"since {local_time(report['failing_ms'])}{retried}"
     lag = described.get("lag")
     if described["kind"] == "job":
         return {**facts, **_job_facts(described)}
@@ -319,9 +319,9 @@ def _job_facts(described: dict[str, Any]) -> dict[str, str]:
     facts["node"] = str(report["node"])
     facts["runs"] = f"{report['run']}; see: millstream pipeline runs {described['name']}"
     if report["next_run_ms"]:
-        facts["next run"] = _format_time(report["next_run_ms"])
+        facts["next run"] = local_time(report["next_run_ms"])
     if report["last_error"]:
-        facts["last error"] = f"({_format_time(report['last_error_ms'])}) {report['last_error'].rstrip()}"
+        facts["last error"] = f"({local_time(report['last_error_ms'])}) {report['last_error'].rstrip()}"
     return facts
 
 
@@ -337,16 +337,12 @@ def _report_facts(report: dict[str, Any], *, parked: str) -> dict[str, str]:
         facts["stalled"] = f"no progress for {report['stalled_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
     for name, number in sorted(report.get("levels", {}).items()):
-        facts[name] = _format_time(number * 1000) if name.endswith("_seconds") else f"{number:,}"
+        facts[name] = local_time(number * 1000) if name.endswith("_seconds") else f"{number:,}"
     facts.update(report.get("facts", {}))
     if report["last_error"]:
         text = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
-        facts["last error"] = f"({_format_time(report['last_error_ms'])}) {text}"
+        facts["last error"] = f"({local_time(report['last_error_ms'])}) {text}"
     return facts
-
-
-def _format_time(time_ms: int) -> str:
-    return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _displayed_value(key: str, value: Any) -> Any:
@@ -384,7 +380,7 @@ def _command(kind: PipelineKind) -> Callable[..., None]:
             notes = _declare(name, kind, flags, common, stopped=stopped, if_missing=if_missing)
         text = _outcome(one_line(name), kind, is_new=notes is not None, stopped=stopped)
         document = {"pipeline": name, "kind": kind, "created": notes is not None}
-        print_noted(document, text, notes or (), as_json=common.as_json)
+        print_with_notes(document, text, notes or (), as_json=common.as_json)
 
     return expand_options(create, without=flags_not_for(kind))
 
@@ -407,7 +403,7 @@ def _outcome(name: str, kind: PipelineKind, *, is_new: bool, stopped: bool) -> s
 
 def _declare(
     name: str, kind: PipelineKind, flags: Flags, common: Common, *, stopped: bool, if_missing: bool
-) -> list[str] | None:
+) -> Sequence[str] | None:
     """Declare it and return notes; None if it exists."""
     settings = flags.settings_of(kind)
     rules = () if flags.rules is None else read_rules(flags.rules)

@@ -12,11 +12,11 @@ from typing import Annotated, Final, get_args, get_type_hints
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import Settings, flag, parse_assignments, parse_settings, read_text
-from millstream.core.job import check_code, parse_duration_ms
+from millstream.cli.options import Settings, duration, flag, parse_assignments, parse_settings, read_text
+from millstream.core.job import check_code
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, SETTINGS, UPSERT, PipelineKind
-from millstream.core.setting import milliseconds_text, settings_of
+from millstream.core.setting import milliseconds_text
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 
@@ -102,7 +102,7 @@ class Flags:
     ] = None
     every: Annotated[
         float | None,
-        flag("--every", "SECONDS", "How long messages are collected before they are landed. Default: 60."),
+        duration("--every", "How long messages are collected before they are landed. Default: 60s."),
     ] = None
     sql: Annotated[
         str | None,
@@ -134,9 +134,7 @@ class Flags:
             'them, as in "orders=id long", and may have one for each topic. Default: inferred from the payloads.',
         ),
     ] = None
-    dedupe: Annotated[
-        float | None, flag("--dedupe", "SECONDS", "Skip messages whose id was landed within this time.")
-    ] = None
+    dedupe: Annotated[float | None, duration("--dedupe", "Skip messages whose id was landed within this time.")] = None
     mode: Annotated[
         str | None,
         flag("--mode", "MODE", "append (the default): one row per message; upsert: one row per key."),
@@ -216,7 +214,8 @@ class Flags:
     file: Program = None
     requirements: Requirements = None
     pace: Annotated[
-        str | None, flag("--every", "TIME", "Run at once and then at this interval, as in 90s, 15m or 1h.")
+        float | None,
+        duration("--every", "Run at once and then at this interval, as in 90s, 15m or 1h."),
     ] = None
     cron: Annotated[
         str | None,
@@ -235,7 +234,8 @@ class Flags:
         flag("--param", "NAME=TEXT", "A parameter of the program, which is in millstream.parameters; may be repeated."),
     ] = None
     run_timeout: Annotated[
-        str | None, flag("--run-timeout", "TIME", "How long an attempt may take, as in 30m. Default: 1d.")
+        float | None,
+        duration("--run-timeout", "How long an attempt may take, as in 30m. Default: 1d."),
     ] = None
     start: Annotated[str | None, flag("--from", "PLACE", "Where to start: earliest (the default) or latest.")] = None
     settings: Settings = None
@@ -350,11 +350,11 @@ class Flags:
         given = [flag for flag, value in times.items() if value]
         if len(given) > 1:
             raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
-        if (every_ms := _duration(self.pace, "every.ms")) == "0":
+        if (every_ms := _milliseconds(self.pace, PipelineKind.JOB, "every.ms")) == "0":
             raise typer.BadParameter(
                 "--every must be longer than 0s; leave it out for a job that runs when it is started"
             )
-        if (timeout_ms := _duration(self.run_timeout, "timeout.ms")) == "0":
+        if (timeout_ms := _milliseconds(self.run_timeout, PipelineKind.JOB, "timeout.ms")) == "0":
             raise typer.BadParameter("--run-timeout must be longer than 0s; --set timeout.ms=0 runs without a limit")
         if self.timezone and not self.cron and "cron" not in parse_assignments(self.settings or [], flag="--set"):
             raise typer.BadParameter("--timezone is for --cron, which is not given")
@@ -393,11 +393,4 @@ def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:
 def _milliseconds(seconds: float | None, kind: PipelineKind, name: str) -> str | None:
     if seconds is None:
         return None
-    (declared,) = (one for _, one in settings_of(SETTINGS[kind]) if one.name == name)
-    return milliseconds_text(seconds, declared, name=_SPELLED_OTHERWISE[name])
-
-
-def _duration(text: str | None, name: str) -> str | None:
-    if text is None:
-        return None
-    return _milliseconds(parse_duration_ms(text, name=_SPELLED_OTHERWISE[name]) / 1000, PipelineKind.JOB, name)
+    return milliseconds_text(seconds, SETTINGS[kind].declared()[name], name=_SPELLED_OTHERWISE[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ import typer
 from millstream.cli.connection import call_broker, call_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag, read_text_file
-from millstream.cli.output import counted, one_line, print_list, print_noted, print_result
+from millstream.cli.output import counted, one_line, print_list, print_result, print_with_notes
 from millstream.cli.pipeline_options import Name
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
@@ -55,7 +55,7 @@ def put(
         f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(already_read)}."
     )
     document = {"pipeline": name, "rule": rule, "rules": changed.rules, "already_read": already_read}
-    print_noted(document, text, changed.notes, as_json=common.as_json)
+    print_with_notes(document, text, changed.notes, as_json=common.as_json)
 
 
 @app.command("load")
@@ -76,7 +76,7 @@ def load(
     changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
     text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
     document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
-    print_noted(document, text, changed.notes, as_json=common.as_json)
+    print_with_notes(document, text, changed.notes, as_json=common.as_json)
 
 
 @app.command("list")
@@ -141,19 +141,18 @@ def read_rules(file: str) -> tuple[Rule, ...]:
     import msgspec
 
     from millstream.core.json_problem import plain_problem
+    from millstream.protocol.private.pipeline_messages import NewRule, declared_rules
 
     text = sys.stdin.read() if file == "-" else read_text_file(Path(file), flag="the rules")
     try:
-        rules = msgspec.json.decode(text, type=tuple[Rule, ...])
-        for unknown in {name for one in msgspec.json.decode(text) for name in one} - {one.name for one in fields(Rule)}:
-            raise msgspec.ValidationError(f"Object contains unknown field `{unknown}`")
+        rules = declared_rules(msgspec.json.decode(text, type=list[NewRule]))
     except msgspec.MsgspecError as error:
         raise CommandFailed(
             f"{file} is not a JSON list of rules: {plain_problem(error)}; a rule has name, topic, targets, condition "
             "or subscription",
             ExitCode.USAGE,
         ) from None
-    return rules
+    return tuple(rules)
 
 
 def _rules_of(name: str, common: Common) -> list[Rule]:

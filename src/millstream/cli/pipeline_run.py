@@ -71,22 +71,29 @@ def unwound_by_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Report errors of Spark and of users' code by their reason, without Java's stack trace."""
+    from millstream.pipelines.jobs.error_reason import reason_of
+
+    try:
+        yield
+    except MillstreamError:
+        raise
+    except Exception as error:
+        raise CommandFailed(reason_of(error)) from error
+
+
 NAMED: Final = 10
 """How many fields without a column are named."""
 
 
 def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) -> None:
     """Decode the newest messages as landing would, and print what would be landed."""
-    from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.runtime.dry_run import land_sample
 
-    with signed_in(brokers) as (scratch, _, access):
-        try:
-            documents = land_sample(pipeline, brokers, access, lake, scratch)["topics"]
-        except MillstreamError:
-            raise
-        except Exception as error:
-            raise CommandFailed(reason_of(error)) from error
+    with signed_in(brokers) as (scratch, _, access), _reported():
+        documents = land_sample(pipeline, brokers, access, lake, scratch)["topics"]
     lines = [line for one in documents for line in _landing_lines(one)]
     print_result({"topics": documents}, "\n".join(lines), as_json=as_json)
 
@@ -118,20 +125,15 @@ def _landing_lines(document: dict[str, Any]) -> list[str]:
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the latest messages, and print the result."""
-    from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.jobs.transform.dry_run import dry_run
     from millstream.pipelines.runtime.spark_session import open_session
 
     with signed_in(brokers) as (scratch, _, access):
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
-        try:
+        with _reported():
             context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
             plan = dry_run(pipeline, context)
-        except MillstreamError:
-            raise
-        except Exception as error:
-            raise CommandFailed(reason_of(error)) from error
     print_result(plan.as_document(), _text(plan), as_json=as_json)
 
 
@@ -288,9 +290,12 @@ def run(
     lake = flags.lake if flags.lake is None or "://" in flags.lake else os.path.abspath(flags.lake)
     flags = replace(flags, topic=[*(topics or ()), *(flags.topic or ())], lake=lake)
     described = _described_by(kind_or_name, flags, name)
-    refuse_without_spark()
+    if described is not None:
+        refuse_without_packages(starts_spark=not (dry and described.kind is PipelineKind.LAND))
     is_declared, brokers = described is None, common.brokers
     pipeline, places = call_broker(common, lambda client: look_up(client, kind_or_name, described, brokers))
+    if described is None:
+        refuse_without_packages(starts_spark=not (dry and pipeline.kind is PipelineKind.LAND))
     by_hand = CommandRun(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=common.as_json)
@@ -418,11 +423,11 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
     return Pipeline(pipeline_id=pipeline_id, name=name, kind=kind, overrides=settings, rules=tuple(rules))
 
 
-def refuse_without_spark() -> None:
-    """Raise `CommandFailed` with what to install if Spark is missing."""
+def refuse_without_packages(*, starts_spark: bool = True) -> None:
+    """Raise `CommandFailed` with what to install if packages of pipelines are missing."""
     from millstream.pipelines.runtime.spark_session import missing_packages
 
-    missing = missing_packages()
+    missing = missing_packages(starts_spark=starts_spark)
     if missing:
         raise CommandFailed(missing)
 
@@ -578,20 +583,20 @@ class CommandRun:
         )
 
     def _drive(self, running: ManualRun, *, once: bool, as_json: bool) -> None:
-        from millstream.pipelines.jobs.error_reason import reason_of
         from millstream.pipelines.runtime.runner import Stalled
 
         # Without `once`, an interruption is the usual end.
         ended = "interrupted after " if once else ""
         try:
-            running.run(once=once)
+            with _reported():
+                running.run(once=once)
             ended = ""
         except Stalled as stalled:
+            ended = "stopped after "
             raise CommandFailed(self._stall_message(str(stalled)), ExitCode.TIMED_OUT) from None
-        except MillstreamError:
+        except Exception:
+            ended = "failed after "
             raise
-        except Exception as error:
-            raise CommandFailed(reason_of(error)) from error
         finally:
             self._stages.end()
             self._summarize(running.tally, ended, as_json=as_json)

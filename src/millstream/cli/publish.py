@@ -17,7 +17,7 @@ import typer
 
 from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.cli.options import COMMON, Common, flag
+from millstream.cli.options import COMMON, Common, duration, flag
 from millstream.cli.output import Progress, as_json_text, counted, print_line, print_note
 from millstream.core.errors import (
     BatchTooLarge,
@@ -86,6 +86,10 @@ async def _wait_until_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
+class _NothingSent(CommandFailed):
+    """Nothing of a group of messages was sent."""
+
+
 _PASSING = (CoordinatorUnavailable, NotLeader, RequestTimedOut)
 """Errors that the cluster's nodes can explain."""
 
@@ -104,9 +108,7 @@ Headers = Annotated[
     list[str] | None,
     typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
 ]
-DelaySeconds = Annotated[
-    float | None, flag("--delay", "SECONDS", "Make subscriptions deliver every message this much later.", min=0.0)
-]
+DelaySeconds = Annotated[float | None, duration("--delay", "Make subscriptions deliver every message this much later.")]
 Partition = Annotated[
     int | None,
     typer.Option(
@@ -220,7 +222,10 @@ async def _publish(client: Client, order: _Order) -> int:
 
         async def publish_group(lines: list[bytes], first: int) -> int:
             try:
-                records = await _encode(client, order, _records(order, lines, first), first)
+                try:
+                    records = await _encode(client, order, _records(order, lines, first), first)
+                except CommandFailed as error:
+                    raise _NothingSent(str(error), exit_code_of(error)) from error
                 return await _publish_group(publisher, order, records, first)
             except _PASSING as error:
                 raise await _explain(client, order, error) from error
@@ -256,7 +261,9 @@ async def _publish_lines(
                     break
                 done += await publish_group(group.lines, done + 1)
             except (MillstreamError, CommandFailed) as error:
-                stored = f"at least the first {counted(done, 'message')} of the input" if done else "possibly nothing"
+                stored = "nothing" if isinstance(error, _NothingSent) else "possibly nothing"
+                if done:
+                    stored = f"at least the first {counted(done, 'message')} of the input"
                 raise CommandFailed(f"{error} (stored: {stored})", exit_code_of(error)) from error
             progress.advance(group.size_bytes, counted(done, "message"))
     return done
@@ -284,7 +291,9 @@ async def _encode(client: Client, order: _Order, records: list[NewRecord], first
             document = msgspec.json.decode(record.value or b"")
             encoded.append(record._replace(value=await codecs.encode(order.schema, document, is_json=True)))
         except msgspec.DecodeError as error:
-            raise CommandFailed(f"{where}it is not JSON, which --schema needs: {error}", ExitCode.USAGE) from error
+            raise CommandFailed(
+                f"{where}the message is not JSON, which --schema requires: {error}", ExitCode.USAGE
+            ) from error
         except SchemaMismatch as error:
             raise CommandFailed(f"{where}{error}", ExitCode.USAGE) from error
     return encoded
@@ -307,7 +316,8 @@ async def _publish_group(publisher: Publisher, order: _Order, records: list[NewR
 
 
 def _records(order: _Order, lines: list[bytes], first: int) -> list[NewRecord]:
-    from millstream.client.payload import DELIVER_AT, due_ms
+    from millstream.client.payload import due_ms
+    from millstream.core.headers import DELIVER_AT
     from millstream.protocol.records.record import NewRecord
 
     now_ms = time.time_ns() // 1_000_000

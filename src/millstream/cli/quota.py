@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -23,7 +24,22 @@ Entity = Annotated[
         show_default=False,
     ),
 ]
-Rate = Annotated[float | None, typer.Option(metavar="BYTES", min=1, help="Bytes per second.", show_default=False)]
+
+
+def _parse_rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 1 <= rate <= _RATE_MAX:
+        raise typer.BadParameter(f"{text!r} is not a number of bytes per second of at least 1; 1 MiB is 1048576")
+    return rate
+
+
+_RATE_MAX: Final = 1e12
+Rate = Annotated[
+    float | None, typer.Option(metavar="BYTES", parser=_parse_rate, help="Bytes per second.", show_default=False)
+]
 
 
 @app.command("set")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import suppress
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from millstream.cli.connection import complete_topics
+from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_result
-from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in
+from millstream.cli.pipeline_run import Stages, refuse_without_packages, signed_in
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
-from millstream.core.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest, LostData, UnreadableData
+
+if TYPE_CHECKING:
+    from millstream.pipelines.jobs.replay import ReplayOrder
 
 FromTopic = Annotated[
     str | None, flag("--from-topic", "TOPIC", "Replay the log of this topic.", autocompletion=complete_topics)
@@ -70,7 +75,7 @@ def replay(
     since_ms, until_ms = _time_ms(since, "--since"), _time_ms(until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
         raise typer.BadParameter("--since must be before --until")
-    refuse_without_spark()
+    refuse_without_packages()
     from millstream.core.topic import check_topic_name
     from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 
@@ -88,7 +93,7 @@ def replay(
     started = time.monotonic()
     with signed_in(common.brokers, common.timeout) as (_, _, access):
         made = Replay(order, common.brokers, access)
-        with Stages(order.title) as stages:
+        with Stages(order.title) as stages, _advised(order):
             done = made.run(
                 lambda at: stages.move(f"{at.written:,} of {at.examined:,} messages match, {at.left:,} are left"),
                 dry=dry,
@@ -109,6 +114,20 @@ def replay(
     else:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} were published to {one_line(into)}."
     print_result(document, text, as_json=common.as_json)
+
+
+@contextmanager
+def _advised(order: ReplayOrder) -> Iterator[None]:
+    """Say what to do about messages that are gone by the flags of this command, which has no query with options."""
+    table = f"--from-table {one_line(order.topic)} replays what a pipeline has landed of the topic"
+    try:
+        yield
+    except UnreadableData as error:
+        raise CommandFailed(
+            f"{error.finding}. {table}; --since, with a later time, replays what follows them"
+        ) from error
+    except LostData as error:
+        raise CommandFailed(f"{error.finding}. The same command continues without them; {table}") from error
 
 
 def _time_ms(text: str | None, flag: str) -> int | None:

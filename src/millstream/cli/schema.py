@@ -121,9 +121,9 @@ def register(
 ) -> None:
     """Register a schema as the next version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, parse_reference
-    from millstream.protocol.private.schema_messages import RegisterSchema
+    from millstream.protocol.private.schema_messages import RegisterSchemaRequest
 
-    request = RegisterSchema(
+    request = RegisterSchemaRequest(
         subject=subject,
         schema=read_text_file(file, flag="the schema"),
         schema_type=_type_of(file, schema_type),
@@ -144,9 +144,9 @@ def delete(
 ) -> None:
     """Delete a subject or one of its versions; messages with its ids can still be read unless it is permanent."""
     from millstream.client.admin.schemas import SchemaClient
-    from millstream.protocol.private.schema_messages import DeleteSubject
+    from millstream.protocol.private.schema_messages import DeleteSubjectRequest
 
-    request = DeleteSubject(subject=subject, version=version, permanent=permanent)
+    request = DeleteSubjectRequest(subject=subject, version=version, permanent=permanent)
     versions = call_broker(common, lambda client: SchemaClient(client).delete(request))
     listed = ", ".join(str(number) for number in versions)
     text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
@@ -166,18 +166,18 @@ def compatibility(
 ) -> None:
     """Show or set which schemas are compatible with the versions of a subject."""
     from millstream.client.admin.schemas import SchemaClient
-    from millstream.protocol.private.schema_messages import Configure
+    from millstream.protocol.private.schema_messages import ConfigureRequest
 
-    async def question(client: Client) -> str:
+    async def operation(client: Client) -> str:
         schemas = SchemaClient(client)
         if level == _DEFAULT:
-            await schemas.configure(Configure(subject=subject, reset_config=True))
+            await schemas.configure(ConfigureRequest(subject=subject, reset_config=True))
         elif level is not None:
-            await schemas.configure(Configure(subject=subject, config={"compatibilityLevel": level.upper()}))
+            await schemas.configure(ConfigureRequest(subject=subject, config={"compatibilityLevel": level.upper()}))
         found = await schemas.settings(subject, default_to_global=True)
         return str((found.config or {})["compatibilityLevel"])
 
-    current = call_broker(common, question)
+    current = call_broker(common, operation)
     print_result({"subject": subject, "compatibility": current}, current, as_json=common.as_json)
 
 
@@ -203,13 +203,13 @@ def check(
 
     Exits with 5 if it is incompatible or cannot read a message.
     """
-    from millstream.client.admin.schemas import parse_reference
+    from millstream.client.admin.schemas import explain_reasons, parse_reference
     from millstream.client.admin.topic_schema import try_schema
-    from millstream.protocol.private.schema_messages import CheckSchema
+    from millstream.protocol.private.schema_messages import CheckSchemaRequest
 
     if since is not None and topic is None:
         raise typer.BadParameter("--since needs --topic")
-    request = CheckSchema(
+    request = CheckSchemaRequest(
         subject=subject,
         schema=read_text_file(file, flag="the schema"),
         schema_type=_type_of(file, schema_type),
@@ -220,7 +220,11 @@ def check(
         common,
         lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=common.timeout),
     )
-    lines = [f"{subject}: {'incompatible' if found.reasons else 'compatible'}.", *found.reasons]
+    lines = [f"{subject}: {'incompatible' if found.reasons else 'compatible'}."]
+    if found.reasons:
+        explained = explain_reasons(found.reasons, request.schema)
+        # A reason of another kind has no explanation.
+        lines += [explained.rule, *explained.changes] if explained.changes else found.reasons
     if topic is not None:
         without = f", {counted(found.skipped, 'message')} without a schema" if found.skipped else ""
         lines.append(f"{counted(found.messages, 'message')} of {topic}: {found.unreadable} cannot be read{without}.")
@@ -250,7 +254,7 @@ def import_(
     """Register everything that Confluent's registry has stored, with its ids, in a context without schemas."""
     from millstream.client.admin.topic_schema import import_schemas
 
-    async def question(client: Client) -> int:
+    async def operation(client: Client) -> int:
         if source is None:
             return await import_schemas(client, topic, client, context=_context(context))
         from millstream.protocol.wire.client import Client as WireClient
@@ -258,7 +262,7 @@ def import_(
         async with WireClient.connect(source, client_id="millstream-cli", timeout_s=common.timeout) as other:
             return await import_schemas(other, topic, client, context=_context(context))
 
-    number = call_broker(common, question)
+    number = call_broker(common, operation)
     print_result(
         {"versions": number, "context": _context(context)},
         f"Imported {counted(number, 'version')}.",

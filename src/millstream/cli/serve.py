@@ -20,7 +20,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson, flag
 from millstream.cli.output import print_json, print_line
 from millstream.core.config import Config
-from millstream.core.setting import Setting, parse_address, without_password
+from millstream.core.setting import Setting, parse_address, value_text, without_password
 
 if TYPE_CHECKING:
     from millstream.broker.node import Broker
@@ -58,7 +58,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
-    default = _format_default(declared.default)
+    default = value_text(declared.default)
     option = flag(
         f"--{declared.name}",
         _metavar(declared),
@@ -68,10 +68,6 @@ def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
     return inspect.Parameter(
         attribute, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
-
-
-def _format_default(default: Any) -> str:
-    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _metavar(declared: Setting) -> str:
@@ -93,6 +89,8 @@ def serve(**given: Any) -> None:
     names = {attribute: name for name, (attribute, _) in Config.declared().items()}
     flags = {names[attribute]: value for attribute, value in given.items() if value is not None}
     config = Config.load(flags=flags, file=file)
+    if Path(config.data).exists() and not Path(config.data).is_dir():
+        raise CommandFailed(f"data must be a folder, and {config.data} is not one", ExitCode.USAGE)
     set_up_logging(config.log_level, config.log_format)
     for name, value in flags.items():
         declared = Config.declared()[name][1]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from millstream.cli.connection import call_broker, call_through, complete_subscriptions, complete_topics
+from millstream.cli.connection import call_broker, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     COMMON,
@@ -26,6 +27,7 @@ from millstream.cli.options import (
     Unset,
     Yes,
     confirm,
+    duration,
     expand_options,
     flag,
     parse_assignments,
@@ -48,7 +50,7 @@ from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of, topics_text
 from millstream.core.errors import MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
-from millstream.core.setting import milliseconds_text, named_by_caller, secret_names, value_text
+from millstream.core.setting import milliseconds_text, named_by_caller, parse_duration_ms, secret_names, value_text
 from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
@@ -211,7 +213,7 @@ class Flags:
     start: Annotated[
         str, typer.Option("--start", metavar="POSITION", help="Where to start: start, end, a time or an age.")
     ] = "end"
-    lease: Annotated[float | None, flag("--lease", "SECONDS", "How long a worker holds a message.")] = None
+    lease: Annotated[float | None, duration("--lease", "How long a worker holds a message.")] = None
     attempts: Annotated[
         int | None,
         flag(
@@ -221,7 +223,8 @@ class Flags:
         ),
     ] = None
     backoff: Annotated[
-        str | None, flag("--backoff", "MIN[:MAX]", "Seconds between attempts, doubling up to MAX. Default: 1:300.")
+        str | None,
+        flag("--backoff", "MIN[:MAX]", "The time between attempts, doubling up to MAX, as in 1s:5m, the default."),
     ] = None
     dead_letter: Annotated[
         str | None,
@@ -246,9 +249,7 @@ class Flags:
         int | None,
         flag("--in-flight", "NUMBER", "The maximum number of messages of a partition that one worker holds."),
     ] = None
-    expires: Annotated[
-        float | None, flag("--expires", "SECONDS", "Delete it after it has been unused for this time.")
-    ] = None
+    expires: Annotated[float | None, duration("--expires", "Delete it after it has been unused for this time.")] = None
     ledger: Annotated[
         bool | None,
         typer.Option(
@@ -288,10 +289,8 @@ class Flags:
         }
         if self.backoff is not None:
             least, _, most = self.backoff.partition(":")
-            try:
-                given[BACKOFF_MIN], given[BACKOFF_MAX] = float(least), float(most) if most else None
-            except ValueError:
-                raise typer.BadParameter(f"--backoff takes seconds, as in 1 or 1:60, not {self.backoff!r}") from None
+            for name, text in ((BACKOFF_MIN, least), (BACKOFF_MAX, most)):
+                given[name] = parse_duration_ms(text, name="--backoff") / 1000 if text or name == BACKOFF_MIN else None
         found = {name: _setting_text(name, value) for name, value in given.items() if value is not None}
         if self.push is not None:
             found[URL] = self.push
@@ -551,9 +550,7 @@ def seek(
 def pull(
     name: Name,
     number: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, help="The maximum number of messages.")] = 10,
-    wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for messages.")
-    ] = 0.0,
+    wait: Annotated[float, duration("--wait", "How long to wait for messages.", show_default="0s")] = 0.0,
     accept: Annotated[bool, typer.Option("--accept", help="Accept them once they are printed.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release them once they are printed.")] = False,
     reject: Annotated[
@@ -563,7 +560,7 @@ def pull(
 ) -> None:
     """Lease messages like a worker. By default they are delivered again when their lease ends."""
     if sum((accept, release, reject is not None)) > 1:
-        raise typer.BadParameter("--accept, --release and --reject exclude each other")
+        raise typer.BadParameter("--accept, --release and --reject are mutually exclusive")
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
     verb = Verb.ACCEPT if accept else Verb.RELEASE if release else Verb.REJECT if reject is not None else None
 
@@ -595,7 +592,8 @@ def _summarize_pull(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not is_leased:
         return f"{counted(count, 'message')} received at most once, and not delivered again."
     if verb is None:
-        return f"{counted(count, 'message')} leased until the lease expires (--accept accepts them)."
+        they = "it is redelivered when its lease expires" if count == 1 else "they are redelivered when leases expire"
+        return f"{counted(count, 'message')} leased; {they} (--accept accepts {'it' if count == 1 else 'them'})."
     return f"{_SETTLED[verb]} {counted(count, 'message')}."
 
 
@@ -603,23 +601,20 @@ def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
     from millstream.cli.message_text import as_text
     from millstream.client.admin.messages import as_document
 
+    indent = sys.stdout.isatty()
     for message in messages:
         if as_json:
             document = as_document(message.topic, message.topic_id, message.partition, message.record)
             print_line(as_json_text({**document, "attempt": message.attempt, "deadline_ms": message.deadline_ms}))
         else:
-            print_line(as_text(message.topic, message.partition, message.record, colour=False))
+            print_line(as_text(message.topic, message.partition, message.record, colour=False, indent=indent))
 
 
 def _call_subscriptions(common: Common, operation: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
-    return call_through(common, _subscriptions, operation)
-
-
-def _subscriptions(client: Client) -> SubscriptionClient:
     # Imported on use, so that help is quick.
     from millstream.protocol.private.subscriptions import SubscriptionClient
 
-    return SubscriptionClient(client)
+    return call_broker(common, lambda client: operation(SubscriptionClient(client)))
 
 
 def _set_paused(name: str, value: str | None, common: Common) -> None:

@@ -78,7 +78,7 @@ def tail(
         raise typer.BadParameter("pass --raw or --json, not both")
     begin = None if position is None else parse_position(position)
 
-    async def question(client: Client) -> None:
+    async def operation(client: Client) -> None:
         from millstream.client.admin.tailer import Tailer
         from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 
@@ -105,7 +105,7 @@ def tail(
         if tailer.lost:
             raise CommandFailed(f"not everything could be shown: {'; '.join(tailer.lost)}")
 
-    call_broker(common, question)
+    call_broker(common, operation)
 
 
 def _print_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:
@@ -175,10 +175,12 @@ def _make_printer(client: Client, topic: TopicMetadata, *, raw: bool, as_json: b
         document.update({} if decoded is None else decoded.document())
         return as_json_text(document).encode() + b"\n"
 
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    indent = sys.stdout.isatty()
+    colour = indent and not os.environ.get("NO_COLOR")
 
     async def show_text(message: Message) -> bytes:
         decoded = await decode_record(client, topic.name, message.record)
-        return as_text(topic.name, message.partition, message.record, colour=colour, decoded=decoded).encode() + b"\n"
+        text = as_text(topic.name, message.partition, message.record, colour=colour, indent=indent, decoded=decoded)
+        return text.encode() + b"\n"
 
     return show_raw if raw else show_document if as_json else show_text

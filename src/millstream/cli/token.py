@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
-from millstream.cli.output import print_list, print_note, print_result
+from millstream.cli.output import local_time, print_list, print_note, print_result
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission, parse_rules
 from millstream.core.credential import split_token
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
@@ -37,7 +36,7 @@ def create(
         typer.Option("--owner", metavar="PRINCIPAL", help="The principal, such as User:alice. Default: yours."),
     ] = "",
     expires: Annotated[
-        str, typer.Option("--expires", metavar="TIME", help="How long it is valid: 90s, 15m, 2h, 30d; up to 366d.")
+        str, typer.Option("--expires", metavar="DURATION", help="How long it is valid: 90s, 15m, 2h, 30d; up to 366d.")
     ] = "30d",
     allow: Annotated[
         list[str] | None,
@@ -84,8 +83,8 @@ def create(
         print_note(f"Not valid for {expires}: it expires with the token that it was created with.")
     if not common.as_json:
         print_note(
-            f"Valid for {made.owner} until {_time(made.expires_ms)}, and not shown again. Kafka clients take it as "
-            f"SASL/PLAIN: the user is {token_id}, the password is what follows the dot."
+            f"Valid for {made.owner} until {local_time(made.expires_ms)}, and not shown again. Kafka clients take it "
+            f"as SASL/PLAIN: the user is {token_id}, the password is what follows the dot."
         )
 
 
@@ -110,7 +109,9 @@ def list_(common: Common = COMMON) -> None:
         for one in tokens
     ]
     header = ("id", "owner", "may", "created with", "expires")
-    rows = [[one.token_id, one.owner, _text(one.scope), one.parent or None, _time(one.expires_ms)] for one in tokens]
+    rows = [
+        [one.token_id, one.owner, _text(one.scope), one.parent or None, local_time(one.expires_ms)] for one in tokens
+    ]
     empty = "No tokens; see millstream token create --help."
     print_list({"tokens": documents}, header, rows, empty=empty, as_json=common.as_json)
 
@@ -134,7 +135,7 @@ def revoke(
         with suppress(AuthenticationFailed):
             call_broker(common, list_tokens)
             raise
-    print_result({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=common.as_json)
+    print_result({"id": token_id, "revoked": True}, f"Revoked token {token_id}.", as_json=common.as_json)
 
 
 def _scope(operations: str, resource: str, *, prefixed: bool) -> list[Acl]:
@@ -151,7 +152,3 @@ def _text(scope: list[ScopeRule]) -> str:
     return (
         "; ".join(f"{','.join(operations)} {what}" for what, operations in allowed.items()) or "all rights of its owner"
     )
-
-
-def _time(moment_ms: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment_ms / 1000))

@@ -8,7 +8,7 @@ import typer
 
 from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.options import COMMON, Common, Noun, Throttle, Wait, Yes, confirm, flag, parse_assignments
-from millstream.cli.output import counted, print_json, print_line, print_list, print_noted, print_table
+from millstream.cli.output import counted, print_json, print_line, print_list, print_table, print_with_notes
 from millstream.core.errors import TopicExists, TopicNotAuthorized
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def create(
     given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
     overrides.update({key: text for key, text in given.items() if text})
 
-    async def question(client: Client) -> tuple[bool, TopicMetadata | None, list[str]]:
+    async def operation(client: Client) -> tuple[bool, TopicMetadata | None, list[str]]:
         from millstream.client.admin.topic_notes import creation_notes
         from millstream.client.admin.topics import create_topic, find_topic
 
@@ -111,7 +111,7 @@ def create(
             return created, None, ["You may not describe it."]
         return created, topic, await creation_notes(client, topic) if created and replication is None else []
 
-    created, topic, notes = call_broker(common, question)
+    created, topic, notes = call_broker(common, operation)
     made: dict[str, object] = {"topic": name, "id": None, "partitions": None, "replication": None, "created": created}
     text = "Created topic" if created else "There is already a topic"
     size = landed = ""
@@ -124,7 +124,7 @@ def create(
 
         made["pipeline"] = f"{LAND_PREFIX}{name}"
         landed = f", landed by pipeline {LAND_PREFIX}{name}"
-    print_noted(made, f"{text} {name}{size}{landed}.", notes, as_json=common.as_json)
+    print_with_notes(made, f"{text} {name}{size}{landed}.", notes, as_json=common.as_json)
 
 
 @app.command("list")
@@ -134,11 +134,11 @@ def list_(
 ) -> None:
     """List all topics."""
 
-    async def question(client: Client) -> list[TopicMetadata]:
+    async def operation(client: Client) -> list[TopicMetadata]:
         topics = (await client.metadata()).topics.values()
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
-    topics = call_broker(common, question)
+    topics = call_broker(common, operation)
     keys = ("topic", "partitions", "replication")
     rows = [(topic.name, len(topic.partitions), topic.replication) for topic in topics]
     listed = [
@@ -154,7 +154,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
     """Show a topic's partitions, offsets and settings."""
     from millstream.client.admin.topics import describe_topic
 
-    async def question(client: Client) -> dict[str, Any]:
+    async def operation(client: Client) -> dict[str, Any]:
         from millstream.client.admin.topic_notes import topic_original, topic_readers, topic_writers
         from millstream.client.admin.topic_schema import topic_schemas
 
@@ -165,7 +165,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         found["copy_of"] = await topic_original(client, name)
         return found
 
-    described = call_broker(common, question)
+    described = call_broker(common, operation)
     if common.as_json:
         print_json(described)
     else:
@@ -237,7 +237,7 @@ def alter(
             "--contract"
         )
 
-    async def question(client: Client) -> list[str]:
+    async def operation(client: Client) -> list[str]:
         from millstream.client.admin.topic_notes import change_notes
         from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
@@ -250,9 +250,9 @@ def alter(
             await grow_topic(client, name, partitions)
         return await change_notes(client, topic, changes, partitions)
 
-    notes = call_broker(common, question)
+    notes = call_broker(common, operation)
     document = {"topic": name, "changed": changes, "partitions": partitions}
-    print_noted(document, f"Changed topic {name}.", notes, as_json=common.as_json)
+    print_with_notes(document, f"Changed topic {name}.", notes, as_json=common.as_json)
 
 
 @app.command("delete")
@@ -273,7 +273,7 @@ def delete(
             await check_no_open_letters(client, name)
         return await deletion_notes(client, await find_topic(client, name, advice=_LIST_ADVICE))
 
-    async def question(client: Client) -> None:
+    async def operation(client: Client) -> None:
         from millstream.client.admin.dead_letter import close_letters_of
         from millstream.client.admin.topics import delete_topic
 
@@ -283,8 +283,8 @@ def delete(
 
     notes = call_broker(common, look)
     confirm(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or common.as_json)
-    call_broker(common, question)
-    print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=common.as_json)
+    call_broker(common, operation)
+    print_with_notes({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=common.as_json)
 
 
 async def _land(client: Client, name: str, *, validate_only: bool = False) -> None:

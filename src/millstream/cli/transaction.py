@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import call_broker, complete_topics
-from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag
+from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, duration, flag
 from millstream.cli.output import one_line, print_json, print_line, print_list, print_result
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -33,7 +33,7 @@ def list_(
     ] = None,
     longer_than: Annotated[
         float | None,
-        typer.Option("--longer-than", metavar="SECONDS", min=0, help="Only those that have run longer than this."),
+        duration("--longer-than", "Only those that have run longer than this."),
     ] = None,
     hanging: Annotated[
         bool,
@@ -48,13 +48,13 @@ def list_(
         _list_hanging(common)
         return
 
-    async def question(client: Client) -> list[ListedTransaction]:
+    async def operation(client: Client) -> list[ListedTransaction]:
         from millstream.client.admin.transactions import list_transactions
 
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
 
-    found = call_broker(common, question)
+    found = call_broker(common, operation)
     print_list(
         {"transactions": [dataclasses.asdict(one) for one in found]},
         ["transactional id", "state", "producer id"],

@@ -18,7 +18,7 @@ import typer
 from millstream.cli.connection import call_broker, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag, read_text_file
-from millstream.cli.output import counted, print_list, print_noted, print_result
+from millstream.cli.output import counted, print_list, print_result, print_with_notes
 from millstream.core.credential import SecurityChange, new_credentials, user_principal
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, ClusterNotAuthorized
 
@@ -63,13 +63,11 @@ def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Calla
     return put
 
 
-app.command("create")(
-    _setting_password("created", "User {} is created.", "Create a user with a password.", is_new=True)
-)
+app.command("create")(_setting_password("created", "Created user {}.", "Create a user with a password.", is_new=True))
 app.command("password")(
     _setting_password(
         "changed",
-        "The password of user {} is changed.",
+        "Changed the password of user {}.",
         "Change the password of a user; connections that were opened with the old one are closed.",
         is_new=False,
     )
@@ -100,25 +98,25 @@ def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
 
     principal = user_principal(name)
 
-    async def question(client: Client) -> int:
+    async def operation(client: Client) -> int:
         await delete_user(client, name)
         return len(await describe_acls(client, AclFilter(principal=principal)))
 
     confirm(f"Delete user {name}?", unless=yes)
-    left = call_broker(common, question)
+    left = call_broker(common, operation)
     notes = [
         f"{principal} still has {counted(left, 'access rule')}, which would apply to a new user of that name; "
         f"`millstream acl list --principal {principal}` shows them, and `millstream acl remove` removes each"
     ]
     document = {"user": name, "deleted": True}
-    print_noted(document, f"User {name} is deleted.", notes if left else (), as_json=common.as_json)
+    print_with_notes(document, f"Deleted user {name}.", notes if left else (), as_json=common.as_json)
 
 
 _NOT_CREATED: Final = "creating a user needs DESCRIBE and ALTER on the cluster"
 
 
 def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
-    async def question(client: Client) -> None:
+    async def operation(client: Client) -> None:
         from millstream.client.admin.security import list_users, put_user
 
         try:
@@ -138,7 +136,7 @@ def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
             ) from error
 
     try:
-        call_broker(common, question)
+        call_broker(common, operation)
     except BrokerUnreachable:
         # Another password closes the connections of the user, even the one that asked for it.
         mine = command_credentials()
@@ -158,12 +156,13 @@ def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, passwor
 
     from millstream.broker.catalog.catalog import Catalog
     from millstream.broker.log.files import DiskFiles
-    from millstream.broker.log.folder import DataFolder, make_private
+    from millstream.broker.log.folder import DataFolder, check_own_or_empty, make_private
 
     credentials = new_credentials(name, secret)
     with ExitStack() as stack:
         if data is not None:
             # Locked, since a node that runs would not learn of the user.
+            check_own_or_empty(str(data), DiskFiles())
             stack.callback(DataFolder(data, DiskFiles()).release)
             make_private(data)
             opened = Catalog.open_folder(data)

@@ -33,7 +33,7 @@ from millstream.client.message_stream import MessageStream, Source
 from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
 from millstream.client.profile import Profile, load_profile
-from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, MESSAGE_ID, Publisher
+from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, Publisher
 from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
@@ -45,7 +45,8 @@ from millstream.core.errors import (
     SubscriptionExists,
     UnknownTopic,
 )
-from millstream.core.setting import milliseconds_text, named_by_caller
+from millstream.core.headers import MESSAGE_ID
+from millstream.core.setting import milliseconds_text, named_by_caller, value_text
 from millstream.core.subscription import (
     AT_TIME,
     ATTEMPTS,
@@ -62,6 +63,7 @@ from millstream.core.subscription import (
     START,
     SubscriptionSettings,
 )
+from millstream.core.tasks import cancel_and_wait
 from millstream.core.topic import check_topic_name
 from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.private.subscriptions import (
@@ -74,6 +76,8 @@ from millstream.protocol.private.subscriptions import (
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import SDK_SPELLED, Credentials, client_tls
+
+_logger = logging.getLogger(__name__)
 
 Start = str | datetime | timedelta
 Seconds = float
@@ -164,26 +168,10 @@ _Reading = Callable[[str, Any], dict[str, str]]
 """Converts an argument, given by name and value, to settings."""
 
 
-def _text(setting: str) -> _Reading:
+def _checked(setting: str, check: Callable[..., None]) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
-        check_text(name, value, InvalidSubscription)
-        return {setting: value}
-
-    return read
-
-
-def _boolean_setting(setting: str) -> _Reading:
-    def read(name: str, value: Any) -> dict[str, str]:
-        check_bool(name, value, InvalidSubscription)
-        return {setting: str(value).lower()}
-
-    return read
-
-
-def _integer_setting(setting: str) -> _Reading:
-    def read(name: str, value: Any) -> dict[str, str]:
-        check_integer(name, value, error=InvalidSubscription)
-        return {setting: str(value)}
+        check(name, value, error=InvalidSubscription)
+        return {setting: value_text(value)}
 
     return read
 
@@ -203,21 +191,17 @@ def _backoff(name: str, value: Any) -> dict[str, str]:
     return {**_seconds(BACKOFF_MIN)(name, value[0]), **_seconds(BACKOFF_MAX)(name, value[1])}
 
 
-def _start_setting(name: str, value: Any) -> dict[str, str]:
-    return {START: _start(value)}
-
-
 _SETTINGS: Final[dict[str, _Reading]] = {
-    "filter": _text(FILTER),
-    "delivery": _text(DELIVERY),
-    "ordered": _boolean_setting(ORDERED),
+    "filter": _checked(FILTER, check_text),
+    "delivery": _checked(DELIVERY, check_text),
+    "ordered": _checked(ORDERED, check_bool),
     "lease": _seconds(LEASE),
-    "attempts": _integer_setting(ATTEMPTS),
+    "attempts": _checked(ATTEMPTS, check_integer),
     "backoff": _backoff,
-    "dead_letter": _text(DEAD_LETTER_TOPIC),
-    "start": _start_setting,
+    "dead_letter": _checked(DEAD_LETTER_TOPIC, check_text),
+    "start": lambda _name, value: {START: _start(value)},
     "expires": _seconds(EXPIRES),
-    "ledger": _boolean_setting(LEDGER),
+    "ledger": _checked(LEDGER, check_bool),
 }
 
 
@@ -252,8 +236,6 @@ def _start(start: Start) -> str:
     except InvalidRequest as error:
         raise InvalidSubscription(f"start: {error}") from error
 
-
-_logger = logging.getLogger(__name__)
 
 _WAITING_MAX: Final = 1000
 """How many subscriptions and listeners of one connection may wait at a node."""
@@ -295,6 +277,8 @@ def connect(
     `token` by a bearer token, or a function that returns one when it is needed. `profile` names the user's profile from
     which addresses, TLS and identity are taken if they are not given here.
     """
+    for name in access.keys() - AccessOptions.__annotations__.keys():
+        raise TypeError(f"connect() got an unexpected keyword argument {name!r}")
     if profile is not None:
         chosen = load_profile(profile)
         addresses = addresses or tuple(filter(None, chosen.brokers.split(",")))
@@ -727,8 +711,7 @@ class Connection:
 
 async def _return_unsettled(leaving: asyncio.Task[None], source: Source) -> None:
     """Also return messages that are not settled."""
-    leaving.cancel()
-    await asyncio.gather(leaving, return_exceptions=True)
+    await cancel_and_wait(leaving)
     await source.return_untaken()
     await source.close()
 

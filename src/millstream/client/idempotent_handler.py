@@ -52,6 +52,8 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import Conflict, InvalidRequest, MillstreamError
 
+_logger = logging.getLogger(__name__)
+
 NAME_MAX = 100
 """The maximum length of a handler's name."""
 
@@ -273,8 +275,6 @@ def _begin_to_write(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-_logger = logging.getLogger(__name__)
-
 BATCH_MAX = 500
 """The maximum number of operations in one transaction."""
 
@@ -361,6 +361,7 @@ THREADS_MAX = 1000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 1.0
 
 _FINISH_ATTEMPTS = 4
+_FINISH_PAUSE_S = 0.6
 
 _MARK_ATTEMPTS = 10
 
@@ -376,7 +377,26 @@ class Identified(Protocol):
 M = TypeVar("M", bound=Identified)
 
 
-class IdempotentHandler(Generic[M]):
+class _StoreHandler(Generic[M]):
+    """A handler with a database, which it closes if it has opened it."""
+
+    def __init__(self, store: str | Engine) -> None:
+        self._owns_engine = not isinstance(store, Engine)
+        self._engine = store if isinstance(store, Engine) else engine_of(store)
+
+    async def close(self) -> None:
+        """Close the store."""
+        if self._owns_engine:
+            await asyncio.to_thread(self._engine.dispose)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class IdempotentHandler(_StoreHandler[M]):
     """Runs a handler once for each message id, within the time to live; pass it to `subscribe`.
 
     `store` is the path of an SQLite file, a SQLAlchemy URL, or an engine. Workers that share a store and a `name` act
@@ -393,10 +413,9 @@ class IdempotentHandler(Generic[M]):
         lease_s: float = LEASE_S,
         clock: Clock | None = None,
     ) -> None:
+        super().__init__(store)
         self._handler = handler
         self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
-        self._owns_engine = not isinstance(store, Engine)
-        self._engine = store if isinstance(store, Engine) else engine_of(store)
         self._ids = HandledIds(
             HandledTable(self._engine, name),
             clock or SystemClock(),
@@ -427,18 +446,10 @@ class IdempotentHandler(Generic[M]):
         await self._finish(message_id, owner)
 
     async def close(self) -> None:
-        """Close the store."""
         await self._ids.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
-        if self._owns_engine:
-            await asyncio.to_thread(self._engine.dispose)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
+        await super().close()
 
     async def _claim(self, message_id: str, owner: str) -> bool:
         """Wait until no other worker handles this message; return False if it has been handled."""
@@ -489,13 +500,14 @@ class IdempotentHandler(Generic[M]):
 
     async def _finish(self, message_id: str, owner: str) -> None:
         """Mark the message as handled; retried, because the effect has happened."""
-        for attempt in range(1, _FINISH_ATTEMPTS + 1):
+        backoff = Backoff(first_s=_FINISH_PAUSE_S)
+        while True:
             try:
                 result = await self._ids.do(Verb.FINISH, message_id, owner)
             except Exception:
-                if attempt == _FINISH_ATTEMPTS:
+                if backoff.failures == _FINISH_ATTEMPTS - 1:
                     raise
-                await asyncio.sleep(_PAUSE_S_MIN * 4**attempt)
+                await backoff.pause()
                 continue
             if result is not ClaimResult.MINE:
                 _logger.warning("a message was handled by two workers", extra={"message_id": message_id})
@@ -526,7 +538,7 @@ class _Timer:
         self._handle = asyncio.get_running_loop().call_later(self._every_s, self._due)
 
 
-class TransactionalHandler(Generic[M]):
+class TransactionalHandler(_StoreHandler[M]):
     """Runs a handler in a transaction that also marks the message as handled: both happen, or neither.
 
     The handler is a plain function, `handler(message, connection)`, and runs in a thread. It must not commit or roll
@@ -544,9 +556,9 @@ class TransactionalHandler(Generic[M]):
         threads: int = THREADS,
         clock: Clock | None = None,
     ) -> None:
+        super().__init__(store)
         self._handler = handler
-        self._owns_engine = not isinstance(store, Engine)
-        self._table = HandledTable(store if isinstance(store, Engine) else engine_of(store), name)
+        self._table = HandledTable(self._engine, name)
         self._time_to_live_ms = int(time_to_live_s * 1000)
         self._clock = clock or SystemClock()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="millstream handler")
@@ -559,16 +571,8 @@ class TransactionalHandler(Generic[M]):
         await asyncio.get_running_loop().run_in_executor(self._threads, context.run, self._handle, message)
 
     async def close(self) -> None:
-        """Close the store."""
         self._threads.shutdown(wait=False)
-        if self._owns_engine:
-            await asyncio.to_thread(self._table.engine.dispose)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
+        await super().close()
 
     def _handle(self, message: M) -> None:
         self._clean()

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from millstream.client.message import Lease, Message, NoSettler, read_leased
+from millstream.client.message_stream import Source
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff
-from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
+from millstream.core.errors import CorruptBatch, MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.tasks import run_until_first
+from millstream.core.tasks import cancel_and_wait, run_until_first
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.batch import iterate_whole_headers
@@ -31,25 +31,20 @@ _LIMITS: Final = FetchLimits(1024 * 1024, 5000, isolation=READ_COMMITTED)
 _OFFSET_MAX: Final = 2**63 - 1
 
 
-class LiveReceiver:
+class LiveReceiver(Source):
     """Follows topics from now on."""
 
     def __init__(self, client: Client, topics: Sequence[str]) -> None:
+        super().__init__(f"live {', '.join(topics)}")
         self._client = client
         self._topics = tuple(topics)
-        self.subscription = f"live {', '.join(topics)}"
-        self.settling = NoSettler()
-        self._loop = asyncio.get_running_loop()
+        self.settling: NoSettler = NoSettler()
         self._positions: dict[TopicPartition, Offset] = {}
         self._topic_ids: dict[str, bytes] = {}
-        self._buffer: deque[Message] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()
         self._room = asyncio.Event()
         self._room.set()
         self._moved = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
-        self.error: MillstreamError | None = None
 
     async def start(self) -> None:
         """Record the current ends of the topics, and follow from there."""
@@ -60,7 +55,6 @@ class LiveReceiver:
     # -- messages -------------------------------------------------------------------------------------------
 
     def take(self) -> Message | None:
-        """Return the next message, if there is one."""
         if not self._buffer:
             return None
         message = self._buffer.popleft()
@@ -69,62 +63,18 @@ class LiveReceiver:
         return message
 
     def take_many(self, count: int) -> list[Message]:
-        """Return at most this many of the next messages."""
         taken = [self._buffer.popleft() for _ in range(min(count, len(self._buffer)))]
         if not self._buffer:
             self._room.set()
         return taken
 
-    async def wait_for_message(self) -> None:
-        """Wait until there may be a message, or no more will come."""
-        self._idle.append(self._loop.create_future())
-        await self._idle[-1]
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Return whether no more messages will come."""
-        return (self._stopping or self.error is not None) and not self._buffer
-
-    def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        """Do nothing: live messages are not settled."""
-
-    def accept(self, message: Message) -> None:
-        """Do nothing: live messages are not settled."""
-
-    def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
-        """Do nothing: live messages are not settled."""
-        return []
-
-    def stop_renewing(self, message: Message) -> None:
-        """Do nothing: live messages have no lease."""
-
-    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        """Do nothing: live messages have no lease."""
-
-    def throttle(self, limit: int | None) -> None:
-        """Do nothing: buffered messages are for this listener only."""
-
-    def return_buffered(self) -> None:
-        """Do nothing: live messages cannot be returned."""
-
-    async def return_untaken(self) -> None:
-        """Stop; live messages cannot be returned."""
-        await self.stop()
-
     async def stop(self) -> None:
-        """Stop following; buffered messages may still be taken."""
         self._stopping = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait(self._task)
         self._wake(len(self._idle))
 
-    async def leave(self) -> None:
-        """Stop: there is nothing to return or settle."""
-        await self.close()
-
     async def close(self) -> None:
-        """Stop following."""
         await self.stop()
         self._buffer.clear()
 
@@ -136,8 +86,7 @@ class LiveReceiver:
                 error = error.exceptions[0]
             cause = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
             _logger.error("%s: receiving has stopped: %s", self.subscription, cause)
-            self.error = cause
-            self._wake(len(self._idle))
+            self._fail(cause)
 
     async def _find_partitions(self, begin: Offset) -> None:
         """Look for new partitions; partitions that exist at the start are followed from their end."""
@@ -184,12 +133,29 @@ class LiveReceiver:
             except OffsetOutOfRange:
                 await self._skip(places)
                 continue
+            except CorruptBatch:
+                if not await self._step_over(places):
+                    raise
+                continue
             self._receive(responses)
             known = len(self._positions)
             if not any(len(response.records) for response in responses.values()):
                 await self._find_partitions(Offset(0))
             if len(responses) < len(wanted) or len(self._positions) > known:
                 self._moved.set()
+
+    async def _step_over(self, places: Sequence[TopicPartition]) -> bool:
+        """Continue after offsets that disks lost; return False if no such damage is known."""
+        from millstream.client.admin.tailer import step_over_damage
+
+        has_passed = False
+        for topic in {place.topic for place in places}:
+            positions = {place: self._positions[place] for place in places if place.topic == topic}
+            for passed in await step_over_damage(self._client, topic, positions):
+                _logger.warning("%s: %s", self.subscription, passed)
+                has_passed = True
+            self._positions.update(positions)
+        return has_passed
 
     async def _skip(self, places: Sequence[TopicPartition]) -> None:
         for topic in {place.topic for place in places}:
@@ -214,10 +180,3 @@ class LiveReceiver:
         if self._buffer:
             self._room.clear()
         self._wake(len(self._buffer) - before)
-
-    def _wake(self, count: int) -> None:
-        while self._idle and count > 0:
-            waiting = self._idle.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                count -= 1

@@ -12,8 +12,8 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.core.errors import InvalidRecordState, InvalidRequest, SchemaMismatch
+from millstream.core.headers import CORRELATION_ID, TRACEPARENT
 from millstream.core.ids import NodeId, message_id
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import LeasedRange

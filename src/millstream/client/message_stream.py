@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, Self
 
@@ -17,31 +19,45 @@ class Settled(Protocol):
         """Wait until everything is settled."""
 
 
-class Source(Protocol):
-    """Provides messages, one after another."""
+class Source:
+    """Receives messages and buffers them until they are taken, one after another.
 
-    subscription: str
-    error: MillstreamError | None
+    What settles and returns messages does nothing here: it is overridden where messages are leased.
+    """
+
+    settling: Settled
+
+    def __init__(self, subscription: str) -> None:
+        self.subscription = subscription
+        self.error: MillstreamError | None = None
+        """Why no more messages will come."""
+        self._loop = asyncio.get_running_loop()
+        self._buffer: deque[Message] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        """Workers that wait for a message."""
+        self._stopping = False
 
     @property
-    def settling(self) -> Settled:
-        """Return the settler of the messages."""
+    def is_exhausted(self) -> bool:
+        """Return whether no more messages will come."""
+        return (self._stopping or self.error is not None) and not self._buffer
 
+    @abstractmethod
     async def start(self) -> None:
         """Start receiving."""
 
+    @abstractmethod
     def take(self) -> Message | None:
         """Return the next message, if there is one."""
 
+    @abstractmethod
     def take_many(self, count: int) -> list[Message]:
         """Return at most this many of the next messages."""
 
     async def wait_for_message(self) -> None:
         """Wait until there may be a message, or no more will come."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Return whether no more messages will come."""
+        self._idle.append(self._loop.create_future())
+        await self._idle[-1]
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """Settle a message without waiting for the response."""
@@ -51,9 +67,10 @@ class Source(Protocol):
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
         """Accept messages; the futures complete when that is durable."""
+        return []
 
     def stop_renewing(self, message: Message) -> None:
-        """Stop renewing the lease of a message."""
+        """Stop renewing the lease of a message: its consumer has moved on to the next one."""
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         """Stop renewing several leases; most of the messages are settled."""
@@ -64,17 +81,33 @@ class Source(Protocol):
     def return_buffered(self) -> None:
         """Return waiting messages that can be redelivered, now and as they arrive; others are still to be taken."""
 
+    @abstractmethod
     async def stop(self) -> None:
         """Stop receiving; waiting messages may still be taken."""
 
     async def return_untaken(self) -> None:
-        """Stop, and return messages that were not taken."""
+        """Stop, and return messages that were not taken, so that others get them at once."""
+        await self.stop()
 
     async def leave(self) -> None:
         """Stop, return messages that were not taken, and close when the others are settled or their leases end."""
+        await self.close()
 
+    @abstractmethod
     async def close(self) -> None:
         """Stop, and abandon unsettled messages."""
+
+    def _fail(self, error: MillstreamError) -> None:
+        self.error = error
+        self._wake(len(self._idle))
+
+    def _wake(self, count: int) -> None:
+        idle = self._idle
+        while idle and count > 0:
+            waiting = idle.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                count -= 1
 
 
 class MessageStream:

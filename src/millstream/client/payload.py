@@ -10,12 +10,10 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from millstream.client.publisher import MESSAGE_ID
 from millstream.core.errors import InvalidRequest
+from millstream.core.headers import CONTENT_TYPE, DELIVER_AT, MESSAGE_ID
 from millstream.protocol.records.record import Headers
 
-CONTENT_TYPE: Final = "content-type"
-DELIVER_AT: Final = "deliver-at"
 _JSON: Final[Headers] = ((CONTENT_TYPE, b"application/json"),)
 _TEXT: Final[Headers] = ((CONTENT_TYPE, b"text/plain; charset=utf-8"),)
 

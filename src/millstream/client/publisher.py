@@ -29,13 +29,17 @@ from millstream.core.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
+from millstream.core.headers import MESSAGE_ID
 from millstream.core.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
+from millstream.core.tasks import cancel_and_wait
 from millstream.core.topic import partition_for_key
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+
+_logger = logging.getLogger(__name__)
 
 _KEYS_MAX: Final = 10_000
 """The number of keys whose partition is cached, since hashing a key costs more than the rest of a publish."""
@@ -94,8 +98,6 @@ class TopicRoute:
         return self.queues[partition]
 
 
-_logger = logging.getLogger(__name__)
-
 ACKS_ALL: Final = -1
 
 BATCH_BYTES: Final = 512 * 1024
@@ -105,8 +107,6 @@ BUFFER_BYTES: Final = 32 * 1024 * 1024
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 """In the order of Kafka's codec numbers."""
-
-MESSAGE_ID: Final = "message-id"
 
 _CLOSE_S_MAX: Final = 30.0
 
@@ -314,9 +314,7 @@ class Publisher:
 
     async def _stop(self, routes: Sequence[TopicRoute]) -> None:
         tasks = [*self._opening.values(), *(one for one in (self._recovering, self._refreshing) if one is not None)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
         for timer in (self._expiry, self._refresh):
             if timer is not None:
                 timer.cancel()
@@ -410,7 +408,7 @@ class Publisher:
                 found = await self._fetch_metadata(topic, create=True)
                 senders = await self._senders_for(found)
                 if self._identity is None:
-                    self._identity = await self._new_identity()
+                    self._identity = await self._new_identity(topic)
                 break
             except (*TRANSIENT, RequestTimedOut):
                 if self._loop.time() + backoff.next_s > deadline:
@@ -425,7 +423,8 @@ class Publisher:
             if not found.topics[topic].partitions:
                 raise NotLeader(f"topic {topic!r} has no partitions yet")
             return found.topics[topic]
-        error = error_from_code(found.errors.get(topic, 3), None, about=f"publish to {topic!r}")
+        needs = f"WRITE on topic {topic!r}"
+        error = error_from_code(found.errors.get(topic, 3), None, about=f"publish to {topic!r}", needs=needs)
         if isinstance(error, UnknownTopic):
             hint = f"create it with: millstream topic create {topic}"
             raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
@@ -520,8 +519,8 @@ class Publisher:
                 return None
         return sender
 
-    async def _new_identity(self) -> ProducerIdentity:
-        return ProducerIdentity(*await self._client.init_producer_id())
+    async def _new_identity(self, topic: str) -> ProducerIdentity:
+        return ProducerIdentity(*await self._client.init_producer_id(topic))
 
     # -- trouble --------------------------------------------------------------------------------------------
 
@@ -568,11 +567,7 @@ class Publisher:
         """Resume the queues of one topic, which are troubled until then."""
         for queue in queues:
             if queue.needs_identity:
-                queue.begin(
-                    NOT_IDEMPOTENT
-                    if self._acks != ACKS_ALL
-                    else ProducerIdentity(*await self._client.init_producer_id())
-                )
+                queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._new_identity(topic))
         # Waiting messages are for the existing topic: it must not be created again after a deletion.
         found = await self._fetch_metadata(topic, create=False)
         senders = await self._senders_for(found)

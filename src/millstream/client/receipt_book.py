@@ -27,7 +27,7 @@ from typing import BinaryIO, Final, Literal, NamedTuple, Self
 import msgspec
 
 from millstream.client.message import Receipt
-from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
+from millstream.core.errors import CorruptBatch, InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import OffsetRange, message_id
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
@@ -208,6 +208,15 @@ async def _check_partition(
             # Retention has deleted more meanwhile.
             left, gone = _within(left, await _bounds(client, topic, partition))
             findings += gone
+            continue
+        except CorruptBatch:
+            from millstream.client.admin.cluster_status import find_lost
+
+            lost = await find_lost(client, topic, partition, wanted)
+            if lost is None:
+                raise
+            for offset in [offset for offset in left if lost.start <= offset < lost.end]:
+                findings.append(Finding(left.pop(offset), "the disk of the broker lost it", MISSING))
             continue
         found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(response.records))}
         reached = max(found, default=wanted)

@@ -17,13 +17,15 @@ from time import monotonic
 from typing import Final
 
 from millstream.client.message import Lease, Message, read_leased
+from millstream.client.message_stream import Source
 from millstream.client.settling import RETRIED, Completion, Settlement, Settler
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.subscription import AT_MOST_ONCE, Verb
+from millstream.core.tasks import cancel_and_wait
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
-from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveRequest
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -74,17 +76,17 @@ class Polls:
         """Polls that wait for credit; each gets the number of messages to request."""
         self.is_stopping = False
         """Whether no more requests are sent."""
-        self.asked = 0
+        self.requested = 0
         """The number of messages requested."""
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
         self._requests = LeaseRequests()
         self._sent: dict[NodeId, float] = {}
         """When the pending requests were sent."""
-        self._asked_nodes = 0.0
+        self._nodes_requested_at = 0.0
 
     async def follow_nodes(self) -> Collection[NodeId]:
         """Poll every node that the cluster has now."""
-        self._asked_nodes = self._loop.time()
+        self._nodes_requested_at = self._loop.time()
         nodes = (await self._client.metadata(())).nodes
         for node in nodes:
             if node not in self._tasks and not self.is_stopping:
@@ -94,10 +96,10 @@ class Polls:
 
     def grant_credit(self) -> None:
         """Let polls request what there is room for."""
-        while self.waiting_polls and not self.is_stopping and (share := self._share(self.asked, len(self._tasks))):
+        while self.waiting_polls and not self.is_stopping and (share := self._share(self.requested, len(self._tasks))):
             waiting = self.waiting_polls.popleft()
             if not waiting.done():
-                self.asked += share
+                self.requested += share
                 waiting.set_result(share)
 
     def withdraw(self) -> None:
@@ -149,7 +151,7 @@ class Polls:
             except RETRIED as error:
                 _logger.debug("node %s cannot deliver messages of %r now: %s", node, self._subscription, error)
             finally:
-                self.asked -= wanted
+                self.requested -= wanted
                 del self._sent[node]
             if leased is not None:
                 self._receive(node, leased)
@@ -162,7 +164,7 @@ class Polls:
 
     async def _is_in_cluster(self, node: NodeId) -> bool:
         """Return whether a node is still in the cluster; new nodes are polled from now on."""
-        if self._loop.time() - self._asked_nodes < _NODES_S:
+        if self._loop.time() - self._nodes_requested_at < _NODES_S:
             return True
         try:
             return node in await self.follow_nodes()
@@ -177,7 +179,7 @@ class Polls:
         return await waiting
 
     async def _send_receive(self, node: NodeId, wanted: int) -> Leased:
-        request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
+        request = ReceiveRequest(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
         leased = await self._requests.receive(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
         if leased.response.error:
@@ -194,7 +196,7 @@ _QUICK_S: Final = 0.25
 _SLOW_S: Final = 2.0
 
 
-class Receiver:
+class Receiver(Source):
     """Receives messages of one subscription for one worker."""
 
     def __init__(
@@ -208,8 +210,8 @@ class Receiver:
         ahead: int = 1,
         delivery: str = "at-least-once",
     ) -> None:
+        super().__init__(subscription)
         self._client = client
-        self.subscription = subscription
         self.worker = worker
         self._credit = max(1, credit)
         """The maximum number of messages held."""
@@ -221,18 +223,14 @@ class Receiver:
         self._lease_s = lease_s
         """The duration of leases; every response carries the declared one."""
         self._is_settled_at_once = delivery == AT_MOST_ONCE
-        self._loop = asyncio.get_running_loop()
-        self._buffer: deque[Message] = deque()
         self._in_flight = 0
         self._polls = Polls(
             client, subscription, worker, share=self._share, on_leased=self._receive, failed=self._failed
         )
-        self.settling = Settler(
+        self.settling: Settler = Settler(
             client, subscription, worker, on_lost=self._on_lost, oldest_sent=self._polls.oldest_sent
         )
         self._waiting_polls, self._grant_credit = self._polls.waiting_polls, self._polls.grant_credit
-        self._idle: deque[asyncio.Future[None]] = deque()
-        """Workers that wait for a message."""
         self._not_renewed: dict[Message, asyncio.TimerHandle] = {}
         """Messages whose lease is no longer renewed, and the timer of its end."""
         self._leases: set[Lease] = set()
@@ -249,17 +247,13 @@ class Receiver:
         """Messages in the hands of a handler although their lease was lost."""
         self._limit: int | None = None
         """The maximum number of waiting messages while the handler fails for everything."""
-        self._stopping = False
         self._returns_buffered = False
-        self.error: MillstreamError | None = None
-        """Why no more messages will come."""
 
     async def start(self) -> None:
         """Start receiving from every node."""
         await self._polls.follow_nodes()
 
     def stop_renewing(self, message: Message) -> None:
-        """Stop renewing the lease of a message: its consumer has moved on to the next one."""
         if self._lost_in_progress:
             self._forget_lost(message)
         if not message.is_settled and message not in self._not_renewed:
@@ -267,7 +261,6 @@ class Receiver:
             self._not_renewed[message] = self._loop.call_later(left_s, self.done, message)
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        """Stop renewing several leases; most of the messages are settled."""
         if self._lost_in_progress or not all(map(_is_settled, messages)):
             for message in messages:
                 self.stop_renewing(message)
@@ -275,7 +268,6 @@ class Receiver:
     # -- messages -------------------------------------------------------------------------------------------
 
     def take(self) -> Message | None:
-        """Return the next message, if there is one."""
         buffer = self._buffer
         while buffer:
             message = buffer.popleft()
@@ -293,7 +285,6 @@ class Receiver:
         return None
 
     def take_many(self, count: int) -> list[Message]:
-        """Return at most this many of the next messages."""
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
         now = monotonic()
@@ -309,7 +300,6 @@ class Receiver:
         return taken
 
     async def wait_for_message(self) -> None:
-        """Wait until there may be a message, or no more will come."""
         waiting: asyncio.Future[None] = self._loop.create_future()
         self._idle.append(waiting)
         if self._waiting_polls:
@@ -323,11 +313,6 @@ class Receiver:
                 # Leave the message to another waiting worker.
                 self._wake(1)
             raise
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Return whether no more messages will come."""
-        return (self._stopping or self.error is not None) and not self._buffer
 
     def done(self, message: Message) -> None:
         """Free the place of a message that is settled or given up."""
@@ -415,7 +400,6 @@ class Receiver:
         return responses
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        """Settle a message without waiting for the response."""
         if message.is_settled:
             self._forget_lost(message)
         else:
@@ -457,7 +441,6 @@ class Receiver:
             del self._lost_in_progress[key]
 
     def throttle(self, limit: int | None) -> None:
-        """Limit the number of waiting messages, and return the others; None removes the limit."""
         self._limit = limit
         if limit is None or limit > 0:
             self._grant_credit()
@@ -479,18 +462,14 @@ class Receiver:
             self._return_all()
 
     async def stop(self) -> None:
-        """Request no more; waiting messages may still be taken."""
         self._stopping = True
         await self._polls.stop()
         # The leases that these tasks would have confirmed are unknown: the tasks return them.
         confirmations = list(self._confirmations)
-        for confirmation in confirmations:
-            confirmation.cancel()
-        await asyncio.gather(*confirmations, return_exceptions=True)
+        await cancel_and_wait(*confirmations)
         self._wake(len(self._idle))
 
     async def return_untaken(self) -> None:
-        """Stop, and return messages that were not taken, so that others get them at once."""
         await self.stop()
         self._return_all()
         await self.settling.flush()
@@ -500,7 +479,6 @@ class Receiver:
             self.settle_nowait(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
 
     async def leave(self) -> None:
-        """Return messages that were not taken, and close when the others are settled or their leases have ended."""
         await self.return_untaken()
         for lease in list(self._leases):
             for message in lease.messages:
@@ -512,7 +490,6 @@ class Receiver:
         await self.close()
 
     async def close(self) -> None:
-        """Stop, and give up what is not settled."""
         await self.stop()
         self._buffer.clear()
         for lease in list(self._leases):
@@ -526,16 +503,15 @@ class Receiver:
 
     def _failed(self, error: MillstreamError) -> None:
         _logger.error("subscription %r has stopped delivering: %s", self.subscription, error)
-        self.error = error
-        self._wake(len(self._idle))
+        self._fail(error)
 
-    def _share(self, asked: int, nodes: int) -> int:
+    def _share(self, requested: int, nodes: int) -> int:
         """Return how many messages to request from one more node; 0 if too few to be worth a request."""
         waiting = len(self._buffer)
         if self._limit is not None:
-            return int(self._in_flight < self._credit and waiting + len(self._unconfirmed) + asked < self._limit)
-        room = self._ahead - waiting - asked
-        credit = self._credit - self._in_flight - asked
+            return int(self._in_flight < self._credit and waiting + len(self._unconfirmed) + requested < self._limit)
+        room = self._ahead - waiting - requested
+        credit = self._credit - self._in_flight - requested
         free = min(room, credit)
         if free > 0 and (waiting == 0 or free * 4 >= self._ahead):
             return max(1, free // max(1, nodes))
@@ -602,7 +578,7 @@ class Receiver:
 
     # -- redeliveries ----------------------------------------------------------------------------------------
 
-    def _without_duplicates(self, lease: Lease, asked: float) -> list[Message]:
+    def _without_duplicates(self, lease: Lease, sent_at: float) -> list[Message]:
         """Return the messages that are neither held nor settled; after a node's restart, messages are leased again.
 
         A message that is held continues under its new lease. One that was requested before it was settled must be
@@ -626,7 +602,7 @@ class Receiver:
             else:
                 lease.messages[at] = copy
                 self._transfer_to(lease, copy)
-        unconfirmed = self.settling.possibly_settled(lease, {message.offset for message in new}, asked)
+        unconfirmed = self.settling.possibly_settled(lease, {message.offset for message in new}, sent_at)
         if unconfirmed:
             self._confirm_later(lease, [message for message in new if message.offset in unconfirmed])
             new = [message for message in new if message.offset not in unconfirmed]
@@ -712,11 +688,3 @@ class Receiver:
         else:
             completion.part_settled(None)
         return completion
-
-    def _wake(self, count: int) -> None:
-        idle = self._idle
-        while idle and count > 0:
-            waiting = idle.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                count -= 1

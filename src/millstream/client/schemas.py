@@ -6,7 +6,8 @@ import asyncio
 import datetime
 from collections import OrderedDict
 from decimal import Decimal
-from typing import Any, Final, NamedTuple
+from functools import cached_property
+from typing import Any, Final
 from uuid import UUID
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ import msgspec
 
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import SchemaMismatch, SchemaRegistryError
-from millstream.protocol.private.schema_messages import GetSchema, GetSubject, SchemaMessage
+from millstream.protocol.private.schema_messages import GetSchemaRequest, GetSubjectRequest, SchemaMessage
 from millstream.protocol.records.record import Headers
 from millstream.protocol.schemas.codec import Codec, codec_of
 from millstream.protocol.schemas.framing import Framed, prefix, schema_header, unframe
@@ -27,9 +28,15 @@ _COMPILED: Final = "compiled"
 _KEPT_TYPES: Final = (bytes, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, Decimal, UUID)
 
 
-class RegisteredCodec(NamedTuple):
-    schema: SchemaMessage
-    codec: Codec
+class RegisteredCodec:
+    """A schema, and its codec, which is made when it is first used."""
+
+    def __init__(self, schema: SchemaMessage) -> None:
+        self.schema = schema
+
+    @cached_property
+    def codec(self) -> Codec:
+        return codec_of(self.schema.schema_type, self.schema.schema)
 
 
 class SchemaCodecs:
@@ -48,7 +55,7 @@ class SchemaCodecs:
         known = self._latest.get(subject)
         if known is not None and known[0] > now:
             return known[1]
-        response = await self._schemas.subject(GetSubject(subject=subject, version="latest", format=_COMPILED))
+        response = await self._schemas.subject(GetSubjectRequest(subject=subject, version="latest", format=_COMPILED))
         found = _codec(response.schema)
         _cache(self._latest, subject, (now + LATEST_S, found))
         return found
@@ -56,14 +63,24 @@ class SchemaCodecs:
     async def encode(self, subject: str, value: Any, *, is_json: bool = False) -> bytes:
         """Encode a value with the latest schema of a subject, with its id in front; a JSON document is converted."""
         found = await self.latest(subject)
-        if is_json:
-            converted = found.codec.from_json(value)
-        else:
-            converted = value if isinstance(value, dict) else msgspec.to_builtins(value, builtin_types=_KEPT_TYPES)
         try:
+            if is_json:
+                return prefix(found.schema.id) + await self._encode_json(found, value)
+            converted = value if isinstance(value, dict) else msgspec.to_builtins(value, builtin_types=_KEPT_TYPES)
             return prefix(found.schema.id) + found.codec.encode(converted)
         except SchemaMismatch as error:
             raise SchemaMismatch(f"subject {subject!r}, version {found.schema.version}: {error}") from error
+
+    async def _encode_json(self, found: RegisteredCodec, document: Any) -> bytes:
+        return found.codec.encode(found.codec.from_json(document))
+
+    async def decode_json(self, framed: Framed, subject: str) -> tuple[SchemaMessage, bytes]:
+        """Return the schema that a value names, and the value as JSON."""
+        found = await self.named(framed, subject)
+        return found.schema, await self._decode_json(found, framed)
+
+    async def _decode_json(self, found: RegisteredCodec, framed: Framed) -> bytes:
+        return found.codec.decode_json(framed)
 
     async def decode(self, topic: str, payload: bytes, headers: Headers = (), *, field: str = "value") -> Any:
         """Decode a key or value of a topic by the schema that it names."""
@@ -81,7 +98,7 @@ class SchemaCodecs:
         refused = self._unknown.get(place)
         if refused is not None and refused[0] > now:
             raise refused[1]
-        request = GetSchema(id=framed.schema_id or 0, guid=framed.guid or "", subject=subject, format=_COMPILED)
+        request = GetSchemaRequest(id=framed.schema_id or 0, guid=framed.guid or "", subject=subject, format=_COMPILED)
         try:
             found = _codec((await self._schemas.get(request)).schema)
         except SchemaRegistryError as error:
@@ -92,6 +109,16 @@ class SchemaCodecs:
 
 
 _of_clients: Final[WeakKeyDictionary[Client, SchemaCodecs]] = WeakKeyDictionary()
+
+
+def use_codecs(client: Client, codecs: SchemaCodecs) -> None:
+    """Let all users of a client use these codecs, until `forget_codecs`."""
+    _of_clients[client] = codecs
+
+
+def forget_codecs(client: Client) -> None:
+    """Release the codecs of a client, which refer to it."""
+    _of_clients.pop(client, None)
 
 
 def codecs_of(client: Client) -> SchemaCodecs:
@@ -105,7 +132,7 @@ def codecs_of(client: Client) -> SchemaCodecs:
 def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
     if schema is None:
         raise SchemaMismatch("the registry's response has no schema")
-    return RegisteredCodec(schema, codec_of(schema.schema_type, schema.schema))
+    return RegisteredCodec(schema)
 
 
 def _cache(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

@@ -20,6 +20,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.subscription import Verb
+from millstream.core.tasks import cancel_and_wait
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
@@ -31,6 +32,8 @@ from millstream.protocol.private.subscription_messages import (
 from millstream.protocol.private.subscriptions import ACCEPTED, delivery_state
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+
+_logger = logging.getLogger(__name__)
 
 RANGES_MAX: Final = 1000
 
@@ -100,8 +103,6 @@ class AcceptedRanges:
             self._forgotten = ranges[-1].time
             ranges.clear()
 
-
-_logger = logging.getLogger(__name__)
 
 RETRIED: Final = (*TRANSIENT, RequestTimedOut)
 """Errors that are retried at the partition's current leader."""
@@ -263,8 +264,7 @@ class SettleLane:
     async def close(self) -> None:
         """Fail what is pending."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait(self._task)
         waiting, self._waiting = self._waiting, []
         for settlement in waiting:
             self._on_settled(settlement, _closed_error())
@@ -464,8 +464,7 @@ class Settler:
             await lane.close()
         for task in (self._mover, self._verifier):
             if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
 
     def _lane_for(self, node: NodeId | None) -> SettleLane:
         lane = self._lanes.get(node)

@@ -24,6 +24,7 @@ from millstream.client import tracing
 from millstream.client.message import Message, Reject, RetryLater, check_number, milliseconds
 from millstream.client.message_stream import Source
 from millstream.core.subscription import Verb
+from millstream.core.tasks import cancel_and_wait
 
 _logger = logging.getLogger(__name__)
 
@@ -182,7 +183,8 @@ class FailureLog:
         count = sum(count for _, count in self._kinds.values())
         self._kinds.clear()
         if count:
-            _logger.warning("the handler of %r failed %.0f more times, not logged", self._name, count)
+            times = "time" if count == 1 else "times"
+            _logger.warning("the handler of %r failed %.0f more %s, not logged", self._name, count, times)
 
 
 def _kind(error: BaseException) -> object:
@@ -269,11 +271,11 @@ class Subscriber:
     async def run_until_stopped(self) -> None:
         """Handle messages until SIGINT or SIGTERM, until drained, or until nothing can be received any more."""
         loop = asyncio.get_running_loop()
-        stop_asked = asyncio.Event()
+        stop_requested = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, stop_asked.set)
-        waiting = loop.create_task(stop_asked.wait())
+                loop.add_signal_handler(number, stop_requested.set)
+        waiting = loop.create_task(stop_requested.wait())
         try:
             ends: list[asyncio.Future[Any]] = [waiting, self._stopped, *self._workers]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -291,9 +293,7 @@ class Subscriber:
 
     async def _stop(self) -> None:
         self._is_ending = True
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await cancel_and_wait(*self._workers)
         self._breaker.close()
         self._failure_log.close()
         with suppress(TimeoutError):

@@ -15,8 +15,8 @@ import functools
 import inspect
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from types import FrameType, MethodType
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
@@ -24,7 +24,9 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 from millstream.client.connection import Connection, connect
 from millstream.client.loop_thread import LoopThread, close_before_exit
 from millstream.client.message import Message
-from millstream.client.subscriber import Subscriber
+from millstream.client.message_stream import MessageStream
+from millstream.client.subscriber import DRAIN_S, Subscriber
+from millstream.core.errors import InvalidRequest
 from millstream.protocol.records.record import Headers
 
 A = TypeVar("A")
@@ -77,75 +79,15 @@ def blocking(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> _De
     return _Delegate(method, call)
 
 
-def wrapping(
-    method: Callable[Concatenate[A, P], Coroutine[Any, Any, Any]], facade_class: type[W]
-) -> _Delegate[A, P, W]:
-    """Call a coroutine method, and wrap its result."""
+def wrapping(method: Callable[Concatenate[A, P], Any], facade_class: type[W]) -> _Delegate[A, P, W]:
+    """Call a method, which may be a coroutine method, and wrap its result."""
 
     @functools.wraps(method)
     def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> W:
-        return facade_class(facade._thread.call(method(facade._wrapped, *args, **kwargs)), facade._thread)
+        result = facade._thread.call(_call_on_loop(method, facade._wrapped, *args, **kwargs))
+        return facade_class(result, facade._thread)
 
     return _Delegate(method, call)
-
-
-class Iteration(Generic[W]):
-    """Iterates over an asynchronous iterator; as a context manager, it starts and ends with the block."""
-
-    def __init__(self, thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> None:
-        self._thread = thread
-        self._items = items
-        self._iterate = _iterate(thread, items, facade_class)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> W:
-        return next(self._iterate)
-
-    def __enter__(self) -> Self:
-        if isinstance(self._items, AbstractAsyncContextManager):
-            self._thread.call(_entered(self._items))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._iterate.close()
-        if isinstance(self._items, AbstractAsyncContextManager):
-            self._thread.call(_exit(self._items))
-
-    def close(self) -> None:
-        """End the iteration; messages that were taken may still be settled."""
-        self._iterate.close()
-
-
-def iterating(
-    method: Callable[Concatenate[A, P], AsyncIterator[Any]], facade_class: type[W]
-) -> _Delegate[A, P, Iteration[W]]:
-    """Iterate over the asynchronous iterator that a method returns, and wrap its items."""
-
-    @functools.wraps(method)
-    def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iteration[W]:
-        thread = facade._thread
-        return Iteration(thread, thread.call(_call_on_loop(method, facade._wrapped, *args, **kwargs)), facade_class)
-
-    return _Delegate(method, call)
-
-
-def _iterate(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Generator[W, None, None]:
-    each = thread.each(items)
-    try:
-        for item in each:
-            yield facade_class(item, thread)
-    finally:
-        each.close()
-
-
-async def _entered(items: AbstractAsyncContextManager[Any]) -> None:
-    await items.__aenter__()
-
-
-async def _exit(items: AbstractAsyncContextManager[Any]) -> None:
-    await items.__aexit__(None, None, None)
 
 
 async def _call_on_loop(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -189,6 +131,63 @@ class SyncMessage(Facade[Message]):
         return getattr(self._wrapped, name)
 
 
+class SyncMessageStream(Facade[MessageStream]):
+    """Iterates over messages; as a context manager, it starts and ends with the block."""
+
+    __slots__ = ("_messages",)
+
+    def __init__(self, wrapped: MessageStream, thread: LoopThread) -> None:
+        super().__init__(wrapped, thread)
+        self._messages = _each_message(wrapped, thread)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SyncMessage:
+        return next(self._messages)
+
+    def __enter__(self) -> Self:
+        self._thread.call(self._wrapped.__aenter__())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._messages.close()
+        self._thread.call(self._wrapped.close())
+
+    def batches(self, count: int = 1000) -> Generator[list[SyncMessage], None, None]:
+        """Yield the available messages, at most this many at a time; `ack` settles them together."""
+        thread = self._thread
+        return _each_batch(thread.each(self._wrapped.batches(count)), thread)
+
+    def ack(self, messages: Sequence[SyncMessage]) -> None:
+        """Accept messages: none of them is delivered again. Returns when that is durable.
+
+        Raises the first error after all have been settled; `InvalidRecordState` for messages that are no longer held.
+        """
+        if not isinstance(messages, Sequence) or set(map(type, messages)) - {SyncMessage}:
+            raise InvalidRequest(f"messages must be a list of messages from this stream, not {messages!r:.100}")
+        self._thread.call(self._wrapped.ack([message._wrapped for message in messages]))
+
+    def close(self) -> None:
+        """End the iteration; messages that were taken may still be settled."""
+        self._messages.close()
+        self._thread.call(self._wrapped.aclose())
+
+
+def _each_message(stream: MessageStream, thread: LoopThread) -> Generator[SyncMessage, None, None]:
+    with closing(thread.each(stream)) as messages:
+        for message in messages:
+            yield SyncMessage(message, thread)
+
+
+def _each_batch(
+    batches: Generator[list[Message], None, None], thread: LoopThread
+) -> Generator[list[SyncMessage], None, None]:
+    with closing(batches):
+        for messages in batches:
+            yield [SyncMessage(message, thread) for message in messages]
+
+
 class SyncSubscriber(Facade[Subscriber]):
     """A running handler."""
 
@@ -216,8 +215,8 @@ class SyncConnection(Facade[Connection]):
     delivery = blocking(Connection.delivery)
     leases = blocking(Connection.leases)
     subscribe = wrapping(Connection.subscribe, SyncSubscriber)
-    subscription = iterating(Connection.subscription, SyncMessage)
-    listen = iterating(Connection.listen, SyncMessage)
+    subscription = wrapping(Connection.subscription, SyncMessageStream)
+    listen = wrapping(Connection.listen, SyncMessageStream)
 
     def __init__(self, wrapped: Connection, thread: LoopThread, *, after: Callable[[], None] | None = None) -> None:
         super().__init__(wrapped, thread)
@@ -231,13 +230,13 @@ class SyncConnection(Facade[Connection]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = DRAIN_S) -> None:
         """Let handlers finish, send what was published, and close; also done when the interpreter exits."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._thread.call(self._wrapped.close())
+            self._thread.call(self._wrapped.close(timeout))
         finally:
             self._thread.close()
             if self._after is not None:

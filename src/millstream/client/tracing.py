@@ -18,78 +18,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
+from millstream.core.headers import BAGGAGE, CORRELATION_ID, TRACEPARENT, TRACESTATE
 from millstream.protocol.records.record import Headers
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-CORRELATION_ID = "correlation-id"
-TRACEPARENT = "traceparent"
-TRACESTATE = "tracestate"
-_TRACE_HEADERS = (TRACEPARENT, TRACESTATE, "baggage")
+    from millstream.client.message import Message, Receipt
+
+_TRACE_HEADERS = (TRACEPARENT, TRACESTATE, BAGGAGE)
 _SCOPE = "millstream"
 _SYSTEM = "millstream"
 _API = "opentelemetry.trace"
 
 
-class Handled(Protocol):
-    """A message that a handler works on."""
-
-    @property
-    def id(self) -> str:
-        """Return the message id."""
-
-    @property
-    def topic(self) -> str:
-        """Return its topic."""
-
-    @property
-    def partition(self) -> int:
-        """Return its partition."""
-
-    @property
-    def offset(self) -> int:
-        """Return its offset."""
-
-    @property
-    def value(self) -> bytes | None:
-        """Return its payload."""
-
-    @property
-    def correlation_id(self) -> str | None:
-        """Return its correlation id."""
-
-    @property
-    def attempt(self) -> int:
-        """Return the number of deliveries, including this one."""
-
-    @property
-    def subscription(self) -> str | None:
-        """Return its subscription; None for a live stream."""
-
-    def header_text(self, name: str) -> str | None:
-        """Return the value of a header as text."""
-
-
-class Placed(Protocol):
-    """The receipt of a publish."""
-
-    @property
-    def id(self) -> str:
-        """Return the message id."""
-
-    @property
-    def partition(self) -> int:
-        """Return its partition."""
-
-    @property
-    def offset(self) -> int:
-        """Return its offset."""
-
-
-_origin: ContextVar[str | Handled | None] = ContextVar("millstream_origin", default=None)
+_origin: ContextVar[str | Message | None] = ContextVar("millstream_origin", default=None)
 """The origin of messages published now: a correlation id, or a message being handled."""
 
 
@@ -144,7 +89,7 @@ def _trace() -> Mapping[str, str]:
     return carrier
 
 
-def _texts(message: Handled, names: Sequence[str]) -> dict[str, str]:
+def _texts(message: Message, names: Sequence[str]) -> dict[str, str]:
     texts = ((name, message.header_text(name)) for name in names)
     return {name: text for name, text in texts if text is not None}
 
@@ -168,7 +113,7 @@ class PublishSpan:
     def __init__(self, span: Span) -> None:
         self._span = span
 
-    def placed(self, receipts: Sequence[Placed]) -> None:
+    def placed(self, receipts: Sequence[Receipt]) -> None:
         """Record the outcome of the messages."""
         if len(receipts) == 1:
             (receipt,) = receipts
@@ -205,7 +150,7 @@ def publish_span(
         yield PublishSpan(span)
 
 
-working_on: Final[Callable[[Handled], object]] = _origin.set
+working_on: Final[Callable[[Message], object]] = _origin.set
 """What `handling` does without spans, for a task that handles one message after another."""
 
 
@@ -217,7 +162,7 @@ class handling:  # noqa: N801
 
     __slots__ = ("_message", "_span", "_token")
 
-    def __init__(self, message: Handled) -> None:
+    def __init__(self, message: Message) -> None:
         self._message = message
         self._span: AbstractContextManager[None] | None = None
 
@@ -238,7 +183,7 @@ class handling:  # noqa: N801
 
 
 @contextmanager
-def _process_span(message: Handled) -> Iterator[None]:
+def _process_span(message: Message) -> Iterator[None]:
     """Start a span of kind CONSUMER, whose parent is the span that published the message."""
     from opentelemetry import propagate, trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from types import MappingProxyType
 from typing import Final, Self, TypeVar
 
@@ -239,11 +239,16 @@ def parse_name(kind: type[EnumT], text: str) -> EnumT:
 
 
 def canonical_host(text: str) -> str:
-    """Return one spelling for each address, since IPv6 has many; anything else stays as it is."""
+    """Return one spelling for each address, since IPv6 has many; anything else stays as it is.
+
+    An IPv4 client of a listener on an IPv6 address appears with a mapped address, and is the same host.
+    """
     try:
-        return str(ip_address(text))
+        address = ip_address(text)
     except ValueError:
         return text
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address)
 
 
 def parse_rules(
@@ -277,9 +282,11 @@ def check_names(rules: Iterable[Acl]) -> None:
 def parse_resource(text: str) -> tuple[ResourceType, str]:
     """Parse TYPE:NAME, or raise `InvalidRequest`."""
     kind_text, colon, name = text.partition(":")
+    if not colon and kind_text.lower() != "cluster":
+        raise InvalidRequest(f"a resource must be written as TYPE:NAME, as in topic:orders, not {text!r}")
     kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
     if kind is ResourceType.CLUSTER:
         return kind, name or CLUSTER_NAME
-    if not colon or not name:
-        raise InvalidRequest(f"a resource must be written as in topic:orders, not {text!r}")
+    if not name:
+        raise InvalidRequest(f"a resource must be written as TYPE:NAME, as in topic:orders, not {text!r}")
     return kind, name

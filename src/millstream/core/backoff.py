@@ -6,10 +6,9 @@ Given a source of randomness, each delay is shortened by up to half, so that man
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from millstream.core.tasks import within
+from millstream.core.tasks import wait_up_to
 
 if TYPE_CHECKING:
     from random import Random
@@ -59,5 +58,4 @@ class Backoff:
 
     async def pause_unless(self, event: asyncio.Event) -> None:
         """Pause, but no longer than until the event is set."""
-        with suppress(TimeoutError):
-            await within(self.take_s(), event.wait())
+        await wait_up_to(self.take_s(), event)

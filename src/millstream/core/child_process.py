@@ -12,16 +12,22 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from asyncio.subprocess import Process
-from collections.abc import Callable
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Final, TypeVar
+
+import msgspec
 
 from millstream.core.backoff import Backoff
 from millstream.core.tasks import within
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SETTING_PREFIXES: Final = ("MILLSTREAM_", "_MILLSTREAM")
 
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 10.0
@@ -146,6 +152,39 @@ class SupervisedChild(ABC):
             self._process = None
 
 
+async def spawn_module(module: str, *arguments: str, **more: Any) -> Process:
+    """Start a Python module with pipes, in its own session: Ctrl-C in a terminal then reaches only the broker, which
+    stops its children in order.
+    """
+    given = {"stdin": PIPE, "stdout": PIPE, **more}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments, start_new_session=True, **given
+    )
+
+
+def environment_without_settings() -> dict[str, str]:
+    """Return the environment without the settings of the node, which may contain passwords."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(_SETTING_PREFIXES)}
+
+
+async def read_events(
+    process: Process, kind: type[T], *, name: str, read_line: Callable[[], Awaitable[bytes]] | None = None
+) -> AsyncIterator[T]:
+    """Yield the messages of a child that writes JSON lines; one that cannot be read is logged and left out."""
+    stream = process.stdout
+    while stream is not None:
+        try:
+            line = await (stream.readline() if read_line is None else read_line())
+            if not line:
+                return
+            event = msgspec.json.decode(line, type=kind)
+        except ValueError as error:
+            # Lines that are too long fail too; reading continues after them.
+            _logger.warning("a report of %s cannot be read", name, extra={"error": str(error)})
+            continue
+        yield event
+
+
 def frame_message(body: bytes) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
@@ -202,13 +241,13 @@ def memory_of_session(session: int) -> int:
     return sum(pages for _, pages in processes_of_session(session)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def kill_session(session: int, *, but: int = 0) -> None:
-    """Kill a process and everything that it has started, such as Java and its Python workers, except `but`.
+def kill_session(session: int, *, except_pid: int = 0) -> None:
+    """Kill a process and everything that it has started, such as Java and its Python workers, except `except_pid`.
 
     They are suspended first, so that none of them reports the end of another.
     """
     for _ in range(KILLS_MAX):
-        pids = [pid for pid, _ in processes_of_session(session) if pid != but]
+        pids = [pid for pid, _ in processes_of_session(session) if pid != except_pid]
         if not pids:
             return
         for number in (signal.SIGSTOP, signal.SIGKILL):

@@ -448,8 +448,8 @@ class Config:
     connections_per_address_max: int = setting(
         "connections-per-address-max",
         5_000,
-        "The maximum number of open connections of one client address. Where clients authenticate, at most 256 of them "
-        "may not have done so yet.",
+        "The maximum number of open connections of one client address, or of one IPv6 network of 64 bits. Where "
+        "clients authenticate, at most 256 of them may not have done so yet.",
         minimum=1,
     )
     connections_per_principal_max: int = setting(
@@ -655,6 +655,11 @@ class Config:
         if self.pipelines_master.startswith(SPARK_CONNECT):
             raise InvalidSetting(f"pipelines-master: {NO_CONNECT}")
         self._check_listeners()
+        if self.in_cluster and self.catalog.startswith("sqlite"):
+            raise InvalidSetting(
+                "catalog must be a PostgreSQL database (postgresql://…), which all nodes of a cluster share; "
+                "only a node without etcd uses SQLite, in its own data folder"
+            )
         for smaller, larger in _ORDERED:
             if getattr(self, smaller) > getattr(self, larger):
                 name, other = smaller.replace("_", "-"), larger.replace("_", "-")

@@ -38,6 +38,7 @@ MillstreamError
 │   ├── TopicExists
 │   ├── SubscriptionExists
 │   ├── PipelineExists
+│   ├── AlreadyLanded              another pipeline lands the topic in the same lake
 │   ├── MirrorExists
 │   ├── MirrorInUse                it has copies, or is the way back after a failover
 │   ├── CopyDiverged               a mirrored partition holds records that its source does not have
@@ -114,6 +115,7 @@ MillstreamError
 ├── DataFolderInvalid
 ├── AddressTaken                   the address of a listener is in use
 ├── BrokerUnreachable              raised by clients of the wire protocol
+│   └── UnexpectedServer           something accepts connections there, but not as this client connects
 ├── UnreadableData                 a batch of a topic cannot be decoded, and the reader is not configured to skip it
 ├── LostData                       offsets that a reader needs are gone
 ├── PublishFailed                  some of the messages published together were not stored
@@ -301,6 +303,10 @@ class PipelineExists(Conflict):
     """A pipeline with this name exists."""
 
 
+class AlreadyLanded(Conflict):
+    """Another pipeline lands the topic in the same lake."""
+
+
 class MirrorExists(Conflict):
     """The name is taken by another mirror."""
 
@@ -483,12 +489,12 @@ class OffsetOutOfRange(LogUnavailable):
 
 
 class DamagedRange(LogUnavailable):
-    """The disk lost the offsets from `first` up to, not including, `next_offset`."""
+    """The disk lost the offsets from `start` up to, not including, `end`."""
 
-    def __init__(self, message: str, *, first: int, next_offset: int) -> None:
+    def __init__(self, message: str, *, start: int, end: int) -> None:
         super().__init__(message)
-        self.first = first
-        self.next_offset = next_offset
+        self.start = start
+        self.end = end
 
 
 class PartitionClosed(LogUnavailable):
@@ -611,6 +617,13 @@ class BrokerUnreachable(MillstreamError):
     """No broker responded at any of the addresses given."""
 
 
+class UnexpectedServer(BrokerUnreachable):
+    """A server accepts connections at the address, but does not speak Kafka's protocol, or not as this client connects.
+
+    Its message says what to change; starting a broker is no remedy.
+    """
+
+
 class LostData(MillstreamError):
     """Offsets that a reader expected are gone: topic, partition, start and end of each range."""
 
@@ -620,19 +633,22 @@ class LostData(MillstreamError):
     def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])
         more = f" and {len(lost) - 10} more partitions" if len(lost) > 10 else ""
-        super().__init__(
-            f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was recreated. "
-            f"To continue without them, {self.REMEDY}"
+        self.finding = (
+            f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was recreated"
         )
+        super().__init__(f"{self.finding}. To continue without them, {self.REMEDY}")
         self.lost = list(lost)
 
 
 class UnreadableData(MillstreamError):
     """Messages of a range of offsets cannot be read by any reader; `end` is exclusive."""
 
+    REMEDY = "set failOnUnreadable to false"
+    """How a query continues without them; callers that read for others give their own advice."""
+
     def __init__(self, topic: str, partition: int, start: int, end: int, reason: str) -> None:
         self.finding = f"{topic}-{partition}: offsets {start} to {end - 1} cannot be read: {reason}"
-        super().__init__(f"{self.finding}. To continue without them, set failOnUnreadable to false")
+        super().__init__(f"{self.finding}. To continue without them, {self.REMEDY}")
 
 
 class PublishFailed(MillstreamError):
@@ -642,7 +658,10 @@ class PublishFailed(MillstreamError):
         failed = [(at, outcome) for at, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
         places = ", ".join(str(at) for at, _ in failed[:10]) + (", …" if len(failed) > 10 else "")
         first = failed[0][1] if failed else "nothing failed"
-        super().__init__(f"{len(failed)} of {len(outcomes)} messages were not published (numbers {places}): {first}")
+        were, indexes = ("was", "index") if len(failed) == 1 else ("were", "indexes")
+        super().__init__(
+            f"{len(failed)} of {len(outcomes)} messages {were} not published ({indexes} {places}): {first}"
+        )
         self.outcomes = list(outcomes)
 
 

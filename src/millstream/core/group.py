@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.setting import Setting, setting, settings_of
+from millstream.core.setting import Setting, Settings, setting
 
 SESSION: Final = "consumer.session.timeout.ms"
 HEARTBEAT: Final = "consumer.heartbeat.interval.ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
+class GroupSettings(Settings):
     """What a consumer group may set differently from its node; share groups have the settings of subscriptions."""
 
     consumer_session_timeout_ms: int = setting(
@@ -29,7 +29,7 @@ class GroupSettings:
     )
 
 
-DECLARED: Final[Mapping[str, Setting]] = {declared.name: declared for _, declared in settings_of(GroupSettings)}
+DECLARED: Final[Mapping[str, Setting]] = GroupSettings.declared()
 
 
 def parse_group_settings(overrides: Mapping[str, str], defaults: Mapping[str, int]) -> dict[str, int]:

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final, NamedTuple, NewType
 
-MESSAGE_ID_HEADER = "message-id"
+from millstream.core.headers import MESSAGE_ID
 
 
 def message_id(topic_id: object, partition: int, offset: int, headers: Iterable[tuple[str, bytes | None]]) -> str:
     """Return the `message-id` header if the publisher set one, otherwise `topic-id/partition/offset`."""
     for name, value in headers:
-        if name == MESSAGE_ID_HEADER and value:
+        if name == MESSAGE_ID and value:
             return value.decode(errors="replace")
     return f"{topic_id}/{partition}/{offset}"
 

@@ -21,8 +21,6 @@ ALL: Final = "all"
 MISSED: Final = (ONCE, SKIP, ALL)
 """What to do about missed times: one run for all of them, none, or one for each."""
 
-_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DURATION: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?\s*\Z")
 _YEARS_MAX: Final = 9
 """A period in which every date of the calendar occurs, including 29 February."""
 _MONTHS: Final = {
@@ -39,14 +37,6 @@ _SHORT: Final = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
 }
-
-
-def parse_duration_ms(text: str, *, name: str) -> int:
-    """Parse a duration such as `90s`, `15m` or `1h`; a plain number is in seconds."""
-    found = _DURATION.match(text)
-    if found is None:
-        raise InvalidSetting(f"{name} must be a duration such as 90s, 15m, 1h or 1d, not {text!r}")
-    return round(float(found[1]) * _UNIT_MS[found[2] or "s"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +296,8 @@ def _check_function(code: str, module: str, name: str) -> None:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             if node.returns is None and not node.decorator_list:
                 raise InvalidSetting(
-                    f"{module}.py, line {node.lineno}: say what {name} returns, such as `def {name}(…) -> float`, or "
-                    'decorate it with @udf("double") of pyspark.sql.functions'
+                    f"{module}.py, line {node.lineno}: declare what {name} returns, such as `def {name}(…) -> float`, "
+                    'or decorate it with @udf("double") of pyspark.sql.functions'
                 )
             return
         if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):

@@ -48,7 +48,8 @@ def _expectation(expected: re.Match[str], *, is_text: bool) -> str:
     if expected["given"] and not is_text:
         return f"{kinds}, not {_KINDS.get(expected['given'], expected['given'])}"
     if bound := _BOUND.fullmatch(expected["bound"] or ""):
-        unit = "" if not bound["length"] else " items" if expected["kinds"] == "array" else " characters"
+        unit = "" if not bound["length"] else " item" if expected["kinds"] == "array" else " character"
+        unit += "s" if unit and bound["number"] != "1" else ""
         joined = "with" if unit else "of"
         return f"{kinds} {joined} {_ORDERS[bound['order']]} {bound['number']}{unit}"
     return f"{kinds} {expected['bound']}" if expected["bound"] else kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from uuid import UUID
 
 from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidTopicName
@@ -13,12 +13,11 @@ from millstream.core.regex import compile_regex
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,
+    Settings,
     hide_secrets,
     parse_address,
-    parse_texts,
     seal_problem,
     setting,
-    texts_of,
 )
 from millstream.core.topic import Topic, check_topic_name
 
@@ -39,7 +38,9 @@ TopicOffsets = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorSettings:
+class MirrorSettings(Settings):
+    holder: ClassVar = "a mirror"
+
     source: str = setting(SOURCE, "", "The brokers of the source, HOST:PORT, separated by commas.")
     topics: str = setting(
         "topics",
@@ -106,15 +107,6 @@ class MirrorSettings:
         "The SASL mechanism for the password.",
         choices=("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"),
     )
-
-    @classmethod
-    def from_strings(cls, given: Mapping[str, str]) -> Self:
-        """Parse settings; raise `InvalidSetting` for an invalid one."""
-        return cls(**parse_texts(cls, given, noun="a mirror"))
-
-    def as_strings(self) -> dict[str, str]:
-        """Return every setting as text, by name, without secrets."""
-        return texts_of(self)
 
     def check(self) -> None:
         """Raise `InvalidMirror` or `InvalidSetting` for settings that cannot be used."""

@@ -56,10 +56,6 @@ class Versioned(NamedTuple):
     revision: int
 
 
-def single_replica_state(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
-    return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
-
-
 def encode_value(value: Any) -> str:
     """Encode a value of the coordination store: a dataclass or a JSON value."""
     return msgspec.json.encode(value, enc_hook=dict).decode()

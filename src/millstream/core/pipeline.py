@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
+from millstream.core.headers import MESSAGE_ID
 from millstream.core.job import CODE_LENGTH_MAX, MISSED, ONCE, Cron, Schedule, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_changes, check_landed, parse_columns
@@ -20,13 +21,12 @@ from millstream.core.requirements import check_requirements
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,
+    Settings,
     hide_secrets,
-    parse_texts,
     seal_problem,
     secret_names,
     setting,
     suggestion,
-    texts_of,
 )
 from millstream.core.sql import check_calls, read_select
 from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
@@ -63,8 +63,6 @@ _DELAY: Final = re.compile(
     re.IGNORECASE,
 )
 """A duration in Spark's notation."""
-
-S = TypeVar("S", bound="PipelineSettings")
 
 
 class PipelineKind(StrEnum):
@@ -160,7 +158,9 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings:
+class PipelineSettings(Settings):
+    holder: ClassVar = "a pipeline of this kind"
+
     start: str = setting(
         "from",
         EARLIEST,
@@ -178,20 +178,6 @@ class PipelineSettings:
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
     )
-
-    @classmethod
-    def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
-        """Parse settings; raise `InvalidSetting` for an invalid one."""
-        settings = cls(**parse_texts(cls, given, noun="a pipeline of this kind"))
-        settings._check()
-        return settings
-
-    def as_strings(self) -> dict[str, str]:
-        """Return every setting as text, by name, without secrets."""
-        return texts_of(self)
-
-    def _check(self) -> None:
-        """Raise `InvalidSetting` for settings that contradict each other."""
 
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for texts that cannot be run; called when they are given.
@@ -366,7 +352,7 @@ class LandSettings(PipelineSettings):
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
     )
-    dedupe_header: str = setting("dedupe.header", "message-id", "The header that holds the id of a message.")
+    dedupe_header: str = setting("dedupe.header", MESSAGE_ID, "The header that holds the id of a message.")
     compact: bool = setting("compact", True, "Whether small files of past hours are merged into large ones.")
 
     def _check(self) -> None:
@@ -375,7 +361,7 @@ class LandSettings(PipelineSettings):
                 "`topics` and `pattern` are both set; set one of them: a pattern can also list topics, as in a|b"
             )
         if not self.topics and not self.pattern:
-            raise InvalidSetting("set either `topics` or `pattern`")
+            raise InvalidSetting("set either `topics` (--topic) or `pattern` (--pattern)")
         if self.pattern:
             compile_regex(self.pattern)
         for name in self.topic_names:

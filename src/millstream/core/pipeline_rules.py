@@ -1,4 +1,4 @@
-"""Which rules a route may have: limits, and no circles."""
+"""The rules that a route pipeline may have: limits, and no cycles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:
         raise InvalidPipeline("two rules of a pipeline have the same name")
     for rule in listed:
         _check_rule(rule)
-    _check_circles(listed)
+    _check_cycles(listed)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -45,7 +45,7 @@ def _check_rule(rule: Rule) -> None:
         raise InvalidPipeline(f"the condition of {about} has more than {CONDITION_LENGTH_MAX} characters")
 
 
-def _check_circles(rules: Iterable[Rule]) -> None:
+def _check_cycles(rules: Iterable[Rule]) -> None:
     """Reject cycles, in which a message would be routed forever."""
     leads: dict[str, set[str]] = {}
     for rule in rules:
@@ -55,6 +55,6 @@ def _check_circles(rules: Iterable[Rule]) -> None:
         open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
         if not open_ended:
             topics = ", ".join(sorted(leads))
-            raise InvalidPipeline(f"messages would be routed in a circle; check the rules of {topics}")
+            raise InvalidPipeline(f"messages would be routed in a cycle; check the rules of {topics}")
         for topic in open_ended:
             del leads[topic]

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self
 
 from millstream.core.errors import InvalidSetting
 
 _KEY = "millstream.setting"
 
 _INT64_MAX = 2**63 - 1
+_DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|w)?\s*\Z")
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _QUOTED_MAX = 100
 
 HIDDEN = "(hidden)"
@@ -155,6 +158,14 @@ def setting(
     return dataclasses.field(default=default, metadata={_KEY: declared}, repr=not (is_secret or is_url))
 
 
+def parse_duration_ms(text: str, *, name: str, unit: str = "s") -> int:
+    """Parse a duration such as `90s`, `15m` or `1h`; a plain number is in `unit`s."""
+    found = _DURATION.match(text)
+    if found is None:
+        raise InvalidSetting(f"{name} must be a duration such as 90s, 15m, 1h or 1d, not {text!r}")
+    return round(float(found[1]) * _UNIT_MS[found[2] or unit])
+
+
 def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
     """Convert seconds to a setting in milliseconds; errors use the caller's name for it, and seconds.
 
@@ -193,23 +204,56 @@ def value_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def texts_of(settings: Any) -> dict[str, str]:
-    """Return every setting of a dataclass as text, by name, without secrets."""
-    kind = type(settings)
-    return hide_secrets(kind, {one.name: value_text(getattr(settings, name)) for name, one in settings_of(kind)})
+class Settings:
+    """The base of dataclasses of settings, which users give and see as text by name."""
 
+    __slots__ = ()
 
-def parse_texts(holder: type, given: Mapping[str, str], *, noun: str) -> dict[str, Any]:
-    """Parse settings of a dataclass, given by name; return values by attribute, or raise `InvalidSetting`."""
-    by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(holder)}
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        if name not in by_name:
-            meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
-            raise InvalidSetting(f"unknown setting {name!r} of {noun}{meant}")
-        attribute, declared = by_name[name]
-        values[attribute] = declared.parse(text)
-    return values
+    holder: ClassVar[str]
+    """What has these settings, with its article."""
+    missing: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Settings that Kafka has and Millstream does not, each with the reason."""
+
+    @classmethod
+    def declared(cls) -> dict[str, Setting]:
+        """Return every declaration, by the setting's name."""
+        return {declared.name: declared for _, declared in settings_of(cls)}
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str]) -> Self:
+        """Parse settings; raise `InvalidSetting` for an invalid one."""
+        settings = cls(**cls._parse(given))
+        settings._check()
+        return settings
+
+    def as_strings(self) -> dict[str, str]:
+        """Return every setting as text, by name, without secrets."""
+        texts = {declared.name: value_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        return hide_secrets(type(self), texts)
+
+    @classmethod
+    def unknown(cls, name: str) -> InvalidSetting:
+        """Build the error for a setting that does not exist."""
+        if name in cls.missing:
+            return InvalidSetting(f"{name} is a setting of Kafka that Millstream does not have: {cls.missing[name]}")
+        known = sorted(cls.declared())
+        meant = suggestion(name, known) or f"; known are: {', '.join(known)}"
+        return InvalidSetting(f"unknown setting {name!r} of {cls.holder}{meant}")
+
+    @classmethod
+    def _parse(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        """Return values by attribute."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                raise cls.unknown(name)
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        return values
+
+    def _check(self) -> None:
+        """Raise `InvalidSetting` for settings that contradict each other."""
 
 
 def secret_names(holder: type) -> frozenset[str]:

@@ -23,12 +23,9 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,
-    Setting,
+    Settings,
     hide_secrets,
-    parse_texts,
     setting,
-    settings_of,
-    texts_of,
 )
 from millstream.core.topic import check_topic_name
 
@@ -91,7 +88,9 @@ _DURATION = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubscriptionSettings:
+class SubscriptionSettings(Settings):
+    holder: ClassVar = "a subscription"
+
     start: str = setting(
         START,
         LATEST,
@@ -225,18 +224,6 @@ class SubscriptionSettings:
         choices=(push.BINARY, push.STRUCTURED, push.RAW),
     )
 
-    @classmethod
-    def from_strings(cls, given: Mapping[str, str]) -> SubscriptionSettings:
-        """Parse settings; raise `InvalidSetting` for an invalid one."""
-        settings = cls(**parse_texts(cls, given, noun="a subscription"))
-        settings._check()
-        return settings
-
-    @classmethod
-    def declared(cls) -> Mapping[str, Setting]:
-        """Return every setting of a subscription, by name."""
-        return {declared.name: declared for _, declared in settings_of(cls)}
-
     def as_strings(self) -> dict[str, str]:
         """Return every setting as text, by name, without secrets."""
         return dict(_texts_of(self))
@@ -321,7 +308,7 @@ class Subscription:
 @lru_cache(maxsize=1024)
 def _texts_of(settings: SubscriptionSettings) -> Mapping[str, str]:
     """Return settings as text, cached: most subscriptions have the same ones, and lists show all of them."""
-    return texts_of(settings)
+    return Settings.as_strings(settings)
 
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -39,9 +40,7 @@ async def _run_until(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -
     try:
         ended, _ = await asyncio.wait(tasks, return_when=until)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
     for task in ended:
         task.result()
     return tasks
@@ -68,9 +67,7 @@ class TaskSupervisor:
 
     async def close(self) -> None:
         """Cancel every task and wait for it."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -104,6 +101,20 @@ async def within(seconds: float | None, work: Awaitable[_Result]) -> _Result:
     """
     async with asyncio.timeout(seconds):
         return await work
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, whatever their outcome."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_up_to(seconds: float | None, event: asyncio.Event) -> bool:
+    """Wait for an event, but no longer than some seconds; return whether it is set."""
+    with suppress(TimeoutError):
+        await within(seconds, event.wait())
+    return event.is_set()
 
 
 async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:

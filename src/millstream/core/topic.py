@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 from uuid import UUID
 
 from millstream.core.errors import InvalidSetting, InvalidTopicName
 from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX, PartitionIndex
-from millstream.core.setting import Setting, parse_texts, setting, settings_of, suggestion, texts_of
+from millstream.core.setting import Settings, setting
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"
 
@@ -39,15 +40,6 @@ MISSING: Mapping[str, str] = MappingProxyType(
     }
 )
 """Kafka settings that topics do not have, each with the reason."""
-
-
-def unknown_setting(name: str, known: Iterable[str]) -> InvalidSetting:
-    """Build the error for a setting that topics do not have."""
-    if name in MISSING:
-        return InvalidSetting(f"{name} is a setting of Kafka that Millstream does not have: {MISSING[name]}")
-    names = sorted(known)
-    meant = suggestion(name, names) or f"; known are: {', '.join(names)}"
-    return InvalidSetting(f"unknown topic setting {name!r}{meant}")
 
 
 NAME_LENGTH_MAX = 249
@@ -96,8 +88,11 @@ FLUSH_OS = "os"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopicSettings:
+class TopicSettings(Settings):
     """The settings of a topic, with Kafka's names where Kafka has them."""
+
+    holder: ClassVar = "a topic"
+    missing: ClassVar = MISSING
 
     retention_ms: int = setting(
         "retention.ms",
@@ -317,26 +312,13 @@ class TopicSettings:
     @classmethod
     def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
         """Parse settings on top of `base`; raise `InvalidSetting` for an invalid one."""
-        known = cls.declared()
-        for name in given:
-            if name not in known:
-                raise unknown_setting(name, known)
-        values = parse_texts(cls, given, noun="a topic")
+        values = cls._parse(given)
         if values.get("flush_messages", INT64_MAX) != INT64_MAX:
             # Regardless of the node's default: no other value honours `flush.messages`.
             values.setdefault("flush", FLUSH_ALWAYS)
         settings = dataclasses.replace(base or cls(), **values)
-        settings._check_together()
+        settings._check()
         return settings
-
-    @classmethod
-    def declared(cls) -> Mapping[str, Setting]:
-        """Return every setting of a topic, by name."""
-        return {declared.name: declared for _, declared in settings_of(cls)}
-
-    def as_strings(self) -> dict[str, str]:
-        """Return every setting as text, by name."""
-        return texts_of(self)
 
     @property
     def deletes(self) -> bool:
@@ -363,7 +345,7 @@ class TopicSettings:
         """Return whether records are checked against the topic's schemas before they are stored."""
         return self.schema_validate != VALIDATE_OFF and bool(self.schema_key or self.schema_value)
 
-    def _check_together(self) -> None:
+    def _check(self) -> None:
         if self.min_compaction_lag_ms > self.max_compaction_lag_ms:
             raise InvalidSetting(
                 f"min.compaction.lag.ms ({self.min_compaction_lag_ms}) is larger than max.compaction.lag.ms "

@@ -32,13 +32,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millstream import __version__
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.gateway.api.dispatch import Api
-from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document, render
+from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document
 from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refusal_of, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
 from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.callers import Callers
 from millstream.gateway.console.visit import PREFIX as CONSOLE_PREFIX
+from millstream.gateway.metrics import render_metrics
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
 from millstream.gateway.registry.app import PREFIX as REGISTRY_PREFIX
@@ -64,16 +65,16 @@ def build_app(
     console: ASGIApp | None = None,
 ) -> ASGIApp:
     """Build the gateway's ASGI application; without `callers`, everyone may do everything."""
-    named = site or OriginCheck()
-    doors = _Pages(fetch_status, health, services.pressure if services is not None else Pressure(), callers)
+    origin_check = site or OriginCheck()
+    handlers = _Pages(fetch_status, health, services.pressure if services is not None else Pressure(), callers)
     pages = Starlette(
         routes=[
-            Route("/", doors.index),
-            Route("/healthz", doors.healthz),
-            Route("/readyz", doors.readyz),
-            Route("/metrics", doors.metrics),
-            Route("/openapi.json", doors.openapi),
-            Route("/docs", doors.docs),
+            Route("/", handlers.index),
+            Route("/healthz", handlers.healthz),
+            Route("/readyz", handlers.readyz),
+            Route("/metrics", handlers.metrics),
+            Route("/openapi.json", handlers.openapi),
+            Route("/docs", handlers.docs),
         ],
         exception_handlers={
             HTTPException: refused,
@@ -88,7 +89,7 @@ def build_app(
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
         respond: ASGIApp = pages
         try:
-            named.check_name(dict(scope["headers"]))
+            origin_check.check_name(dict(scope["headers"]))
         except Refused as error:
             respond = problem(Request(scope), error.status, error.detail)
         try:
@@ -100,9 +101,9 @@ def build_app(
 
     if services is None:
         return own_pages
-    api = Api(ROUTES, services, named, callers)
-    registry = RegistryApp(services, named, callers)
-    own_registry = RegistryApp(services, named, callers, prefix="")
+    api = Api(ROUTES, services, origin_check, callers)
+    registry = RegistryApp(services, origin_check, callers)
+    own_registry = RegistryApp(services, origin_check, callers, prefix="")
     beginning = PREFIX + "/"
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -183,7 +184,7 @@ class _Pages:
             async with self._callers.acting_for(request.scope["headers"], host) as caller:
                 status = await caller.services.status.fetch()
         numbers = [*status["metrics"], *self._pressure.metrics()]
-        text, content_type = render(numbers, request.headers.get("accept", ""))
+        text, content_type = render_metrics(numbers, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, **_NO_STORE})
 
     def _warnings(self, health: Health) -> list[str]:

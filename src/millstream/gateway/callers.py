@@ -20,6 +20,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
+from millstream.core.crowding import is_crowding, network_of
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.problem import RETRY_S, Refused, refusal_of
 from millstream.gateway.api.services import Services
@@ -41,7 +42,7 @@ RENEW_S: Final = 60.0
 REMEMBERED_MAX: Final = 4096
 CALLERS_MAX: Final = 256
 """Callers with their own connections; those idle the longest are closed first."""
-LOOK_S_MIN: Final = 0.1
+CHECK_INTERVAL_S_MIN: Final = 0.1
 IDLE_S: Final = 60.0
 """How long the connections of a caller without requests stay open."""
 PENDING_PER_HOST_MAX: Final = 32
@@ -80,7 +81,7 @@ class Caller:
     ) -> None:
         self.principal = principal
         self.assertion = assertion
-        self.services = gateway.acting_for(on_behalf_of(lambda: self.assertion, lambda: renew(self)))
+        self.services = gateway.acting_for(principal, on_behalf_of(lambda: self.assertion, lambda: renew(self)))
         self.requests = 0
         """Requests in progress."""
         self.shown: CallerCredentials | None = None
@@ -146,7 +147,7 @@ class Callers:
             # A node that cannot respond says nothing about the caller, until the last assertion has expired.
             if refused is not None and (refused.status is HTTPStatus.UNAUTHORIZED or now() - verified_at > RENEW_S):
                 return refused
-            await asyncio.sleep(RETRY_S if refused is not None else max(LOOK_S_MIN, found.until - now()))
+            await asyncio.sleep(RETRY_S if refused is not None else max(CHECK_INTERVAL_S_MIN, found.until - now()))
 
     async def verify_again(self, headers: Headers, host: str) -> None:
         """Drop the cached result of a caller whose assertion a node has refused, and ask again.
@@ -219,6 +220,7 @@ class Callers:
 
     def _admit(self, host: str) -> None:
         """Count a credential of an address that is being verified."""
+        host = network_of(host)
         if self._pending[host] >= PENDING_PER_HOST_MAX:
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -228,6 +230,7 @@ class Callers:
         self._pending[host] += 1
 
     def _release(self, host: str) -> None:
+        host = network_of(host)
         self._pending[host] -= 1
         if not self._pending[host]:
             del self._pending[host]
@@ -275,15 +278,15 @@ class Callers:
             known.assertion = response.assertion
             self._callers.move_to_end(identity)
             return known
+        busy = [one.principal for one in self._callers.values() if one.requests]
+        if len(busy) >= CALLERS_MAX or is_crowding(busy.count(response.principal), len(busy), CALLERS_MAX):
+            raise Refused(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{len(busy)} other callers have requests in progress here; try another node, or again later",
+                headers={"retry-after": str(RETRY_S)},
+            )
         if len(self._callers) >= CALLERS_MAX:
-            idle = next((one for one in self._callers.values() if not one.requests), None)
-            if idle is None:
-                raise Refused(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{CALLERS_MAX} other callers have requests in progress here; try another node, or again later",
-                    headers={"retry-after": str(RETRY_S)},
-                )
-            self._close(idle)
+            self._close(next(one for one in self._callers.values() if not one.requests))
         made = self._callers[identity] = Caller(response.principal, response.assertion, self._gateway, self._renew)
         made.closing = self._close_later(made)
         return made

@@ -16,13 +16,14 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+import msgspec
+
+from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild, spawn_module
 from millstream.core.config import Config
 from millstream.protocol.wire.credentials import child_environment
 
@@ -39,6 +40,24 @@ Status = Callable[[], Mapping[str, Any]]
 """Describes the node: id, version, and the reasons and warnings of `broker/kafka/apis/node_status.py`."""
 
 
+class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker's options for the process."""
+
+    descriptor: int = -1
+    registry: int | None = None
+    """The listening sockets, which the process inherits."""
+    kafka: str = ""
+    hosts: list[str] = []
+    authenticates: str | None = None
+    """Whether callers are authenticated, as the setting `auth`; None where everyone may do everything."""
+    tls: tuple[str, str] | None = None
+    """The files with a certificate and its key; None for plain text."""
+    console: dict[str, Any] = {}
+    """How the console is served; `ConsoleSettings` names the fields."""
+    log_level: str = "info"
+    log_format: str = "text"
+
+
 class HttpChild(SupervisedChild):
     """Keeps one gateway process running behind a listening socket."""
 
@@ -50,27 +69,14 @@ class HttpChild(SupervisedChild):
         kafka_address: str,
         *,
         registry: socket.socket | None = None,
-        hosts: Sequence[str] = (),
-        authenticates: str | None = None,
-        tls: tuple[str, str] | None = None,
-        console: Mapping[str, Any] | None = None,
-        log_level: str = "info",
-        log_format: str = "text",
+        options: GatewayOptions | None = None,
         backoff_min_s: float = BACKOFF_MIN_S,
     ) -> None:
         super().__init__(backoff_min_s=backoff_min_s)
         self._listening = listening
         self._registry = registry
         self._kafka_address = kafka_address
-        self._hosts = list(hosts)
-        self._authenticates = authenticates
-        """Whether callers are authenticated, as the setting `auth`; None where everyone may do everything."""
-        self._tls = tls
-        """The files with a certificate and its key; None for plain text."""
-        self._console = dict(console or {})
-        """How the console is served; `ConsoleSettings` names the fields."""
-        self._log_level = log_level
-        self._log_format = log_format
+        self._options = options or GatewayOptions()
         self._line: socket.socket | None = None
         self._starting: str | None = None
         self._status: Status | None = None
@@ -82,10 +88,7 @@ class HttpChild(SupervisedChild):
         cls, config: Config, listening: socket.socket, kafka_address: str, *, registry: socket.socket | None = None
     ) -> Self:
         """Return the gateway of a node or a machine with these settings."""
-        return cls(
-            listening,
-            kafka_address,
-            registry=registry,
+        options = GatewayOptions(
             hosts=[config.http, config.registry, config.advertise, *config.http_hosts.split(",")],
             authenticates=config.auth if config.authorizes else None,
             tls=config.http_tls,
@@ -104,6 +107,7 @@ class HttpChild(SupervisedChild):
             log_level=config.log_level,
             log_format=config.log_format,
         )
+        return cls(listening, kafka_address, registry=registry, options=options)
 
     def connect_to(self, kafka_address: str) -> None:
         """Set where the gateway finds brokers; one that runs already is replaced."""
@@ -134,16 +138,20 @@ class HttpChild(SupervisedChild):
         self._line, child_end = socket.socketpair()
         self._line.setblocking(False)
         self._write()
+        options = msgspec.structs.replace(
+            self._options,
+            descriptor=self._listening.fileno(),
+            registry=None if self._registry is None else self._registry.fileno(),
+            kafka=self._kafka_address,
+        )
         try:
-            # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
-            # order.
-            process = await asyncio.create_subprocess_exec(
-                *self._command(),
+            process = await spawn_module(
+                MODULE,
+                msgspec.json.encode(options).decode(),
                 stdin=child_end.fileno(),
                 stdout=_STDERR,
                 pass_fds=[one.fileno() for one in self._sockets],
                 env=child_environment(),
-                start_new_session=True,
             )
         except BaseException:
             self._hang_up()
@@ -188,20 +196,6 @@ class HttpChild(SupervisedChild):
     @property
     def _sockets(self) -> list[socket.socket]:
         return [self._listening, *([] if self._registry is None else [self._registry])]
-
-    def _command(self) -> list[str]:
-        options = {
-            "descriptor": self._listening.fileno(),
-            "registry": None if self._registry is None else self._registry.fileno(),
-            "kafka": self._kafka_address,
-            "hosts": self._hosts,
-            "authenticates": self._authenticates,
-            "tls": self._tls,
-            "console": self._console,
-            "log_level": self._log_level,
-            "log_format": self._log_format,
-        }
-        return [sys.executable, "-m", MODULE, json.dumps(options)]
 
 
 def _clip(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, Final
 
+from millstream.core.crowding import is_crowding
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 
@@ -23,13 +25,15 @@ PAUSE_S_MAX: Final = 0.5
 
 
 class Pressure:
-    """Counts requests and their memory."""
+    """Counts requests and their memory, in total and for each principal."""
 
     def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, bytes_max: tuple[int, ...] = BYTES_MAX) -> None:
         self._requests_max = requests_max
         self._bytes_max = bytes_max
         self.requests = [0] * len(Lane)
         self.bytes = [0] * len(Lane)
+        self._requests_held: Counter[tuple[Lane, str]] = Counter()
+        self._bytes_held: Counter[tuple[Lane, str]] = Counter()
         self.rejected = 0
         self.responses: dict[int, int] = {}
         """The number of responses by status."""
@@ -62,31 +66,39 @@ class Pressure:
             if number >= self._requests_max[lane]
         ]
 
-    def enter(self, lane: Lane) -> None:
-        """Admit a request or refuse it."""
-        number = self.requests[lane]
-        if number >= self._requests_max[lane]:
-            raise self._refusal(f"{number} requests of this kind are in progress")
+    def enter(self, lane: Lane, principal: str = "") -> None:
+        """Admit a request or refuse it; without authentication there are no principals."""
+        number, held, most = self.requests[lane], self._requests_held[lane, principal], self._requests_max[lane]
+        if number >= most or (principal and is_crowding(held, number, most)):
+            raise self._refusal(f"{held or number} requests of this kind are in progress")
         self.requests[lane] = number + 1
+        if principal:
+            self._requests_held[lane, principal] += 1
 
     def count(self, status: int) -> None:
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             self.rejected += 1
         self.responses[status] = self.responses.get(status, 0) + 1
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, lane: Lane, principal: str = "") -> None:
         """Remove a completed request."""
         self.requests[lane] -= 1
+        if principal:
+            _reduce(self._requests_held, (lane, principal), 1)
 
-    def reserve(self, lane: Lane, size: int) -> None:
+    def reserve(self, lane: Lane, size: int, principal: str = "") -> None:
         """Reserve memory for a body or a response, or refuse the request."""
-        taken = self.bytes[lane]
-        if taken + size > self._bytes_max[lane]:
-            raise self._refusal(f"requests in progress hold {taken} bytes")
+        taken, held, most = self.bytes[lane], self._bytes_held[lane, principal], self._bytes_max[lane]
+        if taken + size > most or (principal and is_crowding(held + size, taken + size, most)):
+            raise self._refusal(f"requests in progress hold {held or taken} bytes")
         self.bytes[lane] = taken + size
+        if principal:
+            self._bytes_held[lane, principal] += size
 
-    def release(self, lane: Lane, size: int) -> None:
+    def release(self, lane: Lane, size: int, principal: str = "") -> None:
         self.bytes[lane] -= size
+        if principal:
+            _reduce(self._bytes_held, (lane, principal), size)
 
     def check_pause(self, pause_s: float) -> None:
         """Refuse a publisher that would have to wait for long because the broker throttles it."""
@@ -95,6 +107,12 @@ class Pressure:
 
     def _refusal(self, why: str, retry_s: int = RETRY_S) -> Refused:
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
+
+
+def _reduce(held: Counter[tuple[Lane, str]], key: tuple[Lane, str], amount: int) -> None:
+    held[key] -= amount
+    if not held[key]:
+        del held[key]
 
 
 def _metric(name: str, kind: str, text: str, samples: list[list[Any]]) -> dict[str, Any]:
@@ -115,11 +133,12 @@ class ClientDisconnected(Exception):
 class RequestMemory:
     """The memory that one request holds."""
 
-    __slots__ = ("_lane", "_pressure", "_reserved")
+    __slots__ = ("_lane", "_pressure", "_principal", "_reserved")
 
-    def __init__(self, pressure: Pressure, lane: Lane) -> None:
+    def __init__(self, pressure: Pressure, lane: Lane, principal: str = "") -> None:
         self._pressure = pressure
         self._lane = lane
+        self._principal = principal
         self._reserved = 0
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
@@ -135,19 +154,19 @@ class RequestMemory:
 
     def reserve(self, size: int) -> None:
         """Reserve memory for the largest possible response, or raise `Refused`."""
-        self._pressure.reserve(self._lane, size)
+        self._pressure.reserve(self._lane, size, self._principal)
         self._reserved += size
 
     def resize(self, size: int) -> None:
         """Change the reserved memory, or raise `Refused` and keep the old amount."""
         if size > self._reserved:
-            self._pressure.reserve(self._lane, size - self._reserved)
+            self._pressure.reserve(self._lane, size - self._reserved, self._principal)
         else:
-            self._pressure.release(self._lane, self._reserved - size)
+            self._pressure.release(self._lane, self._reserved - size, self._principal)
         self._reserved = size
 
     def release(self) -> None:
-        self._pressure.release(self._lane, self._reserved)
+        self._pressure.release(self._lane, self._reserved, self._principal)
         self._reserved = 0
 
     async def _read_all(self, receive: Receive) -> bytes:
@@ -166,5 +185,5 @@ class RequestMemory:
     def _reserve(self, size: int) -> None:
         if self._reserved + size > BODY_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request body has at most {BODY_BYTES_MAX} bytes")
-        self._pressure.reserve(self._lane, size)
+        self._pressure.reserve(self._lane, size, self._principal)
         self._reserved += size

@@ -6,7 +6,6 @@ It is a client of the broker like any other, so that HTTP requests never stall t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import resource
@@ -18,6 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -28,6 +28,7 @@ from millstream.core.scratch import remove_left_behind
 from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
 from millstream.gateway.callers import Callers
+from millstream.gateway.child import GatewayOptions
 from millstream.gateway.console.app import ConsoleApp
 from millstream.gateway.console.visit import ConsoleSettings
 from millstream.gateway.origin_check import OriginCheck
@@ -234,24 +235,24 @@ def raise_open_files_limit() -> None:
 
 def main() -> None:
     """Run the gateway with the broker's options."""
-    options = json.loads(sys.argv[1])
-    set_up_logging(options["log_level"], options["log_format"])
+    options = msgspec.json.decode(sys.argv[1], type=GatewayOptions)
+    set_up_logging(options.log_level, options.log_format)
     import_lean_kio()
     adopt_node_credentials()
     raise_open_files_limit()
-    listening = socket.socket(fileno=options["descriptor"])
-    tls = None if options["tls"] is None else _follow_tls(*options["tls"])
-    registry = None if options["registry"] is None else socket.socket(fileno=options["registry"])
+    listening = socket.socket(fileno=options.descriptor)
+    tls = None if options.tls is None else _follow_tls(*options.tls)
+    registry = None if options.registry is None else socket.socket(fileno=options.registry)
     freeze_heap()
     uvloop.run(
         serve(
             listening,
-            options["kafka"],
-            options["hosts"],
+            options.kafka,
+            options.hosts,
             registry=registry,
-            authenticates=options["authenticates"],
+            authenticates=options.authenticates,
             tls=tls,
-            console=ConsoleSettings(**options["console"]),
+            console=ConsoleSettings(**options.console),
         )
     )
 

@@ -104,6 +104,7 @@ WRITE_BYTES_MIN: Final = 64 * 1024
 """A client that reads less than this of a response in that time, while more is available, is disconnected."""
 
 _SEVERAL_HOSTS: Final = "a request has one Host header"
+_TRANSFER_CODING: Final = "the only Transfer-Encoding that is supported is chunked"
 _HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 
 
@@ -223,12 +224,17 @@ class Protocol(HttpToolsProtocol):
             # A proxy and the check of origins could each use another one.
             self._refuse_rest(HTTPStatus.BAD_REQUEST, _SEVERAL_HOSTS)
             raise ValueError(_SEVERAL_HOSTS)
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refuse_rest(HTTPStatus.NOT_IMPLEMENTED, _TRANSFER_CODING)
+            raise ValueError(_TRANSFER_CODING)
         if self in self.surplus:
             self._check_surplus()
         self._is_begun = False
         self._is_in_head = False
         self._head_received()
         super().on_headers_complete()
+        # Those after the body are not part of the request: a proxy does not check a credential there.
+        self.headers = []
 
     def _check_surplus(self) -> None:
         """Let a health check pass as the newest surplus connection; refuse anything else."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-from millstream.broker.transactions.transaction import Member
 from millstream.core.errors import InvalidTransactionState, MillstreamError
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.caller import Caller, ClientContext, RetriesExhausted
@@ -36,11 +35,6 @@ class Attempt(Writer):
         self.part = part
         self.transaction: ModelTransaction | None = None
         self.is_prepared = False
-
-    @property
-    def member(self) -> Member:
-        """Return the member as CompleteBatch names it."""
-        return Member(*self.who)
 
     async def run(self) -> None:
         """Write the part and prepare it, unless the batch is committed already."""
@@ -150,7 +144,7 @@ class BatchDriver(Caller):
         return None
 
     async def _complete(self, batch: Batch, chosen: list[Attempt]) -> None:
-        members = tuple(attempt.member for attempt in chosen)
+        members = tuple(attempt.who for attempt in chosen)
         transaction = [attempt.transaction for attempt in chosen if attempt.transaction is not None]
         all_prepared = all(attempt.is_prepared for attempt in chosen)
         model = self.context.model

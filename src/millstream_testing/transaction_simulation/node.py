@@ -29,7 +29,7 @@ from millstream.broker.kafka.transaction_service import CoordinatorGate, Partiti
 from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef
+from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, Offset
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
@@ -206,7 +206,7 @@ class TransactionNode(SimulatedNode):
         """Prepare a part of a batch."""
         await self.serving().coordinator.prepare(who)
 
-    async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
+    async def complete_batch(self, query: str, batch: int, members: tuple[ProducerRef, ...]) -> bool:
         """Commit the members of a batch together."""
         return await self.serving().coordinator.complete_batch(query, batch, members)
 

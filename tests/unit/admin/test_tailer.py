@@ -92,7 +92,7 @@ async def test_messages_of_one_node_do_not_wait_for_the_others() -> None:
 
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_added_partitions_are_followed_from_their_start(monkeypatch: pytest.MonkeyPatch, is_whole: bool) -> None:
-    monkeypatch.setattr(following, "LOOK_S", 0.0)
+    monkeypatch.setattr(following, "CHECK_INTERVAL_S", 0.0)
     cluster = Cluster({0: ONE})
     tailer = Tailer(cluster, "t", {0: 0}, patience_s=HANG_S, is_whole=is_whole, note=pytest.fail)
     async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -19,6 +20,8 @@ from millstream.cli import broker_check
 from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import ExitCode
 from millstream.client.admin.cluster_status import DamagedOffsets
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream_testing.security import Certificates
 
@@ -95,6 +98,26 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
     assert "acks=all is refused" in found.detail
 
 
+def test_a_node_that_is_down_is_a_problem() -> None:
+    one = SimpleNamespace(partition=0, leader_id=1, replicas=(1, 2), in_sync=(1,))
+    topics = {"orders": SimpleNamespace(name="orders", partitions={0: one})}
+    metadata = cast("ClusterMetadata", SimpleNamespace(topics=topics, nodes={1: None}))
+    (found,) = broker_check._check_nodes(broker_check._missing_nodes(metadata))
+    assert (found.severity, found.detail) == (Severity.PROBLEM, "node 2 is down")
+
+
+async def test_an_endpoint_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"node": 1, "state": "down", "last_error": "the endpoint cannot be reached"}
+    described = [{"name": "hook", "push": [row]}, {"name": "billing"}]
+    monkeypatch.setattr(SubscriptionClient, "describe", AsyncMock(return_value=described))
+    (found,) = await broker_check.check_push(cast("Client", None))
+    assert (found.severity, found.check) == (Severity.WARNING, "push")
+    assert found.detail == "Push of subscription hook is down (node 1): the endpoint cannot be reached"
+    row["state"] = "up"
+    (found,) = await broker_check.check_push(cast("Client", None))
+    assert (found.severity, found.detail) == (Severity.OK, "1 endpoint, none failing")
+
+
 def test_a_slow_response_is_a_warning() -> None:
     assert broker_check._check_response("b", 0.01).severity is Severity.OK
     assert broker_check._check_response("b", 3.0).severity is Severity.WARNING
@@ -108,6 +131,12 @@ async def test_a_gateway_that_responds_is_fine_even_if_not_ready(gateway: str) -
 async def test_an_unreachable_gateway_is_a_problem() -> None:
     found = await broker_check._check_http(status())
     assert (found.severity, "does not respond" in found.detail) == (Severity.PROBLEM, True)
+
+
+async def test_a_gateway_on_all_addresses_is_shown_at_that_of_the_broker(gateway: str) -> None:
+    everywhere = status(http=gateway.replace("127.0.0.1", "0.0.0.0"))
+    found = await broker_check._check_http(everywhere, host="127.0.0.1")
+    assert (found.severity, found.detail) == (Severity.OK, f"the gateway at {gateway} responds")
 
 
 async def test_a_silent_gateway_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:

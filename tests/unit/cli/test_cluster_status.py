@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 
 from millstream.cli import cluster
+from millstream.cli.cluster_plan import _shortened
+from millstream.cli.cluster_up import first_port
 from millstream.client.admin.cluster_status import ClusterNode, ClusterStatus, TroubledPartition
 from millstream_testing.command import call_command
 
@@ -33,3 +36,18 @@ def test_the_lag_of_an_unreachable_node_is_unknown(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cluster, "call_broker", lambda _common, _work: found)
     shown = [line.split() for line in call_command(["cluster", "status"]).out.splitlines() if line]
     assert [line[-1] for line in shown if line[0] in ("1", "2")] == ["7", "-"]
+
+
+def test_a_long_list_of_topics_in_a_plan_is_shortened() -> None:
+    assert _shortened("a, b to 3") == "a, b to 3"
+    assert _shortened("2") == "2"
+    assert _shortened(", ".join("abcdefg") + " to 3") == "a, b, c, d, e and 2 more topics to 3"
+
+
+def test_nodes_get_other_ports_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert first_port("--kafka-port-base", port, 1) == 0
+    assert f"port {port} is in use, so the nodes get other ports; --kafka-port-base" in capsys.readouterr().err

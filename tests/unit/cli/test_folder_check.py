@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -102,6 +105,47 @@ def test_checking_changes_nothing(folder: Folder) -> None:
     folder.segment(0, 3, tail=b"torn")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     folder.check()
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_read_only_file_system_is_checked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.segment(0, 3, tail=b"torn")
+    change_owner(DiskFiles(), str(folder.path), FolderOwner(node_id=1))
+    opens = os.open
+
+    def refuse_writing(path: str | Path, flags: int, *more: int, **options: int) -> int:
+        if str(path).startswith(str(folder.path)) and flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opens(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuse_writing)
+    monkeypatch.setattr(folder_check, "_is_read_only", lambda _folder: True)
+    findings = folder.check()
+    assert "read-only" in findings["folder"][0].detail
+    assert findings["folder"][0].severity is Severity.WARNING
+    assert findings["catalog"][0].severity is Severity.OK
+    assert "3 messages read" in findings["segments"][-1].detail
+
+
+def test_the_log_of_the_catalog_counts_and_stays_as_it_is(folder: Folder) -> None:
+    """A node that was killed leaves changes in SQLite's write-ahead log."""
+    folder.segment(0, 3)
+    catalog, added = folder.path / "catalog.sqlite", str(uuid4())
+    with closing(sqlite3.connect(catalog)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("INSERT INTO topics VALUES (?, 'added')", (added,))
+        connection.commit()
+        killed = {path: path.read_bytes() for path in folder.path.glob("catalog.sqlite-wal")}
+    for path, content in killed.items():
+        path.write_bytes(content)
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    assert folder.check()["catalog"][0].detail == "2 topics"
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    # After a clean stop there is no log, but the catalog still has that mode.
+    for path in killed:
+        path.unlink()
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    assert folder.check()["catalog"][0].severity is Severity.OK
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 

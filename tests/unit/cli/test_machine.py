@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from millstream.cli import machine as machine_module
 from millstream.cli.machine import BrokerProcess, Machine
 from millstream.core.config import Config
+from millstream.core.errors import AddressTaken
 from millstream.core.tasks import within
 from millstream_testing.waiting import until_result
 
@@ -81,3 +83,17 @@ async def test_the_first_broker_is_the_last_to_stop(machine: Machine, brokers: l
     await within(20, machine._stop())
     await within(20, asyncio.gather(*running))
     assert ended[-1] == brokers[0].node_id
+
+
+async def test_a_late_start_fails_if_the_http_address_is_taken(tmp_path: Path) -> None:
+    # Binding alone reserves nothing: of two sockets that are bound to an address, the first that listens gets it.
+    machine = Machine(Config(data=str(tmp_path), http="127.0.0.1:0"))
+    await machine._prepare_gateway()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(machine._gateway_sockets[0].getsockname())
+        other.listen()
+        machine._report_late_start()
+    with pytest.raises(AddressTaken, match="--http"):
+        await machine._serve_http()
+    await machine.stop()

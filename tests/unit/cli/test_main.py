@@ -85,13 +85,19 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
         (["tail", "x", "-n", "many"], "Invalid value for '-n' / '--number': 'many' is not a whole number ("),
         (["tail", "x", "-n", "-1"], "Invalid value for '-n' / '--number': -1 is below 0 ("),
         (["tail", "x", "-n", "1000000"], "Invalid value for '-n' / '--number': 1000000 is above 100000 ("),
-        (["publish", "x", "v", "--delay", "soon"], "Invalid value for '--delay': 'soon' is not a number ("),
+        (
+            ["publish", "x", "v", "--delay", "soon"],
+            "Invalid value for '--delay': 'soon' is not a length of time such as 30s, 15m or 1h (",
+        ),
         (
             ["publish", "x", "v", "--compression", "zip"],
             "'zip' is not one of 'none', 'gzip', 'snappy', 'lz4', 'zstd' (",
         ),
-        (["publish", "x", "v", "--delay", "inf"], "Invalid value for '--delay': 'inf' is not a number ("),
-        (["subscription", "pull", "x", "--wait", "1e20"], "Invalid value for '--wait': 1e+20 is too large ("),
+        (
+            ["publish", "x", "v", "--delay", "inf"],
+            "Invalid value for '--delay': 'inf' is not a length of time such as 30s",
+        ),
+        (["client", "list", "--interval", "2m"], "Invalid value for '--interval': 2m is above 60 s ("),
         (["message", "show", "x", "0", str(10**20)], f"Invalid value for 'offset': {10**20} is too large ("),
         (["topic", "create", "x", "--partitions", str(10**11)], f"'--partitions': {10**11} is above 2147483647 ("),
         (["topic", "create", "x", "--replication", str(10**5)], f"'--replication': {10**5} is above 32767 ("),
@@ -222,3 +228,11 @@ def test_the_help_of_every_command_describes_the_command() -> None:
     summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
     assert len(summaries) > 10
     assert [one for one in summaries if not one[0].isupper()] == []
+
+
+def test_a_missing_optional_package_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise ModuleNotFoundError("No module named 'aetcd'", name="aetcd")
+
+    assert app.run_reporting(work) == ExitCode.FAILED
+    assert "aetcd is not installed; run pip install '.[cluster]'" in capsys.readouterr().err

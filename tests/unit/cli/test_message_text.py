@@ -41,7 +41,7 @@ def test_the_json_document_is_complete() -> None:
 @pytest.mark.parametrize("timestamp_ms", [-1, 2**62])
 def test_invalid_timestamps_are_reported_as_such(timestamp_ms: int) -> None:
     assert as_document("t", TOPIC_ID, 0, record(b"", timestamp_ms=timestamp_ms))["timestamp"] is None
-    assert "no time" in as_text("t", 0, record(b"", timestamp_ms=timestamp_ms), colour=False)
+    assert "no time" in as_text("t", 0, record(b"", timestamp_ms=timestamp_ms), colour=False, indent=False)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,15 @@ def test_invalid_timestamps_are_reported_as_such(timestamp_ms: int) -> None:
     ],
 )
 def test_values_are_printed_readably(value: bytes | None, shown: str) -> None:
-    assert as_text("t", 0, record(value), colour=False).split("\n", 1)[1] == shown
+    assert as_text("t", 0, record(value), colour=False, indent=True).split("\n", 1)[1] == shown
+
+
+def test_json_is_on_one_line_for_scripts() -> None:
+    value = b'{\n  "a": ["gr\\u00fcn\\n", 1E+5]\n}'
+    assert as_text("t", 0, record(value), colour=False, indent=False).splitlines()[1:] == ['{"a": ["grün\\n", 1E+5]}']
 
 
 def test_metadata_is_printed_above_and_may_be_dimmed() -> None:
-    text = as_text("t", 3, record(b"v", key=b"k", headers=(("h", None),)), colour=True)
+    text = as_text("t", 3, record(b"v", key=b"k", headers=(("h", None),)), colour=True, indent=False)
     assert text.startswith("\x1b[2mt/3@7  19")
     assert text.endswith("  key=k  h=(null)\x1b[0m\nv")

@@ -84,8 +84,8 @@ def test_flags_become_settings() -> None:
         (LAND, Flags(rules="rules.json"), "--rules is not for land"),
         (LAND, Flags(schema=["a int", "b int"]), "given once for land"),
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
-        (PipelineKind.JOB, Flags(pace="0s"), "--every must be longer than 0s"),
-        (PipelineKind.JOB, Flags(run_timeout="0s"), "--run-timeout must be longer than 0s"),
+        (PipelineKind.JOB, Flags(pace=0.0), "--every must be longer than 0s"),
+        (PipelineKind.JOB, Flags(run_timeout=0.0), "--run-timeout must be longer than 0s"),
         (PipelineKind.JOB, Flags(timezone="Europe/Berlin"), "--timezone is for --cron, which is not given"),
     ],
 )
@@ -118,12 +118,20 @@ def test_the_summary_of_an_interrupted_run_says_so_unless_it_has_no_end(capsys: 
         def run(self, *, once: bool) -> None:
             raise Terminated
 
+    class Failing(Interrupted):
+        def run(self, *, once: bool) -> None:
+            raise InvalidSetting("wrong")
+
     declared = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=LAND, overrides={"topics": "a"})
     by_hand = CommandRun(declared, PipelineStorage("", "", "/data"), "", is_declared=True, lake="", folder="")
     running: Any = Interrupted()
+    failing: Any = Failing()
     with pytest.raises(Terminated):
         by_hand._drive(running, once=True, as_json=False)
     assert capsys.readouterr().out.startswith("mine: interrupted after 0 messages in 0 batches")
+    with pytest.raises(InvalidSetting):
+        by_hand._drive(failing, once=True, as_json=False)
+    assert capsys.readouterr().out.startswith("mine: failed after 0 messages in 0 batches")
     with pytest.raises(Terminated):
         by_hand._drive(running, once=False, as_json=False)
     assert capsys.readouterr().out.startswith("mine: 0 messages in 0 batches")

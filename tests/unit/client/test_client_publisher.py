@@ -114,6 +114,7 @@ async def test_a_batch_that_is_too_large_is_split_and_a_message_that_is_too_larg
         with pytest.raises(PublishFailed) as failed:
             await publisher.publish_many("orders", [record("x"), record("y")], partition=0)
         assert all(isinstance(outcome, BatchTooLarge) for outcome in failed.value.outcomes)
+        assert str(failed.value).startswith("2 of 2 messages were not published (indexes 0, 1): ")
         ledger.values_max = 100
         assert (await publisher.publish("orders", record("y"), partition=0)).offset == 11
 

@@ -45,6 +45,12 @@ def test_options_are_checked_when_given(options: dict[str, Any], reported: str) 
         millstream.connect("localhost:9092", **options)
 
 
+def test_an_unknown_option_is_refused_by_the_public_name() -> None:
+    connect: Callable[..., Any] = millstream.connect
+    with pytest.raises(TypeError, match=r"^connect\(\) got an unexpected keyword argument 'foo'$"):
+        connect("localhost:9092", foo=1)
+
+
 def test_an_address_must_be_a_string() -> None:
     connect: Callable[..., Any] = millstream.connect
     with pytest.raises(InvalidRequest, match=r"localhost:9092.*not 9092"):

@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from millstream.client.connection import Connection
 from millstream.client.loop_thread import LoopThread
-from millstream.client.sync_connection import Facade, blocking, iterating, wrapping
+from millstream.client.message import Message
+from millstream.client.message_stream import MessageStream
+from millstream.client.subscriber import Subscriber
+from millstream.client.sync_connection import (
+    Facade,
+    SyncConnection,
+    SyncMessage,
+    SyncMessageStream,
+    SyncSubscriber,
+    blocking,
+    wrapping,
+)
 
 
 class Page:
@@ -25,12 +38,10 @@ class Book:
     async def open(self, number: int) -> Page:
         return Page(number)
 
-    def pages(self, first: int = 0) -> AsyncIterator[Page]:
-        return self._pages(first)
-
-    async def _pages(self, first: int) -> AsyncIterator[Page]:
-        for number in range(first, 3):
-            yield Page(number)
+    def cover(self) -> Page:
+        """Return a page, on the loop."""
+        asyncio.get_running_loop()
+        return Page(0)
 
 
 class SyncPage(Facade[Page]):
@@ -40,7 +51,7 @@ class SyncPage(Facade[Page]):
 class SyncBook(Facade[Book]):
     length = blocking(Book.length)
     open = wrapping(Book.open, SyncPage)
-    pages = iterating(Book.pages, SyncPage)
+    cover = wrapping(Book.cover, SyncPage)
 
 
 @pytest.fixture
@@ -56,11 +67,39 @@ def test_methods_block_until_their_result(book: SyncBook) -> None:
     assert book.open(2).read() == 2
 
 
-def test_async_iterators_become_blocking_iterators(book: SyncBook) -> None:
-    assert [page.read() for page in book.pages()] == [0, 1, 2]
-    assert [page.read() for page in book.pages(first=2)] == [2]
+def test_plain_methods_run_on_the_loop(book: SyncBook) -> None:
+    assert book.cover().read() == 0
 
 
 def test_the_signature_is_that_of_the_original(book: SyncBook) -> None:
     assert str(inspect.signature(book.length)) == "(*, doubled: 'bool' = False) -> 'int'"
     assert book.length.__doc__ == SyncBook.length.__doc__ == Book.length.__doc__
+
+
+_NOT_OFFERED = {
+    Connection: {"publisher"},  # asynchronous itself
+    Message: set(),
+    MessageStream: {"aclose"},  # `close` of the facade
+    Subscriber: {"start"},  # `subscribe` starts it
+}
+
+
+@pytest.mark.parametrize(
+    ("original", "facade"),
+    [
+        (Connection, SyncConnection),
+        (Message, SyncMessage),
+        (MessageStream, SyncMessageStream),
+        (Subscriber, SyncSubscriber),
+    ],
+)
+def test_the_synchronous_api_has_every_public_method(original: type, facade: type) -> None:
+    offered = {name for name in {*dir(facade), *inspect.get_annotations(facade)} if not name.startswith("_")}
+    public = {name for name in dir(original) if not name.startswith("_")}
+    assert public - offered == _NOT_OFFERED[original]
+    for name in public & set(dir(facade)):
+        method = getattr(original, name)
+        if inspect.isfunction(method):
+            own = inspect.getattr_static(facade, name)
+            mirrored = inspect.signature(getattr(own, "__wrapped__", own))
+            assert [*mirrored.parameters] == [*inspect.signature(method).parameters], name

@@ -9,10 +9,13 @@ from uuid import UUID
 
 import pytest
 
+from millstream.client.admin import tailer
+from millstream.client.admin.cluster_status import DamagedOffsets
 from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message import Lease
-from millstream.core.errors import UnknownTopic
+from millstream.core.errors import CorruptBatch, UnknownTopic
 from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.tasks import run_until_first
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.fetch import FetchedPartition
@@ -44,3 +47,25 @@ async def test_a_missing_topic_is_named_wherever_it_is_listed(topics: list[str])
     receiver = LiveReceiver(client, topics)
     with pytest.raises(UnknownTopic, match="topic 'missing', 'gone' does not exist"):
         await receiver.start()
+
+
+async def test_offsets_that_the_disk_lost_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cluster:
+        async def fetch_many(self, positions: dict[TopicPartition, Offset], limits: object) -> Any:
+            if positions[PLACE] < 10:
+                raise CorruptBatch("the broker responded with CORRUPT_MESSAGE")
+            batch = memoryview(encode_batch([NewRecord(None, b"after")], base_offset=10))
+            receiver._moved.set()
+            return {PLACE: FetchedPartition(batch, Offset(11), Offset(0), Offset(11))}
+
+    async def step_over(client: object, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
+        positions[PLACE] = Offset(10)
+        return [DamagedOffsets(topic, 0, 0, 10)]
+
+    monkeypatch.setattr(tailer, "step_over_damage", step_over)
+    client: Any = Cluster()
+    receiver = LiveReceiver(client, ["orders"])
+    receiver._positions[PLACE] = Offset(0)
+    receiver._topic_ids["orders"] = b"0" * 16
+    await run_until_first((receiver._moved.wait(), receiver._read_from_node([PLACE])))
+    assert [message.value for message in receiver.take_many(10)] == [b"after"]

@@ -46,7 +46,7 @@ class Cluster:
 
     def __init__(self, *nodes: int) -> None:
         self.nodes = set(nodes)
-        self.asked: dict[int, list[int]] = {node: [] for node in nodes}
+        self.requested: dict[int, list[int]] = {node: [] for node in nodes}
         self._responses: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
         self._offset = 0
         self._hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,7 +65,7 @@ class Cluster:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
 
     async def ask(self, node: NodeId, wanted: int) -> Leased:
-        self.asked.setdefault(node, []).append(wanted)
+        self.requested.setdefault(node, []).append(wanted)
         sent_at = monotonic()
         given = asyncio.ensure_future(self._queue(node).get())
         ends: list[asyncio.Future[Any]] = [given, self._hung_up]
@@ -151,15 +151,15 @@ async def test_every_node_is_polled_even_with_little_credit(credit: int, ahead: 
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=credit, ahead=ahead) as receiver:
         waiting = asyncio.create_task(receiver.wait_for_message())
-        await until(lambda: all(cluster.asked.values()))
-        assert sum(map(sum, cluster.asked.values())) <= ahead + 2
+        await until(lambda: all(cluster.requested.values()))
+        assert sum(map(sum, cluster.requested.values())) <= ahead + 2
         for _ in range(5):
             # An empty response is followed by another poll, and no node waits for ever behind another.
-            asked = sum(map(len, cluster.asked.values()))
+            asked = sum(map(len, cluster.requested.values()))
             for node in cluster.nodes:
                 cluster.deliver(node, 0)
-            await until(lambda asked=asked: sum(map(len, cluster.asked.values())) == asked + 3)  # type: ignore[misc]
-        assert len({len(asked) for asked in cluster.asked.values()}) == 1
+            await until(lambda asked=asked: sum(map(len, cluster.requested.values())) == asked + 3)  # type: ignore[misc]
+        assert len({len(asked) for asked in cluster.requested.values()}) == 1
         cluster.deliver(3, 1)
         await waiting
         message = receiver.take()
@@ -170,10 +170,10 @@ async def test_every_node_is_polled_even_with_little_credit(credit: int, ahead: 
 async def test_without_waiting_callers_no_more_than_the_credit_is_requested() -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=2, ahead=2):
-        await until(lambda: sum(map(len, cluster.asked.values())) == 2)
+        await until(lambda: sum(map(len, cluster.requested.values())) == 2)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert sum(map(sum, cluster.asked.values())) == 2
+        assert sum(map(sum, cluster.requested.values())) == 2
 
 
 async def test_polls_get_credit_in_order() -> None:
@@ -181,8 +181,8 @@ async def test_polls_get_credit_in_order() -> None:
     async with receiving(cluster, credit=1, ahead=1):
         settlement: list[int] = []
         for _ in range(6):
-            await until(lambda: sum(map(len, cluster.asked.values())) == len(settlement) + 1)
-            (node,) = (node for node in cluster.nodes if len(cluster.asked[node]) > settlement.count(node))
+            await until(lambda: sum(map(len, cluster.requested.values())) == len(settlement) + 1)
+            (node,) = (node for node in cluster.nodes if len(cluster.requested[node]) > settlement.count(node))
             settlement.append(node)
             cluster.deliver(node, 0)
         assert settlement == [1, 2, 3, 1, 2, 3]
@@ -192,10 +192,10 @@ async def test_a_busy_node_does_not_starve_one_added_later(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_NODES_S", 0.0)
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        await until(lambda: cluster.asked[1])
+        await until(lambda: cluster.requested[1])
         cluster.nodes.add(2)
         cluster.deliver(1, 1)
-        await until(lambda: cluster.asked.get(2))
+        await until(lambda: cluster.requested.get(2))
         assert receiver.take() is not None
 
 
@@ -250,14 +250,14 @@ async def test_an_unsettled_message_is_dropped_when_its_lease_expires() -> None:
         cluster.deliver(1, 5)
         await receiver.wait_for_message()
         first, *others = receiver.take_many(5)
-        assert len(cluster.asked[1]) == 1
+        assert len(cluster.requested[1]) == 1
         first._lease.valid_until = monotonic()
         for message in [first, *others]:
             receiver.stop_renewing(message)
         extended = others[-1]
         extending = asyncio.create_task(extended.extend(HANG_S))
         await extending
-        await until(lambda: len(cluster.asked[1]) == 2 and all(one.is_settled for one in others[:-1]))
+        await until(lambda: len(cluster.requested[1]) == 2 and all(one.is_settled for one in others[:-1]))
         # The message with the extended lease is still held.
         assert [one.is_settled for one in others] == [True, True, True, False]
         with pytest.raises(InvalidRecordState):
@@ -333,7 +333,7 @@ async def test_buffered_messages_are_returned_unless_they_would_not_be_redeliver
     async with receiving(cluster, ahead=10, delivery=delivery) as receiver:
         cluster.deliver(1, 2)
         await receiver.wait_for_message()
-        await until(lambda: len(cluster.asked[1]) == 2)
+        await until(lambda: len(cluster.requested[1]) == 2)
         receiver.return_buffered()
         # The response to a poll in flight arrives all the same.
         cluster.deliver(1, 1)
@@ -341,7 +341,7 @@ async def test_buffered_messages_are_returned_unless_they_would_not_be_redeliver
         await receiver.settling.flush()
         assert len(receiver.take_many(10)) == kept
         assert cluster.settled == ([] if kept else [(Verb.RETURN, 0), (Verb.RETURN, 1), (Verb.RETURN, 2)])
-        assert len(cluster.asked[1]) == 2
+        assert len(cluster.requested[1]) == 2
 
 
 async def test_a_leaving_worker_may_still_settle_its_messages() -> None:
@@ -366,7 +366,7 @@ async def test_a_leaving_worker_may_still_settle_its_messages() -> None:
 
 async def arrived(receiver: Receiver) -> None:
     """Wait until a response was processed, even if no message in it is handed out."""
-    await until(lambda: len(receiver._waiting_polls) + receiver._polls.asked)
+    await until(lambda: len(receiver._waiting_polls) + receiver._polls.requested)
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -418,7 +418,7 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
         first, second = receiver.take_many(2)
         # The accept of the first has no response yet when it is redelivered; the second was requested before its
         # accept.
-        await until(lambda: len(cluster.asked[1]) == 2)
+        await until(lambda: len(cluster.requested[1]) == 2)
         await second.ack()
         cluster.responding.clear()
         accepted = asyncio.create_task(first.ack())
@@ -431,9 +431,9 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
         assert receiver.take() is None
         assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
         # Messages requested later are redelivered for a reason, such as a seek.
-        await until(lambda: len(cluster.asked[1]) == 3)
+        await until(lambda: len(cluster.requested[1]) == 3)
         cluster.deliver(1, 0)
-        await until(lambda: len(cluster.asked[1]) == 4)
+        await until(lambda: len(cluster.requested[1]) == 4)
         cluster.done.clear()
         cluster.redeliver(1, 0, 2)
         await receiver.wait_for_message()
@@ -446,7 +446,7 @@ async def test_a_message_redelivered_after_its_accept_is_found_to_be_leased() ->
         cluster.deliver(1, 1)
         await receiver.wait_for_message()
         (first,) = receiver.take_many(1)
-        await until(lambda: len(cluster.asked[1]) == 2)
+        await until(lambda: len(cluster.requested[1]) == 2)
         await first.ack()
         # A seek: the waiting poll gets the accepted messages.
         cluster.done.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,23 @@ import pytest
 from millstream.client import subscriber as module
 from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import Lease, Message, Reject, RetryLater
+from millstream.client.message_stream import Source
 from millstream.client.subscriber import Handler, Subscriber
-from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import Verb
 
 HANG_S = 60
 
 
-class ScriptedSource:
+class ScriptedSource(Source):
     """A source that yields the given messages, then waits; it records their settlements."""
 
-    subscription = "billing"
-    error: MillstreamError | None = None
-
     def __init__(self, count: int) -> None:
+        super().__init__("billing")
         lease = Lease("orders", b"0" * 16, 0, settler=self)
         self.messages = [Message(lease, offset, 0, None, b"", b"\x00", 1) for offset in range(count)]
         self.settling = self
         self.settled: dict[int, tuple[int, int | None, str]] = {}
-        self.is_exhausted = False
         self._count = count
         self.limits: list[int | None] = []
         self.limit: int | None = None
@@ -63,15 +60,6 @@ class ScriptedSource:
     def accept(self, message: Message) -> None:
         self.settle_nowait(message, Verb.ACCEPT)
 
-    def accept_many(self, messages: object) -> list[asyncio.Future[None]]:
-        raise NotImplementedError
-
-    def stop_renewing(self, message: Message) -> None:
-        raise NotImplementedError
-
-    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        raise NotImplementedError
-
     async def flush(self) -> None:
         pass
 
@@ -80,18 +68,9 @@ class ScriptedSource:
         self.limit = limit
         self._woken.set()
 
-    def return_buffered(self) -> None:
-        pass
-
     async def stop(self) -> None:
-        self.is_exhausted = True
+        self._stopping = True
         self._woken.set()
-
-    async def return_untaken(self) -> None:
-        await self.stop()
-
-    async def leave(self) -> None:
-        raise NotImplementedError
 
     async def close(self) -> None:
         await self.stop()

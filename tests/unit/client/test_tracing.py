@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 from opentelemetry import trace
@@ -12,29 +11,22 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millstream.client import tracing
+from millstream.client.message import Lease, Message, Receipt
+from millstream.core.headers import CORRELATION_ID, MESSAGE_ID, TRACEPARENT, TRACESTATE
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-@dataclass(frozen=True)
-class Taken:
+def taken(headers: dict[str, str] | None = None) -> Message:
     """A message as a handler receives it."""
+    lease = Lease("orders", b"\x7f" * 16, 0, subscription="billing")
+    message = Message(lease, 12, 0, None, b"{}", b"", 2)
+    message._headers = tuple((name, text.encode()) for name, text in (headers or {}).items())
+    return message
 
-    id: str = "7f/0/12"
-    topic: str = "orders"
-    partition: int = 0
-    offset: int = 12
-    value: bytes | None = b"{}"
-    attempt: int = 2
-    subscription: str | None = "billing"
-    headers: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def correlation_id(self) -> str | None:
-        return self.header_text(tracing.CORRELATION_ID)
-
-    def header_text(self, name: str) -> str | None:
-        return self.headers.get(name)
+def receipt() -> Receipt:
+    return Receipt("orders", 0, 12, 0, "7f")
 
 
 @pytest.fixture
@@ -59,39 +51,39 @@ def test_without_a_context_nothing_is_added() -> None:
 
 
 def test_a_given_correlation_id_is_sent() -> None:
-    assert tracing.outgoing((), "c-1") == ((tracing.CORRELATION_ID, b"c-1"),)
+    assert tracing.outgoing((), "c-1") == ((CORRELATION_ID, b"c-1"),)
 
 
 def test_a_block_has_a_correlation_id() -> None:
     with tracing.correlated("request-7"):
         assert tracing.correlation_id() == "request-7"
-        assert tracing.outgoing(()) == ((tracing.CORRELATION_ID, b"request-7"),)
-        assert tracing.outgoing((), "other") == ((tracing.CORRELATION_ID, b"other"),)
+        assert tracing.outgoing(()) == ((CORRELATION_ID, b"request-7"),)
+        assert tracing.outgoing((), "other") == ((CORRELATION_ID, b"other"),)
     assert tracing.correlation_id() is None
 
 
 def test_a_handler_propagates_the_context_of_its_message() -> None:
-    came = {tracing.CORRELATION_ID: "c-1", tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"}
-    with tracing.handling(Taken(headers=came)):
+    came = {CORRELATION_ID: "c-1", TRACEPARENT: PARENT, TRACESTATE: "a=b"}
+    with tracing.handling(taken(came)):
         assert dict(tracing.outgoing(())) == {name: text.encode() for name, text in came.items()}
     assert tracing.outgoing(()) == ()
 
 
 def test_the_first_message_of_a_chain_provides_the_correlation_id() -> None:
-    with tracing.correlated("of a request that subscribed"), tracing.handling(Taken(id="first")):
+    with tracing.correlated("of a request that subscribed"), tracing.handling(taken({MESSAGE_ID: "first"})):
         assert tracing.correlation_id() == "first"
 
 
 def test_an_explicit_value_precedes_the_context() -> None:
-    given = ((tracing.TRACEPARENT, b"mine"), (tracing.CORRELATION_ID, b"mine too"))
-    with tracing.handling(Taken(headers={tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"})):
+    given = ((TRACEPARENT, b"mine"), (CORRELATION_ID, b"mine too"))
+    with tracing.handling(taken({TRACEPARENT: PARENT, TRACESTATE: "a=b"})):
         assert tracing.outgoing(given) == given
 
 
 def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", client_id="me", correlation="c-1") as span:
         headers = dict(tracing.outgoing((), "c-1"))
-        span.placed([Taken()])
+        span.placed([receipt()])
     (found,) = spans.get_finished_spans()
     assert (found.name, found.kind) == ("publish orders", trace.SpanKind.PRODUCER)
     assert attributes_of(found) == {
@@ -107,19 +99,19 @@ def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExport
     }
     context = found.get_span_context()
     assert context is not None
-    assert f"00-{context.trace_id:032x}-{context.span_id:016x}-".encode() in (headers[tracing.TRACEPARENT] or b"")
+    assert f"00-{context.trace_id:032x}-{context.span_id:016x}-".encode() in (headers[TRACEPARENT] or b"")
 
 
 def test_many_messages_are_one_span(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", count=3) as span:
-        span.placed([Taken()] * 3)
+        span.placed([receipt()] * 3)
     (found,) = spans.get_finished_spans()
     assert attributes_of(found)["messaging.batch.message_count"] == 3
     assert "messaging.message.id" not in attributes_of(found)
 
 
 def test_handling_is_a_child_of_the_publish(spans: InMemorySpanExporter) -> None:
-    with tracing.handling(Taken(headers={tracing.TRACEPARENT: PARENT})), tracing.publish_span("bills"):
+    with tracing.handling(taken({TRACEPARENT: PARENT})), tracing.publish_span("bills"):
         passed_on = dict(tracing.outgoing(()))
     publish, process = spans.get_finished_spans()
     assert (process.name, process.kind) == ("process orders", trace.SpanKind.CONSUMER)
@@ -127,7 +119,7 @@ def test_handling_is_a_child_of_the_publish(spans: InMemorySpanExporter) -> None
     assert publish.parent is not None
     assert f"{process.parent.trace_id:032x}-{process.parent.span_id:016x}" in PARENT
     assert publish.parent.span_id == process.get_span_context().span_id  # type: ignore[union-attr]
-    assert PARENT[:35].encode() in (passed_on[tracing.TRACEPARENT] or b"")
+    assert PARENT[:35].encode() in (passed_on[TRACEPARENT] or b"")
     assert attributes_of(process)["messaging.destination.subscription.name"] == "billing"
     assert attributes_of(process)["millstream.attempt"] == 2
 
@@ -137,7 +129,7 @@ def fail() -> None:
 
 
 def test_a_failure_is_recorded_on_the_span(spans: InMemorySpanExporter) -> None:
-    with pytest.raises(ValueError, match="no such customer"), tracing.handling(Taken()):
+    with pytest.raises(ValueError, match="no such customer"), tracing.handling(taken()):
         fail()
     (found,) = spans.get_finished_spans()
     assert attributes_of(found)["error.type"] == "ValueError"

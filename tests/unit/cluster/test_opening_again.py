@@ -27,7 +27,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return opened(store, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LogStore, "open_log", open_log)
-    monkeypatch.setattr(cluster_topics, "OPEN_AGAIN_S", 0.01)
+    monkeypatch.setattr(cluster_topics, "REOPEN_S", 0.01)
     return left
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import Put
-from millstream.broker.pipelines.owner import ElectedOwner
+from millstream.broker.pipelines.owner import PipelineOwner
 from millstream_testing.node_group import NodeGroup
 
 
-def owners(candidates: dict[int, ElectedOwner]) -> list[int]:
+def owners(candidates: dict[int, PipelineOwner]) -> list[int]:
     return [number for number, one in candidates.items() if one.is_this_node]
 
 

@@ -15,7 +15,7 @@ from kio.static.primitive import i32Timedelta
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import GROUP_OPERATIONS, NOT_ASKED, Api
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NOT_REQUESTED, Api
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.delete_groups import DeleteGroups
@@ -190,7 +190,7 @@ async def test_a_full_group_refuses_another_member() -> None:
 async def test_groups_are_described(broker: Broker, version: int) -> None:
     await broker.send(1, instance_id="static", rack_id="rack", server_assignor="range")
     await broker.send(1, member_id="m1", subscribed_topic_names=None, subscribed_topic_regex="ord.*")
-    for include, operations in ((True, GROUP_OPERATIONS), (False, NOT_ASKED)):
+    for include, operations in ((True, GROUP_OPERATIONS), (False, NOT_REQUESTED)):
         request = message(broker.describe, version, group_ids=(GROUP, "nobody"), include_authorized_operations=include)
         described, missing = (await send_request(broker.describe, request)).groups
         assert (described.group_id, described.group_state) == (GROUP, "Reconciling")

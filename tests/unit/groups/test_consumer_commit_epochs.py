@@ -62,7 +62,7 @@ def test_a_commit_with_an_older_epoch_succeeds_as_a_whole_or_fails(harness: Cons
     request = CommitRequest(
         member=MemberRef(group_id=GROUP, member_id="m0", generation=alone),
         topics={"orders": tuple(PartitionCommit(partition=number, offset=7) for number in (kept, given))},
-        knows_unknown_group=True,
+        supports_unknown_group=True,
     )
     assert isinstance(harness.run(lambda shard: shard.commit(request)).error, StaleMemberEpoch)
     assert harness.committed(partition=kept) == -1

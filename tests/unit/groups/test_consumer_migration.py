@@ -12,6 +12,7 @@ from millstream.core.errors import (
     FencedInstance,
     IllegalGeneration,
     InconsistentProtocol,
+    MemberIdRequired,
     RebalanceInProgress,
     UnknownGroup,
     UnknownMember,
@@ -220,6 +221,20 @@ def test_a_classic_member_joins_a_consumer_group(harness: ConsumerHarness) -> No
     assert isinstance(harness.commit(5, member_id=old.member_id, generation=1).error, IllegalGeneration)
     described = harness.describe_consumers()
     assert [member.speaks_classic for member in described.members] == [False, True]
+
+
+def test_a_classic_member_gets_only_topics_that_it_may_describe(harness: ConsumerHarness) -> None:
+    harness.add_topic("secret", 3)
+    harness.settle(SimulatedConsumer("m0", "other"))
+    protocols, visible = classic_protocols("orders", "secret"), {"orders"}.__contains__
+    first = harness.join(protocols=protocols, may_describe=visible).error
+    assert isinstance(first, MemberIdRequired)
+    joined = harness.join(first.member_id, protocols=protocols, may_describe=visible).result()
+    synced = harness.sync(joined.member_id, generation=joined.generation).result()
+    assert [(topic, sorted(numbers)) for topic, numbers in parse_assignment(synced.assignment)[0]] == [
+        ("orders", [0, 1, 2, 3])
+    ]
+    assert [sorted(member.topics) for member in harness.describe_consumers().members] == [["other"], ["orders"]]
 
 
 def test_requests_of_classic_members_are_checked(harness: ConsumerHarness) -> None:

@@ -47,11 +47,11 @@ from millstream.protocol.messages.codec import (
     read_request_header,
     read_response,
     write_entity,
-    write_request,
     write_response,
 )
 from millstream.protocol.messages.shape import default_of
 from millstream_testing import api_requests
+from millstream_testing.api_requests import write_request
 from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")

@@ -153,10 +153,10 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
     def settle_down(self, several: set[int], acknowledged: bool) -> None:
         """Let some consumers follow the protocol, so that groups become stable often."""
         for who in sorted(several):
-            self._join(self.clients[who], version=9, sticky=False)
+            self._join(self.clients[who], version=9, sticky=who % 2 == 1)
             if acknowledged:
                 self.acknowledge(None)
-            self._join(self.clients[who], version=9, sticky=False)
+            self._join(self.clients[who], version=9, sticky=who % 2 == 1)
         for milliseconds in (300, 300, 300, 4000):
             self._pass_ms(milliseconds)
             for who in sorted(several):
@@ -240,6 +240,7 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
         assert len(members) <= 2 * LIMITS.members_max
         if group.state is not GroupState.PREPARING:
             assert group.awaiting_join == 0
+            assert all(group.protocol_name in dict(member.protocols) for member in members.values())
         if group.state is not GroupState.COMPLETING:
             assert not any(member.sync_response for member in members.values())
         if group.state is GroupState.EMPTY:
@@ -281,8 +282,8 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
             rebalance_timeout_ms=8000,
             protocol_type="consumer",
             protocols=protocols,
-            knows_member_id_required=version >= 4,
-            knows_skip_assignment=version >= 9,
+            supports_member_id_required=version >= 4,
+            supports_skip_assignment=version >= 9,
         )
         incarnation = self._incarnation()
 

@@ -425,6 +425,19 @@ def test_a_pending_member_can_leave() -> None:
     assert len(harness.shard.groups) == 0
 
 
+def test_a_rebalance_waits_for_the_member_that_was_just_given_an_id() -> None:
+    harness = GroupHarness()
+    (leader,) = harness.stable_group(1)
+    error = harness.join().error
+    assert isinstance(error, MemberIdRequired)
+    rejoining = harness.join(leader)
+    assert waits(rejoining)
+
+    joining = harness.join(error.member_id)
+
+    assert rejoining.result().generation == joining.result().generation == 2
+
+
 def test_a_rebalance_completes_when_the_last_missing_member_leaves() -> None:
     harness = GroupHarness()
     leader, follower = harness.stable_group()

@@ -56,7 +56,7 @@ async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) 
         rebalance_timeout_ms=60_000,
         protocol_type="consumer",
         protocols=(("range", b""),),
-        knows_member_id_required=False,
+        supports_member_id_required=False,
     )
     async with single_node(tmp_path, CONFIG) as topics:
         await topics.create("orders")

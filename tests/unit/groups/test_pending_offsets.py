@@ -245,11 +245,11 @@ def test_idle_producers_expire() -> None:
         shard.replay(record)
     for record in shard.transactional.end(marker(1, 0, commit=True))[0]:
         shard.replay(record)
-    assert shard.transactional.pending.last_marker(ProducerId(1)) is not None
+    assert ProducerId(1) in shard.transactional.pending._markers
     clock.advance_ms(2000)
     for record in list(shard.transactional.expired_markers(1000)):
         shard.replay(record)
-    assert shard.transactional.pending.last_marker(ProducerId(1)) is None
+    assert ProducerId(1) not in shard.transactional.pending._markers
 
 
 def test_keys_of_other_kinds_are_ignored() -> None:

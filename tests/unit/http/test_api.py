@@ -202,6 +202,41 @@ async def test_long_polls_do_not_count_against_publishers(services: Services) ->
     assert services.pressure.bytes == [0, 990, 0]
 
 
+def test_one_principal_leaves_room_for_others() -> None:
+    pressure = Pressure((8, 8, 8), bytes_max=(800, 800, 800))
+    for _ in range(6):
+        pressure.enter(Lane.WAIT, "User:alice")
+    with pytest.raises(Refused, match="6 requests"):
+        pressure.enter(Lane.WAIT, "User:alice")
+    pressure.enter(Lane.PUBLISH, "User:alice")
+    pressure.enter(Lane.WAIT, "User:bob")
+    pressure.leave(Lane.WAIT, "User:alice")
+    with pytest.raises(Refused):
+        pressure.enter(Lane.WAIT, "User:alice")
+    pressure.leave(Lane.WAIT, "User:bob")
+    pressure.enter(Lane.WAIT, "User:alice")
+    held, other = (RequestMemory(pressure, Lane.WAIT, f"User:{user}") for user in ("alice", "bob"))
+    held.reserve(599)
+    with pytest.raises(Refused):
+        held.reserve(1)
+    other.reserve(200)
+    with pytest.raises(Refused):
+        held.resize(600)
+    held.release()
+    other.reserve(390)
+    with pytest.raises(Refused):
+        other.reserve(10)
+
+
+def test_without_principals_a_lane_is_used_up() -> None:
+    pressure = Pressure((8, 8, 8), bytes_max=(800, 800, 800))
+    for _ in range(8):
+        pressure.enter(Lane.WAIT)
+    RequestMemory(pressure, Lane.WAIT).reserve(800)
+    with pytest.raises(Refused):
+        pressure.enter(Lane.WAIT)
+
+
 async def test_the_gateway_does_not_call_a_broker_that_throttles_it(services: Services) -> None:
     services.pressure.check_pause(0.4)
     with pytest.raises(Refused) as refused:
@@ -304,7 +339,7 @@ async def test_a_request_cancelled_by_a_stopping_gateway_gets_503(services: Serv
 async def test_paths_are_decoded_as_sent(scripted: ScriptedRoutes, method: str, path: bytes, found: str | int) -> None:
     tree: PathTree[Route[Any, Any]] = PathTree()
     for route in scripted.routes():
-        tree.add(route, route)
+        tree.add(route.method, route.path, route)
     if isinstance(found, int):
         with pytest.raises(Refused) as refused:
             tree.find(method, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ class Node:
             raise response
         return encode(response)
 
-    def acting_for(self, credentials: Any) -> Node:
+    def acting_for(self, principal: str, credentials: Any) -> Node:
         self.credentials.append(credentials)
         return self
 
@@ -147,20 +148,27 @@ async def test_a_failure_is_reported_after_the_pause_and_not_cached(
     await callers.close()
 
 
-async def test_concurrent_verifications_per_address_are_limited(node: Node) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "other"),
+    [("10.0.0.7", "10.0.0.7", "10.0.0.8"), ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")],
+)
+async def test_concurrent_verifications_per_address_are_limited(
+    node: Node, first: str, second: str, other: str
+) -> None:
     callers = made(node)
     node.may_respond.clear()
     asking = [
-        asyncio.ensure_future(principal(callers, basic(f"user-{number}"))) for number in range(PENDING_PER_HOST_MAX)
+        asyncio.ensure_future(principal(callers, basic(f"user-{number}"), first))
+        for number in range(PENDING_PER_HOST_MAX)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Refused) as refused:
-        await principal(callers, basic("one-more"))
+        await principal(callers, basic("one-more"), second)
     assert refused.value.status is HTTPStatus.TOO_MANY_REQUESTS
-    other = asyncio.ensure_future(principal(callers, basic("one-more"), "10.0.0.8"))
+    elsewhere = asyncio.ensure_future(principal(callers, basic("one-more"), other))
     node.may_respond.set()
-    await asyncio.gather(*asking, other)
-    assert await principal(callers, basic("one-more")) == "User:one-more"
+    await asyncio.gather(*asking, elsewhere)
+    assert await principal(callers, basic("one-more"), first) == "User:one-more"
     await callers.close()
 
 
@@ -176,6 +184,18 @@ async def test_idle_callers_are_evicted_and_busy_ones_are_not(node: Node, monkey
                 await principal(callers, basic("dave"))
             assert refused.value.status is HTTPStatus.SERVICE_UNAVAILABLE
     assert await principal(callers, basic("bob")) == "User:bob"
+    await callers.close()
+
+
+async def test_the_callers_of_one_principal_leave_room_for_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers_module, "CALLERS_MAX", 4)
+    callers = made(node)
+    async with AsyncExitStack() as busy:
+        for host in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
+            await busy.enter_async_context(callers.acting_for(basic("alice"), host))
+        with pytest.raises(Refused, match="3 other callers"):
+            await principal(callers, basic("alice"), "10.0.0.4")
+        assert await principal(callers, basic("bob")) == "User:bob"
     await callers.close()
 
 

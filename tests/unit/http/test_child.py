@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import socket
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +17,13 @@ from millstream.protocol.wire.node_status import QUESTION, BrokerStatusPipe
 
 STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 
-# A child that ignores its standard input.
-DEAF = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+@pytest.fixture
+def deaf_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a child that ignores its standard input."""
+    (tmp_path / "deaf.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(child, "MODULE", "deaf")
 
 
 @pytest.fixture
@@ -44,8 +49,8 @@ async def test_a_child_that_keeps_dying_is_restarted_every_time(
     assert "the HTTP gateway exited; restarting it" in caplog.text
 
 
+@pytest.mark.usefixtures("deaf_child")
 async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
     monkeypatch.setattr(supervised_child, "STOP_S", 0.01)
     gateway = HttpChild(listening, "127.0.0.1:9092")
     running = asyncio.create_task(gateway.run())
@@ -56,8 +61,8 @@ async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, mo
     assert gateway.pid is None
 
 
-async def test_giving_up_stops_the_child(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
+@pytest.mark.usefixtures("deaf_child")
+async def test_giving_up_stops_the_child(listening: socket.socket) -> None:
     gateway = HttpChild(listening, "127.0.0.1:9092")
     running = asyncio.create_task(gateway.run())
     while gateway.pid is None:
@@ -89,7 +94,7 @@ async def test_a_gateway_reports_why_the_broker_does_not_respond_yet(listening: 
     assert b"the broker does not respond" in await get(address, "/metrics")
     await gateway.stop()
     await running
-    gateway.report_starting("nobody hears this")
+    gateway.report_starting("there is no child any more")
 
 
 async def test_health_follows_the_status_although_the_kafka_port_is_closed(listening: socket.socket) -> None:

@@ -8,6 +8,7 @@ import itertools
 import shlex
 import socket
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 from uuid import UUID
@@ -33,8 +34,9 @@ from millstream.gateway.console.history import (
     Series,
 )
 from millstream.gateway.console.pages import messages
+from millstream.gateway.console.pages.overview import _push_warnings
 from millstream.gateway.console.pages.pipelines import dry_run_refusal
-from millstream.gateway.console.render import age, chart
+from millstream.gateway.console.render import age, chart, number, size
 from millstream.gateway.console.visit import ConsoleSettings, Page, PageRoute, Visit, command
 from millstream.gateway.pressure import ClientDisconnected
 from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSumsResponse
@@ -145,7 +147,7 @@ async def test_a_silent_node_does_not_block_a_page() -> None:
 def test_a_dry_run_is_refused_where_the_node_runs_no_pipelines_or_a_secret_is_needed() -> None:
     def settings_of(config: Config) -> ConsoleSettings:
         with socket.socket() as listening:
-            return ConsoleSettings(**HttpChild.configured(config, listening, "localhost:1")._console)
+            return ConsoleSettings(**HttpChild.configured(config, listening, "localhost:1")._options.console)
 
     enabled, disabled = settings_of(Config()), settings_of(Config(pipelines_enabled=False))
     plain: dict[str, Any] = {"overrides": {"topics": "orders"}}
@@ -205,8 +207,8 @@ async def test_unused_responses_are_forgotten() -> None:
         clock.now += 0.1
         return 1
 
-    for number in range(20):
-        await recent.get((f"session {number}", "/console"), ask)
+    for at in range(20):
+        await recent.get((f"session {at}", "/console"), ask)
         clock.now += RECENT_S + 1
     assert len(recent._kept) == 1
 
@@ -290,13 +292,17 @@ async def test_numbers_are_sampled_before_the_first_visit(monkeypatch: pytest.Mo
     async def node_sums(_client: object) -> list[NodeSumsResponse]:
         return [NodeSumsResponse(node_id=1, state="ready", records_in=next(counted))]
 
-    async def list_or_nothing(*_asked: object) -> ListTopicsResponse:
+    async def list_if_reachable(*_asked: object) -> ListTopicsResponse:
         return ListTopicsResponse()
 
     services = Mock()
     services.client.metadata = AsyncMock(return_value=Mock(nodes=[1]))
     services.subscriptions.describe = AsyncMock(return_value=[])
-    replaced = {"node_sums": node_sums, "list_or_nothing": list_or_nothing, "list_groups": AsyncMock(return_value=[])}
+    replaced = {
+        "node_sums": node_sums,
+        "list_if_reachable": list_if_reachable,
+        "list_groups": AsyncMock(return_value=[]),
+    }
     for name, value in {**replaced, "FULL_S": 0.001}.items():
         monkeypatch.setattr(f"millstream.gateway.console.history.{name}", value)
     history = History(services)
@@ -366,3 +372,29 @@ async def test_the_page_of_a_message_reads_the_ledger_on_request(monkeypatch: py
     assert isinstance(page, Page)
     assert page.context["may_have_more"] == (not asked)
     assert page.context["trace"][0]["state"] == ("accepted" if asked else "done")
+
+
+def test_small_rates_are_not_shown_as_none() -> None:
+    assert [number(value) for value in (0.0, 0.004, 0.03, 0.1, 2.5)] == ["0", "<0.01", "0.03", "0.1", "2.5"]
+    assert [size(value) for value in (0.0, 0.4, 1.0)] == ["0 B", "<1 B", "1 B"]
+
+
+def test_a_failing_endpoint_is_a_warning() -> None:
+    row = {"node": 2, "state": "down", "last_error": "the endpoint returned 500"}
+    (warned,) = _push_warnings([{"name": "hook", "push": [row]}, {"name": "billing"}])
+    assert warned.text == "Push of subscription hook is down (node 2): the endpoint returned 500."
+    assert warned.is_bad
+
+
+@pytest.mark.parametrize(
+    ("starts_at", "filter_", "words"),
+    [
+        ("", "", "millstream tail orders"),
+        ("1h", "", "millstream tail orders --from 1h"),
+        ("", "key = 'a'", "millstream tail orders --from start"),
+    ],
+)
+def test_messages_have_their_equivalent_command(starts_at: str, filter_: str, words: str) -> None:
+    topic: Any = SimpleNamespace(name="orders", partitions={0: None})
+    form = messages._SearchForm(topic=topic, partitions=[0], starts_at=starts_at, key="", filter=filter_)
+    assert messages._words(form) == words

@@ -4,7 +4,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from millstream.gateway.api.openapi import render
+from millstream.gateway.metrics import render_metrics
 
 
 def described(name: str, kind: str, samples: list[Any]) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def described(name: str, kind: str, samples: list[Any]) -> dict[str, Any]:
 
 
 def parsed(*metrics: dict[str, Any]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    text, _ = render(metrics, "")
+    text, _ = render_metrics(metrics, "")
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -49,6 +49,6 @@ def test_histograms_have_cumulative_buckets_up_to_infinity() -> None:
 
 
 def test_a_metric_without_samples_is_still_declared() -> None:
-    text, content_type = render([described("nothing_total", "counter", [])], "")
+    text, content_type = render_metrics([described("nothing_total", "counter", [])], "")
     assert b"# TYPE nothing_total counter" in text
     assert content_type.startswith("text/plain")

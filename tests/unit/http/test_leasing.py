@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -14,16 +15,18 @@ from millstream.core.subscription import Verb
 from millstream.gateway.api import services as module
 from millstream.gateway.api.record_reader import RecordReader
 from millstream.gateway.api.services import Leasing
+from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     LeasedRange,
     PartitionMessages,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
     SettleRequest,
     SettleResponse,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
 
 HEADER = b"\0\0\0\0\0"
@@ -37,7 +40,7 @@ class Node:
         self.number = number
         self.messages = 0
         self.error: Exception | int | None = None
-        self.asked: list[Receive] = []
+        self.asked: list[ReceiveRequest] = []
         self.came = asyncio.Event()
         self.hung_up = 0
         self.hangs = False
@@ -56,7 +59,7 @@ class Node:
         if key == SETTLE_KEY:
             self.returned.append(msgspec.msgpack.decode(body[0], type=SettleRequest))
             return memoryview(HEADER)
-        request = msgspec.msgpack.decode(body[0], type=Receive)
+        request = msgspec.msgpack.decode(body[0], type=ReceiveRequest)
         self.asked.append(request)
         if isinstance(self.error, Exception):
             raise self.error
@@ -78,7 +81,7 @@ class Node:
     async def shared(self) -> Node:
         return self
 
-    def _respond(self, request: Receive) -> ReceiveResponse:
+    def _respond(self, request: ReceiveRequest) -> ReceiveResponse:
         if isinstance(self.error, int):
             return ReceiveResponse(self.error, "no such subscription")
         count = min(self.messages, request.max_records)
@@ -113,8 +116,8 @@ def leasing(cluster: Cluster) -> Leasing:
     return Leasing(cast("Client", cluster), RecordReader())
 
 
-def request(**changes: int) -> Receive:
-    return msgspec.structs.replace(Receive("s", "w", 10, 1000, 60_000), **changes)
+def request(**changes: int) -> ReceiveRequest:
+    return msgspec.structs.replace(ReceiveRequest("s", "w", 10, 1000, 60_000), **changes)
 
 
 @pytest.fixture
@@ -299,6 +302,26 @@ async def test_messages_that_arrive_after_the_client_disconnected_are_returned(
     (returned,) = node.returned
     assert (returned.subscription, returned.worker) == ("s", "w")
     assert [(one.start, one.end, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
+
+
+async def test_a_request_that_fails_after_the_program_gave_up_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(1)
+    node = cluster.nodes[1]
+    requests = LeaseRequests()
+    asking = asyncio.create_task(
+        requests.receive(cast("Pool", node), ReceiveRequest("s", "w", 1, 1, 1000), timeout_s=60)
+    )
+    while not node.asked:
+        await asyncio.sleep(0)
+    (pending,) = requests._open
+    asking.cancel()
+    await asyncio.wait([asking])
+    for returning in requests._returning:
+        returning.cancel()
+    await asyncio.wait([pending.task])
+    del pending, asking, returning
+    gc.collect()
+    assert caplog.messages == []
 
 
 async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_first() -> None:

@@ -25,14 +25,14 @@ from millstream.gateway.push.address import Addresses
 from millstream.gateway.push.endpoint import EndpointResponse
 from millstream.gateway.push.event import Content
 from millstream.gateway.push.process import BrokerConnections
-from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
+from millstream.gateway.push.push_messages import PushSubscription, push_subscription
 from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, trusted
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
 )
 from millstream.protocol.private.subscriptions import LeasedMessage
@@ -244,7 +244,7 @@ class LeasableMessages:
         self._left.append(message)
         self._added.set()
 
-    async def receive(self, wanted: Receive) -> ReadRecords:
+    async def receive(self, wanted: ReceiveRequest) -> ReadRecords:
         self.asked.append(wanted.max_records)
         while not self._left:
             self._added.clear()
@@ -487,7 +487,7 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
     monkeypatch.setattr(LeaseRequests, "receive", respond)
     line = BrokerConnections("127.0.0.1:1")
     try:
-        unpacked = await line.receive(Receive("billing", "push/1", 3, RECEIVE_BYTES, 0))
+        unpacked = await line.receive(ReceiveRequest("billing", "push/1", 3, RECEIVE_BYTES, 0))
     finally:
         await line.close()
     assert [one.record.offset for one in unpacked.messages] == [0, 1]
@@ -555,7 +555,7 @@ async def test_a_silent_node_is_asked_again(hook: Webhook) -> None:
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
-    async def fails(wanted: Receive) -> ReadRecords:
+    async def fails(wanted: ReceiveRequest) -> ReadRecords:
         if failures:
             raise failures.pop()
         return await receive(wanted)

@@ -282,6 +282,20 @@ class TestIncrementalAlterConfigs:
             assert way in node.error_message
         assert topics.broker_settings.of(name) == {}
 
+    @pytest.mark.parametrize("name", ["5", ""])
+    async def test_unsetting_node_settings_of_kafka_succeeds(
+        self, api: IncrementalAlterConfigs, topics: Topics, name: str
+    ) -> None:
+        # kafka-reassign-partitions --verify and --cancel do this to every node.
+        throttles = ("leader.replication.throttled.rate", "follower.replication.throttled.rate", "no.such")
+        changes = [(one, DELETE, "") for one in throttles]
+        (unset,) = (await send_request(api, self.alter(*changes, kind=NODE_RESOURCE, name=name))).responses
+        assert unset.error_code is ErrorCode.none
+        changes.append(("log.segment.bytes", SET, "2000000"))
+        (mixed,) = (await send_request(api, self.alter(*changes, kind=NODE_RESOURCE, name=name))).responses
+        assert mixed.error_code is ErrorCode.none
+        assert topics.broker_settings.of(name) == {"log.segment.bytes": "2000000"}
+
     async def test_topics_inherit_node_settings_unless_they_override_them(
         self, api: IncrementalAlterConfigs, topics: Topics
     ) -> None:

@@ -13,7 +13,8 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.response import Parked
-from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader, write_request
+from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader
+from millstream_testing.api_requests import write_request
 
 
 class Waiting(Parked):

@@ -13,7 +13,13 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.kafka.api import Api, ClientInfo, error_code, error_message
 from millstream.core import errors
 from millstream.protocol.messages.codec import build_request
-from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code, no_coordinator_error
+from millstream.protocol.wire.error_codes import (
+    TRANSIENT,
+    code_name,
+    error_from_code,
+    no_coordinator_error,
+    no_producer_error,
+)
 from millstream_testing.api_requests import send_request
 
 # These never reach a client, so their codes do not matter.
@@ -96,7 +102,8 @@ def test_errors_outside_the_tree_hide_their_message() -> None:
 @pytest.mark.parametrize("code", [code for code in ErrorCode if code is not ErrorCode.none])
 def test_a_code_becomes_an_error_with_that_code(code: ErrorCode) -> None:
     error = error_from_code(code, None, about="fetch from t-0")
-    assert code_name(code) in str(error)
+    explained = "a topic name has at most" if code is ErrorCode.invalid_topic_exception else code_name(code)
+    assert explained in str(error)
     assert str(error).startswith("fetch from t-0: ")
     if not isinstance(error, errors.RequestRefused):
         again = error_from_code(error_code(error), None, about="x")
@@ -113,6 +120,19 @@ def test_the_message_of_the_broker_is_kept() -> None:
     assert "error code 999" in str(error_from_code(999, None, about="x"))
 
 
+def test_names_are_not_repeated() -> None:
+    message = "topic 'orders' already exists"
+    assert str(error_from_code(36, message, about="create topic 'orders'")) == message
+    assert str(error_from_code(36, "it exists", about="create topic 'orders'")) == "create topic 'orders': it exists"
+
+
+def test_a_denied_request_names_the_permission_to_grant() -> None:
+    refused = error_from_code(29, None, about="fetch from orders-1", needs="READ on topic 'orders'")
+    assert str(refused) == "fetch from orders-1: not authorized; this needs READ on topic 'orders'"
+    refused = no_producer_error(31, "orders")
+    assert str(refused) == "publish to 'orders': not authorized; this needs WRITE on topic 'orders'"
+
+
 def test_retriable_errors_are_recognised() -> None:
     assert isinstance(error_from_code(6, None, about="x"), TRANSIENT)
     assert isinstance(error_from_code(14, None, about="x"), TRANSIENT)
@@ -122,6 +142,8 @@ def test_retriable_errors_are_recognised() -> None:
 def test_a_denied_coordinator_request_names_the_permission_to_grant() -> None:
     refused = no_coordinator_error(53, None, "spark/a/0")
     assert isinstance(refused, errors.TransactionNotAuthorized)
-    assert str(refused) == "not authorized; this needs WRITE on transactional_id:spark/a/0 or on a prefix of it"
-    assert str(no_coordinator_error(30, None, "pipeline-a")) == "not authorized; this needs READ on group:pipeline-a"
+    needed = "DESCRIBE on transactional_id:spark/a/0 or on a prefix of it, which WRITE includes"
+    assert str(refused) == f"not authorized; this needs {needed}"
+    needed = "DESCRIBE on group:pipeline-a, which READ includes"
+    assert str(no_coordinator_error(30, None, "pipeline-a")) == f"not authorized; this needs {needed}"
     assert str(no_coordinator_error(15, None, "a")).startswith("coordinator of 'a': ")

@@ -21,7 +21,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.pipeline import LandSettings, PipelineKind
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response
-from millstream.protocol.private.pipeline_messages import Landed, LandedTopic
+from millstream.protocol.private.pipeline_messages import LandedTopic, RecordLandedRequest
 from millstream_testing.clock import ManualClock
 
 PLACE = TopicPartition("orders", PartitionIndex(0))
@@ -68,8 +68,13 @@ class ReportingPipelines:
         found = self.pipelines.get(name)
         reported = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
         pipeline_id = uuid4() if found is None else found.pipeline_id
-        body = msgspec.msgpack.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[reported]))
-        assert await PipelineLanded(self.board).handle(msgspec.msgpack.decode(body, type=Landed)) == Response()
+        body = msgspec.msgpack.encode(
+            RecordLandedRequest(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[reported])
+        )
+        assert (
+            await PipelineLanded(self.board).handle(msgspec.msgpack.decode(body, type=RecordLandedRequest))
+            == Response()
+        )
 
     def floor(self) -> int:
         found: int = self.topics.floor(PLACE)

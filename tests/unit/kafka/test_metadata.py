@@ -11,7 +11,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_REQUESTED, TOPIC_OPERATIONS
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.core.config import Config
 from millstream_testing.api_requests import send_request
@@ -54,7 +54,7 @@ async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topi
     assert version < 1 or described.is_internal is False
     assert version < 2 or response.cluster_id == "test-cluster"
     assert version < 10 or described.topic_id == topic.topic_id
-    assert version < 8 or described.topic_authorized_operations == NOT_ASKED
+    assert version < 8 or described.topic_authorized_operations == NOT_REQUESTED
     assert version < 13 or response.error_code is ErrorCode.none
 
 
@@ -152,4 +152,4 @@ async def test_operations_are_reported_on_request(api: Metadata, topics: Topics,
     assert response.cluster_authorized_operations == CLUSTER_OPERATIONS
     assert [topic.topic_authorized_operations for topic in response.topics] == [TOPIC_OPERATIONS] * 2
     response = await send_request(api, request(version, "orders"))
-    assert response.cluster_authorized_operations == response.topics[0].topic_authorized_operations == NOT_ASKED
+    assert response.cluster_authorized_operations == response.topics[0].topic_authorized_operations == NOT_REQUESTED

@@ -69,8 +69,8 @@ def test_damaged_ranges_are_listed_up_to_a_limit() -> None:
     partition = TopicPartition("orders", PartitionIndex(2))
     api = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, ((3, 5, True), (9, 10, False)))])
     assert api.snapshot()["damage"] == [
-        {"topic": "orders", "partition": 2, "first": 3, "next": 5, "repair": True},
-        {"topic": "orders", "partition": 2, "first": 9, "next": 10, "repair": False},
+        {"topic": "orders", "partition": 2, "start": 3, "end": 5, "repair": True},
+        {"topic": "orders", "partition": 2, "start": 9, "end": 10, "repair": False},
     ]
     many = NodeStatus(
         node(), (), ManualClock(), damage=lambda: [(partition, [(at, at + 1, False) for at in range(5000)])]

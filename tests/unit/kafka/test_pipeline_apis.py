@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
@@ -26,7 +27,7 @@ from millstream.broker.kafka.apis.pipeline_apis import (
 from millstream.broker.kafka.apis.subscription_apis import SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.report_board import STATES, PipelineAdvice, PipelineBoard, PipelineReport
+from millstream.broker.pipelines.report_board import PipelineAdvice, PipelineBoard
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -36,12 +37,20 @@ from millstream.core.errors import (
     InvalidSubscription,
     NotFound,
     PipelineExists,
+    ProtocolViolation,
     UnknownGroup,
 )
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.topic import Topic
 from millstream.protocol.messages.codec import RequestHeader, response_body_at
-from millstream.protocol.private.pipeline_messages import PipelineChanges
+from millstream.protocol.private.message import decode
+from millstream.protocol.private.pipeline_messages import (
+    STATES,
+    AlterPipelineRequest,
+    ChangeRulesRequest,
+    CreatePipelineRequest,
+    PipelineReport,
+)
 from millstream.protocol.private.subscription_messages import CreateSubscriptionRequest
 from millstream.protocol.wire.client import Client
 from millstream_testing.clock import ManualClock
@@ -96,7 +105,7 @@ class Nodes:
     async def send(self, node: int, request: Any) -> Any:
         raise UnknownGroup("there are no groups here")
 
-    async def private(self, node: int | None, key: int, body: bytes) -> memoryview:
+    async def private(self, node: int | None, key: int, body: bytes, *, waits: bool) -> memoryview:
         versioned = self.nodes[min(self.nodes) if node is None else node]
         if versioned.is_away:
             raise BrokerUnreachable("it is away")
@@ -122,7 +131,7 @@ async def test_a_pipeline_declared_on_one_node_is_reported_by_all(client: Pipeli
     await client.create("checked-only", "route", {}, validate_only=True)
     (reported,) = await client.describe()
     assert (reported["pipeline_id"], reported["kind"], reported["state"], reported["rules"]) == (
-        str(made),
+        made,
         "land",
         "waiting",
         [],
@@ -277,8 +286,8 @@ async def test_a_pipeline_is_changed_stopped_parked_and_started(client: Pipeline
     await client.start("land-orders")
     nodes.nodes[1].board.take([PipelineReport(name="land-orders", state="retrying")])
     states.append((await client.describe())[0]["state"])
-    park = PipelineChanges(name="land-orders", parked="no such bucket")
-    await nodes.nodes[1].apis[PipelineChanges.KEY].handle(park)
+    park = AlterPipelineRequest(name="land-orders", parked="no such bucket")
+    await nodes.nodes[1].apis[AlterPipelineRequest.KEY].handle(park)
     (reported,) = await client.describe()
     states.append(reported["state"])
     assert (reported["parked"], summary_of(reported)["error"]) == ("no such bucket", "no such bucket")
@@ -294,9 +303,9 @@ async def test_a_pipeline_is_changed_stopped_parked_and_started(client: Pipeline
 async def test_rules_are_changed_all_or_none(client: PipelineClient, nodes: Nodes) -> None:
     await client.create("director", PipelineKind.ROUTE, {}, rules=[LARGE])
     small = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
-    with pytest.raises(NotFound, match="no subscription 'cheap'"):
+    with pytest.raises(NotFound, match="subscription 'cheap' does not exist"):
         await client.change_rules("director", [small], gone=["large"])
-    with pytest.raises(NotFound, match="no subscription 'cheap'"):
+    with pytest.raises(NotFound, match="subscription 'cheap' does not exist"):
         await client.create("other", "route", {}, rules=[small])
     broken = Rule(name="odd", topic="orders", targets=("odd-orders",), condition="payload.total >")
     with pytest.raises(InvalidRequest, match=r"rule 'odd'.*column 15"):
@@ -315,6 +324,14 @@ async def test_rules_are_changed_all_or_none(client: PipelineClient, nodes: Node
             "subscription": "cheap",
         }
     ]
+
+
+@pytest.mark.parametrize(("request_type", "field"), [(ChangeRulesRequest, "put"), (CreatePipelineRequest, "rules")])
+def test_a_rule_with_a_misspelt_field_is_refused(request_type: type, field: str) -> None:
+    rule = {"name": "large", "topic": "orders", "targets": ["all"], "conditoin": "payload.total > 1000"}
+    body = msgspec.msgpack.encode({"name": "director", "kind": "route", field: [rule]})
+    with pytest.raises(ProtocolViolation, match="unknown field `conditoin`"):
+        decode(body, request_type)
 
 
 async def test_a_rule_on_a_field_that_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
@@ -393,12 +410,12 @@ async def test_invalid_declarations_are_refused_with_a_sentence(client: Pipeline
         await client.create("other", "wash", {})
     with pytest.raises(InvalidSetting, match="unknown setting"):
         await client.alter("land-orders", {"topic": "x"})
-    with pytest.raises(InvalidSetting, match="either `topics` or `pattern`"):
+    with pytest.raises(InvalidSetting, match="set either `topics`"):
         await client.alter("land-orders", {"topics": None}, validate_only=True)
     with pytest.raises(InvalidRequest, match="only route pipelines have rules"):
         await client.change_rules("land-orders", [LARGE])
     for versioned in (client.start("x"), client.delete("x"), client.describe(["x"]), client.change_rules("x", [LARGE])):
-        with pytest.raises(NotFound, match="no pipeline 'x'"):
+        with pytest.raises(NotFound, match="pipeline 'x' does not exist"):
             await versioned
     assert not issubclass(InvalidPipeline, InvalidSetting)
 

@@ -18,24 +18,29 @@ from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis import fetch as fetch_module
 from millstream.broker.kafka.apis import produce as produce_api
 from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log import append as append_module
+from millstream.broker.log import files as files_module
 from millstream.broker.log.append import check_records
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import EventualResponse
 from millstream.broker.net.response import Promise, Stream
 from millstream.broker.replication.partition import Partition
+from millstream.broker.security.rights import Rights
+from millstream.broker.security.state import SecurityState
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import Offset
 from millstream.core.quota import PRODUCER_BYTE_RATE
-from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.api_requests import write_request
 from millstream_testing.single_node import single_node
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
@@ -484,6 +489,25 @@ async def test_a_session_reports_only_changes(tmp_path: Path, version: int) -> N
         assert (await again(5)).error_code is ErrorCode.fetch_session_id_not_found
 
 
+async def test_a_session_is_of_one_principal(tmp_path: Path) -> None:
+    alice, bob = (ClientInfo(connection_id=number, host="127.0.0.1") for number in (2, 3))
+    state = SecurityState(CatalogDeclarations(Catalog("sqlite://")), ["User:alice"])
+    for client, user in ((alice, "alice"), (bob, "bob")):
+        client.rights = Rights(state, f"User:{user}", client.host)
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t")
+        fetch = fetch_api(topics)
+        opened = await ask(fetch, fetch_request(12, "t", topic.topic_id, 0, session=(0, 0)), alice)
+
+        def again(epoch: int) -> Any:
+            return fetch_request(12, "t", topic.topic_id, 0, session=(opened.session_id, epoch), partitions=[])
+
+        taken = await ask(fetch, again(1), bob)
+        assert (taken.error_code, taken.responses) == (ErrorCode.fetch_session_id_not_found, ())
+        await ask(fetch, again(-1), bob)
+        assert (await ask(fetch, again(1), alice)).error_code is ErrorCode.none
+
+
 async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=2, overrides={"flush": "os"})
@@ -680,18 +704,32 @@ async def filled(topics: Topics, partitions: int) -> UUID:
 
 
 @pytest.mark.parametrize("version", [4, 11, 12, 18])
-async def test_a_large_response_is_read_while_it_is_sent(tmp_path: Path, version: int) -> None:
+async def test_a_large_response_is_read_while_it_is_sent_unless_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    monkeypatch.setattr(files_module, "STAMP_NS", -1)
     async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         partitions = [(index, 0) for index in range(4)]
         request = fetch_request(version, "t", topic_id, 0, partitions=partitions, max_bytes=1 << 25)
         fetch = fetch_api(topics)
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-        assert isinstance(fetch.handle_frame(frame, read_request_header(frame), CLIENT), Stream)
-        response = await ask(fetch, request)
-        for partition in response.responses[0].partitions:
-            expected = [b"%d-%d" % (partition.partition_index, number) * 250 for number in range(5) for _ in range(50)]
-            assert values(partition) == expected
+        for response_type in (list, Stream):
+            response = fetch.handle_frame(frame, read_request_header(frame), CLIENT)
+            assert isinstance(response, response_type)
+            for partition in read_response(1, version, (await settled(response) or b"")[4:]).responses[0].partitions:
+                index = partition.partition_index
+                assert values(partition) == [b"%d-%d" % (index, number) * 250 for number in range(5) for _ in range(50)]
+
+
+async def test_a_response_of_verified_records_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "HELD_BYTES_MAX", 300_000)
+    monkeypatch.setattr(files_module, "STAMP_NS", -1)
+    async with single_node(tmp_path) as topics:
+        topic_id = await filled(topics, 4)
+        request = fetch_request(12, "t", topic_id, 0, partitions=[(index, 0) for index in range(4)], max_bytes=1 << 25)
+        assert list(sizes_of(await ask(fetch_api(topics), request))) == [0, 1]
+        assert list(sizes_of(await ask(fetch_api(topics), request))) == [0, 1, 2, 3]
 
 
 async def test_a_response_of_a_deleted_topic_is_sent_to_the_end(tmp_path: Path) -> None:

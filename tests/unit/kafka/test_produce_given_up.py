@@ -24,8 +24,9 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.quota import PRODUCER_BYTE_RATE
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
-from millstream.protocol.messages.codec import read_request_header, read_response, write_request
+from millstream.protocol.messages.codec import read_request_header, read_response
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.api_requests import write_request
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 

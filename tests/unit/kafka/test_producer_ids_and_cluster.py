@@ -11,7 +11,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.coordination.runtime import StateTopics
-from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_ASKED
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_REQUESTED
 from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
@@ -88,7 +88,7 @@ async def test_the_cluster_is_described(membership: Membership, version: int) ->
     assert (response.error_code, response.cluster_id, response.controller_id) == (ErrorCode.none, "test-cluster", 5)
     (broker,) = response.brokers
     assert (broker.broker_id, broker.host, broker.port, broker.rack) == (5, "broker.example", 9092, "cellar")
-    assert response.cluster_authorized_operations == NOT_ASKED
+    assert response.cluster_authorized_operations == NOT_REQUESTED
 
 
 async def test_operations_are_reported_on_request(membership: Membership) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -92,6 +92,24 @@ async def test_a_duplicate_message_is_not_stored_again() -> None:
     assert await fixture.publish("b", "c", compression=COMPRESSION_ZSTD) == [(1, False), (2, True)]
     assert fixture.stored() == ["a", "b", "c"]
     assert fixture.api.duplicates == 2
+
+
+async def test_batches_that_decompress_to_much_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture, beside = PublishOnceFixture(), []
+
+    async def to_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+        beside.append(work.__name__)
+        if work.__name__ == "_build_checked" and len(beside) == 2:
+            fixture.publish_otherwise("7")
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    names = [str(number) for number in range(5000)]
+    await fixture.publish("4999")
+    placed = await fixture.publish(*names, compression=COMPRESSION_ZSTD)
+    assert beside == ["_read_messages", "_build_checked", "_build_checked"]
+    assert [at for at, (_, is_new) in enumerate(placed) if not is_new] == [7, 4999]
+    assert fixture.stored() == ["4999", "7", *names[:7], *names[8:4999]]
 
 
 async def test_a_message_without_a_timestamp_is_stamped_now() -> None:

@@ -29,9 +29,10 @@ from millstream.core.quota import (
     USER,
     QuotaEntity,
 )
-from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.api_requests import write_request
 
 EACH_CLIENT = QuotaEntity(((CLIENT_ID, DEFAULT),))
 ANONYMOUS_ENTITY = QuotaEntity(((USER, ANONYMOUS),))

@@ -94,6 +94,48 @@ def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     opened(sessions, ONE, Presence())
 
 
+def test_the_partitions_of_all_sessions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share_consumers, "ALL_PARTITIONS_MAX", 5)
+    sessions = Sessions()
+    places = [(UUID(int=1), index) for index in range(4)]
+    first, second = opened(sessions, ONE, Presence()), opened(sessions, TWO, Presence())
+    assert not sessions.change(first, places, ())
+    assert sessions.change(second, places, ())
+    sessions.close(TWO)
+    assert not sessions.change(first, (), places[:1]), "a session may always forget partitions"
+    assert not sessions.change(opened(sessions, TWO, Presence()), places[:2], ())
+
+
+def test_the_sessions_of_one_principal_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share_consumers, "SESSIONS_MAX", 8)
+    monkeypatch.setattr(share_consumers, "ALL_PARTITIONS_MAX", 80)
+    sessions, alice, bob = Sessions(), "User:alice", "User:bob"
+
+    def place(number: int) -> list[tuple[UUID, int]]:
+        return [(UUID(int=number), index) for index in range(10)]
+
+    members = [("group", str(number)) for number in range(9)]
+    for member in members[:6]:
+        assert isinstance(sessions.open(member, Presence(), alice), ShareSession)
+    assert sessions.open(members[6], Presence(), alice) is ErrorCode.share_session_limit_reached
+    assert isinstance(sessions.open(members[7], Presence(), bob), ShareSession)
+    sessions.close(members[7])
+    for number, member in enumerate(members[:5]):
+        session = sessions.get(member, 1)
+        assert session is not None
+        assert not sessions.change(session, place(number), ())
+    session = sessions.get(members[5], 1)
+    assert session is not None
+    assert sessions.change(session, place(5), ())
+    sessions.close(members[5])
+    other = sessions.open(members[8], Presence(), bob)
+    assert isinstance(other, ShareSession)
+    assert not sessions.change(other, place(8), ())
+    for member in (*members[:5], members[8]):
+        sessions.close(member)
+    assert isinstance(sessions.open(members[0], Presence(), alice), ShareSession)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Acknowledgements of a range."""

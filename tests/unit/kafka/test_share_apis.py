@@ -45,11 +45,10 @@ from millstream.protocol.messages.codec import (
     load_request_class,
     read_request_header,
     read_response,
-    write_request,
 )
 from millstream.protocol.messages.shape import default_of
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
-from millstream_testing.api_requests import send_request
+from millstream_testing.api_requests import send_request, write_request
 
 GROUP = "workers"
 TOPIC = "orders"
@@ -90,8 +89,8 @@ class ShareNode:
     async def ask(self, key: int, version: int, client: ClientInfo | None = None, /, **given: Any) -> Any:
         return await send_request(self.apis[key], built(key, version, **given), client=client)
 
-    async def publish(self, *values: str, partition: int = 0) -> None:
-        found = self.topics.partition(TOPIC, partition)
+    async def publish(self, *values: str, partition: int = 0, topic: str = TOPIC) -> None:
+        found = self.topics.partition(topic, partition)
         batch = encode_batch([NewRecord(key=None, value=value.encode()) for value in values])
         waiting = found.acknowledged(found.write(bytearray(batch), acks=ACKS_ALL))
         if waiting is not None:
@@ -365,6 +364,29 @@ async def test_a_session_ends_where_the_right_to_read_ends(one: Sharer, security
     await security.delete_acls(AclFilter(resource_type=ResourceType.TOPIC))
     response = await one.fetch()
     assert (refusals(response), ranges(response)) == ([("topic_authorization_failed", 0)], [])
+
+
+async def test_a_topic_that_may_not_be_read_does_not_end_the_wait_for_others(
+    one: Sharer, security: SecurityState
+) -> None:
+    one.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    other = await one.share_node.topics.create("other", partitions=1)
+    security.topic_name = {one.share_node.topic_id: TOPIC, other.topic_id: "other"}.get
+    await security.add_acls([may_read("alice", ResourceType.TOPIC, "other")])
+    assert await one.got(places=((one.share_node.topic_id, 0), (other.topic_id, 0))) == [(0, 9, 1)]
+    await security.delete_acls(AclFilter(resource_type=ResourceType.TOPIC, resource_name=TOPIC))
+    waiting = asyncio.create_task(one.fetch(max_wait=120_000))
+    engine = await one.share_node.service.engine()
+    while not any(delivery.waiting for delivery in engine.deliveries):
+        assert not waiting.done()
+        await asyncio.sleep(0.01)
+    await one.share_node.publish("late", topic="other")
+    response = await waiting
+    assert sorted(refusals(response)) == [("none", 0), ("topic_authorization_failed", 0)]
+    assert ranges(response) == [(0, 0, 1)]
+    await security.add_acls([ALICE_READS])
+    await one.share_node.publish("again")
+    assert await one.got() == [(10, 10, 1)]
 
 
 async def test_a_member_that_waits_gets_nothing_after_the_right_to_read_ends(

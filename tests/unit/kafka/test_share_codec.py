@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kio.static.primitive import i8, i32, i32Timedelta, i64
 
 from millstream.broker.kafka.share_codec import PlainShareFetch, read_plain
-from millstream.protocol.messages.codec import load_request_class, read_request_header, write_request
+from millstream.protocol.messages.codec import load_request_class, read_request_header
+from millstream_testing.api_requests import write_request
 
 KEY = 78
 INT32 = st.integers(0, 2**31 - 1)

@@ -8,7 +8,7 @@ import importlib
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kio.schema.errors import ErrorCode
@@ -25,6 +25,7 @@ from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.broker.kafka.apis.partition_reassignments import AlterPartitionReassignments
+from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.topic import Topic
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -174,6 +175,23 @@ class TestDeleteTopics:
     @pytest.fixture
     def api(self, topics: Topics) -> DeleteTopics:
         return DeleteTopics(topics)
+
+    async def test_a_topic_that_is_created_meanwhile_is_not_deleted(self, topics: Topics) -> None:
+        class Service:
+            """Checks letters for so long that another client creates a topic."""
+
+            async def check_no_open_letters(self, _topic: str) -> None:
+                await topics.create("late")
+
+            async def topic_deleted(self, _topic: str) -> None: ...
+
+        await topics.create("early")
+        named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("early", "late"))
+        api = DeleteTopics(topics, cast("SubscriptionService", Service()))
+        response = await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
+        codes = [one.error_code for one in response.responses]
+        assert codes == [ErrorCode.none, ErrorCode.unknown_topic_or_partition]
+        assert [topic.name for topic in topics.all()] == ["late"]
 
     @pytest.mark.parametrize("version", range(1, 7))
     async def test_topics_are_deleted_by_name(self, api: DeleteTopics, topics: Topics, version: int) -> None:

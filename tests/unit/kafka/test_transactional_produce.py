@@ -40,10 +40,11 @@ from millstream.core.errors import (
 from millstream.core.ids import Offset, ProducerEpoch, ProducerId
 from millstream.core.quota import PRODUCER_BYTE_RATE
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.control import Marker
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.api_requests import write_request
 from millstream_testing.single_node import single_node
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")

@@ -23,9 +23,8 @@ from millstream.core.payload_columns import HOUR, EventTime
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.lake import task_writer
 from millstream.pipelines.lake.columns import APPEND_DAY, EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR, RAW, extended
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.lake.task_writer import MERGED_BYTES, EventTimeWriter, RowGroup, streamed_group
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, in_this_process, once, rows, write
 
@@ -107,7 +106,7 @@ def test_readers_see_the_partitions_and_prune_the_others(tmp_path: Path) -> None
 Times = st.lists(st.integers(-40 * 24, 40 * 24), min_size=1, max_size=60)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings().max_examples // 4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(Times, min_size=1, max_size=5), compacts=st.booleans(), by=st.sampled_from([BY_DAY, BY_HOUR]))
 def test_ranges_are_read_in_order_with_any_event_times(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], compacts: bool, by: EventTime

@@ -14,10 +14,10 @@ import pytest
 
 from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.keyed_table import BucketMerge, KeyedTable, merge_result
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, MergeRule
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.lake.table_file import Written
 from millstream_testing.lake_rows import land
 

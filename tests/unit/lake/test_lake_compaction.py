@@ -17,9 +17,9 @@ import pytest
 from millstream.pipelines.lake import rewriting
 from millstream.pipelines.lake.columns import RAW, extended
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.rewriting import Compacted
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
 
@@ -32,9 +32,9 @@ def storage(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture
-def table(storage: Storage) -> DeltaTable:
+def table(storage: Storage) -> LakeTable:
     """Five small files of two interleaved partitions."""
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     for start in range(0, 50, 10):
         files = write(table, [rows(0, range(start, start + 10)), rows(1, range(start, start + 5))])
         offsets = {(TOPIC, 0): (start, start + 10), (TOPIC, 1): (start, start + 10)}
@@ -46,7 +46,7 @@ def everything() -> object:
     return once(0, range(50)) + once(1, [offset for offset in range(50) if offset % 10 < 5])
 
 
-def test_small_files_of_an_hour_become_one(table: DeltaTable, storage: Storage) -> None:
+def test_small_files_of_an_hour_become_one(table: LakeTable, storage: Storage) -> None:
     assert table.compact(before=LANDED) == Compacted()
     assert table.compact(before=HOUR_OVER) == Compacted(5, 1, 75)
     assert table.compact(before=HOUR_OVER) == Compacted()
@@ -62,7 +62,7 @@ def _active(storage: Storage) -> list[str]:
     return log.paths()
 
 
-def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: DeltaTable, storage: Storage) -> None:
+def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: LakeTable, storage: Storage) -> None:
     table.compact(before=HOUR_OVER)
     (path,) = _active(storage)
     file = pq.ParquetFile(Path(storage.url) / path)
@@ -72,18 +72,18 @@ def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: Del
     assert pairs == sorted(pairs)
 
 
-def test_two_concurrent_compactions_and_an_append(table: DeltaTable, storage: Storage) -> None:
+def test_two_concurrent_compactions_and_an_append(table: LakeTable, storage: Storage) -> None:
     barrier = threading.Barrier(3)
     done: list[Compacted] = []
     landed: list[bool] = []
 
     def compacting() -> None:
-        mine = DeltaTable(storage)
+        mine = LakeTable(storage)
         barrier.wait()
         done.append(mine.compact(before=HOUR_OVER))
 
     def landing() -> None:
-        mine = DeltaTable(storage)
+        mine = LakeTable(storage)
         barrier.wait()
         landed.extend(land(mine, 0, start, start + 10) for start in (50, 60, 70))
 
@@ -99,7 +99,7 @@ def test_two_concurrent_compactions_and_an_append(table: DeltaTable, storage: St
 
 
 def test_a_stale_compaction_replaces_nothing(
-    table: DeltaTable, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    table: LakeTable, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewritten = rewriting._rewritten
 
@@ -109,7 +109,7 @@ def test_a_stale_compaction_replaces_nothing(
         written = rewritten(log, files, schema, progress)
         with monkeypatch.context() as patched:
             patched.setattr(rewriting, "_rewritten", rewritten)
-            assert DeltaTable(storage).compact(before=HOUR_OVER).files_after == 1
+            assert LakeTable(storage).compact(before=HOUR_OVER).files_after == 1
         return written
 
     monkeypatch.setattr(rewriting, "_rewritten", meanwhile)
@@ -118,7 +118,7 @@ def test_a_stale_compaction_replaces_nothing(
 
 
 def test_files_older_than_a_column_are_compacted_with_it(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, 0, 2)
     wider = extended(RAW, pa.schema([("who", pa.struct([("name", pa.string())]))]))
     files = write(table, [rows(0, [2], wider, who=[{"name": "x"}])], wider)
@@ -133,7 +133,7 @@ def test_files_older_than_a_column_are_compacted_with_it(storage: Storage) -> No
     assert [row["who"] for row in after] == [None, None, {"name": "x", "age": None}, {"name": "y", "age": 3}]
 
 
-def test_recreated_topics_of_the_same_name_are_not_mixed(table: DeltaTable, storage: Storage) -> None:
+def test_recreated_topics_of_the_same_name_are_not_mixed(table: LakeTable, storage: Storage) -> None:
     for start in (0, 10):
         writer = table.writer(RAW, "made-anew", landed=LANDED)
         writer.write(rows(0, range(start, start + 10)))
@@ -144,7 +144,7 @@ def test_recreated_topics_of_the_same_name_are_not_mixed(table: DeltaTable, stor
 
 
 @pytest.mark.parametrize("is_compacted", [False, True])
-def test_a_scan_returns_a_range_in_order(table: DeltaTable, is_compacted: bool) -> None:
+def test_a_scan_returns_a_range_in_order(table: LakeTable, is_compacted: bool) -> None:
     if is_compacted:
         table.compact(before=HOUR_OVER)
     for partition, start, end in ((0, 0, 50), (0, 7, 33), (1, 3, 41), (0, 49, 60), (1, 5, 10), (2, 0, 50)):
@@ -156,7 +156,7 @@ def test_a_scan_returns_a_range_in_order(table: DeltaTable, is_compacted: bool) 
         assert all(batch.schema.names == ["offset", "value"] for batch in batches)
 
 
-def test_a_scan_sorts_files_written_by_other_programs(table: DeltaTable, storage: Storage) -> None:
+def test_a_scan_sorts_files_written_by_other_programs(table: LakeTable, storage: Storage) -> None:
     deltalake.DeltaTable(storage.url).optimize.compact()
     found = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
     assert found == list(range(5, 45))
@@ -164,7 +164,7 @@ def test_a_scan_sorts_files_written_by_other_programs(table: DeltaTable, storage
     assert delta_rows(storage) == everything()
 
 
-def test_vacuum_deletes_old_unreferenced_files(table: DeltaTable, storage: Storage) -> None:
+def test_vacuum_deletes_old_unreferenced_files(table: LakeTable, storage: Storage) -> None:
     old, young = write(table, [rows(0, range(50, 60))]), write(table, [rows(0, range(50, 60))])
     bad = write_quarantine(table, 0, [50])
     long_ago = time.time() - timedelta(days=8).total_seconds()
@@ -179,7 +179,7 @@ def test_vacuum_deletes_old_unreferenced_files(table: DeltaTable, storage: Stora
     assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])
 
 
-def test_a_reader_that_started_before_a_compaction_keeps_its_files(table: DeltaTable, storage: Storage) -> None:
+def test_a_reader_that_started_before_a_compaction_keeps_its_files(table: LakeTable, storage: Storage) -> None:
     reader = deltalake.DeltaTable(storage.url)
     long_ago = time.time() - timedelta(days=30).total_seconds()
     for path in Path(storage.url).rglob("*.parquet"):

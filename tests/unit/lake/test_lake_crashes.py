@@ -19,9 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from millstream.core.errors import StalePlan
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.lake.table_file import Written
 from millstream_testing.lake_rows import (
     LANDED,

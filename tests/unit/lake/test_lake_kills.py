@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import open_table
 from millstream_testing.lake_lander import NUMBERS, is_bad
 from millstream_testing.lake_rows import TOPIC, delta_rows, files_rows, next_offset, once
 from millstream_testing.object_store import ObjectStore

@@ -6,13 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import deltalake
-import pyarrow as pa
 import pytest
 
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, TOPIC_ID
-from millstream.pipelines.lake.delta_table import DeltaTable, open_table
-from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream_testing.lake_rows import LANDED, TOPIC, rows
 
 OTHER = "3f2b8c1e-0000-4000-8000-000000000002"
@@ -53,18 +50,3 @@ def test_rows_merged_by_another_program_are_distinguished(tmp_path: Path) -> Non
     assert values(table, OTHER) == [b"new"] * 5
     table.compact(before=LANDED + timedelta(days=1), small_bytes=1 << 30)
     assert values(table, OTHER) == [b"new"] * 5
-
-
-def test_compaction_adds_the_column_to_older_rows(tmp_path: Path) -> None:
-    storage = Storage.at(str(tmp_path / "orders"))
-    table = DeltaTable(storage)
-    old = pa.schema([field for field in RAW if field.name != TOPIC_ID])
-    for start in (0, 4):
-        writer = table.writer(old if not start else RAW, TOPIC, landed=LANDED)
-        writer.write(rows(0, range(start, start + 4)))
-        assert table.commit(writer.close(), {(TOPIC, 0): (start, start + 4)}, schema=old if not start else RAW)
-    found = pa.table(deltalake.DeltaTable(storage.url).to_pyarrow_table()).sort_by("offset")
-    assert found.column(TOPIC_ID).to_pylist() == [None] * 4 + [TOPIC] * 4
-    assert len(values(table, TOPIC)) == 8
-    assert table.compact(before=LANDED + timedelta(days=1)).rows == 8
-    assert deltalake.DeltaTable(storage.url).to_pyarrow_table().column(TOPIC_ID).to_pylist() == [TOPIC] * 8

@@ -10,14 +10,14 @@ import pytest
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream_testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
 
 
 def test_an_intermediate_commit_hides_no_quarantined_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
-    mine, other = DeltaTable(storage), DeltaTable(storage)
+    mine, other = LakeTable(storage), LakeTable(storage)
     commit = DeltaLog.commit
 
     def overtaken(log: DeltaLog, *arguments: Any, **named: Any) -> bool:

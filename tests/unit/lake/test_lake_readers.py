@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from millstream.pipelines.lake.columns import RAW, extended
-from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream_testing.lake_rows import TOPIC, land, rows, write
 
 WIDER = extended(RAW, pa.schema([("amount", pa.int64()), ("customer", pa.struct([("name", pa.string())]))]))

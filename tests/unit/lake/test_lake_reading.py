@@ -9,8 +9,8 @@ import pytest
 
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import open_table
 from millstream_testing.lake_rows import TOPIC, land, next_offset, rows, write, write_quarantine
 
 

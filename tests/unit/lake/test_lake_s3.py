@@ -13,9 +13,9 @@ import pytest
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.jobs.land.abandoned_files import AbandonedFiles
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import DeltaTable, open_table
 from millstream.pipelines.lake.parquet_table import ParquetTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,
@@ -40,7 +40,7 @@ def test_of_several_runs_that_land_the_same_range_one_wins(place: Storage) -> No
     barrier = threading.Barrier(3)
 
     def run() -> None:
-        table = DeltaTable(place)
+        table = LakeTable(place)
         files = write(table, [rows(0, range(10))])
         barrier.wait()
         done.append(table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW))
@@ -52,7 +52,7 @@ def test_of_several_runs_that_land_the_same_range_one_wins(place: Storage) -> No
         thread.join()
     assert sorted(done) == [False, False, True]
     assert delta_rows(place) == once(0, range(10))
-    assert [len(batch) for batch in DeltaTable(place).scan(TOPIC, 0, 2, 5)] == [3]
+    assert [len(batch) for batch in LakeTable(place).scan(TOPIC, 0, 2, 5)] == [3]
 
 
 def test_parquet_files_are_copied_into_place(place: Storage) -> None:

@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.lake.columns import RAW, extended
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream_testing.lake_rows import TOPIC, land, rows, write
 
 FIELDS = pa.schema(
@@ -60,7 +60,7 @@ ROWS = st.lists(
 def test_every_row_is_found_by_each_of_its_values(found: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.at(folder + "/orders")
-        table = DeltaTable(storage)
+        table = LakeTable(storage)
         columns = {name: [row.get(name) for row in found] for name in FIELDS.names}
         files = write(table, [rows(0, range(len(found)), SCHEMA, **columns)], SCHEMA)
         assert table.commit(files, {(TOPIC, 0): (0, len(found))}, schema=SCHEMA)
@@ -73,7 +73,7 @@ def test_every_row_is_found_by_each_of_its_values(found: list[dict[str, Any]]) -
 
 
 def test_times_are_rounded_outwards(tmp_path: Path) -> None:
-    table = DeltaTable(Storage.at(str(tmp_path / "orders")))
+    table = LakeTable(Storage.at(str(tmp_path / "orders")))
     moments = [datetime(2026, 1, 2, 3, 4, 5, 678_900, tzinfo=UTC), datetime(26, 1, 2, 0, 0, 0, 1, tzinfo=UTC)]
     (file,) = write(table, [rows(0, range(2), timestamp=moments)])
     stats = json.loads(file.stats)
@@ -83,7 +83,7 @@ def test_times_are_rounded_outwards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", [None, 2**60, -(2**60), 253402300799_999_999])
 def test_unrepresentable_times_leave_a_file_without_bounds(tmp_path: Path, moment: int | None) -> None:
-    table = DeltaTable(Storage.at(str(tmp_path / "orders")))
+    table = LakeTable(Storage.at(str(tmp_path / "orders")))
     (file,) = write(table, [rows(0, range(3), timestamp=[0, moment, 0])])
     assert json.loads(file.stats) == {"numRecords": 3}
     assert table.commit([file], {(TOPIC, 0): (0, 3)}, schema=RAW)
@@ -115,7 +115,7 @@ FILTERS = {
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A table that gained columns with its second commit; some values have no bounds."""
     more = extended(RAW, pa.schema([("text", pa.string()), ("n", pa.int64()), ("flag", pa.bool_())]))
-    table = DeltaTable(Storage.at(str(tmp_path_factory.mktemp("lake") / "orders")))
+    table = LakeTable(Storage.at(str(tmp_path_factory.mktemp("lake") / "orders")))
     assert land(table, 0, 0, 2)
     files = write(table, [rows(0, [2, 3], more, text=["x" * 40, None], n=[5, None], flag=[True, None])], more)
     assert table.commit(files, {(TOPIC, 0): (2, 4)}, schema=more)

@@ -17,10 +17,9 @@ import pytest
 from millstream.core.errors import Conflict, StalePlan
 from millstream.pipelines.lake.columns import ELEMENT, RAW, Place
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable, open_table
 from millstream.pipelines.lake.rewriting import FileWork, InexactIntegers, Rewrite, first_name, renamed
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.lake.table_file import ActiveFile
 from millstream_testing.lake_rows import (
     LANDED,
@@ -116,7 +115,7 @@ def test_integers_become_doubles(storage: Storage, format: str) -> None:
 
 
 def test_common_readers_read_a_widened_table(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, [1, 2])
     assert widen(table) == {}
     assert land(table, 2, [0.5], WIDE)
@@ -157,13 +156,13 @@ def test_a_column_with_integers_that_doubles_cannot_represent_is_not_widened(
 
 def test_files_without_bounds_are_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.lake.task_writer.has_group_bounds", lambda _kind: False)
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, [1, None, 2**53 + 1])
     assert str(2**53 + 1) in widen(table)[TOTAL]
 
 
 def test_a_large_table_is_not_widened(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, [1])
     before = files_in(storage)
     assert "raise widen.max.bytes" in widen(table, bytes_max=10)[TOTAL]
@@ -197,7 +196,7 @@ def test_rows_landed_meanwhile_are_widened_too(storage: Storage, format: str) ->
 
 
 def test_rows_compacted_meanwhile_are_not_duplicated(storage: Storage) -> None:
-    table, other = DeltaTable(storage), DeltaTable(storage)
+    table, other = LakeTable(storage), LakeTable(storage)
     for start in range(3):
         assert land(table, start, [start])
     compact = lambda: other.compact(before=LANDED + timedelta(hours=1))  # noqa: E731
@@ -207,7 +206,7 @@ def test_rows_compacted_meanwhile_are_not_duplicated(storage: Storage) -> None:
 
 
 def test_a_stale_compaction_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, other = DeltaTable(storage), DeltaTable(storage)
+    table, other = LakeTable(storage), LakeTable(storage)
     for start in range(3):
         assert land(table, start, [start])
     commit = DeltaLog.commit
@@ -234,7 +233,7 @@ def test_of_two_concurrent_widenings_one_deletes_its_files(storage: Storage, for
 
 
 def test_a_number_landed_meanwhile_that_is_too_large_aborts_it(storage: Storage) -> None:
-    table, other = DeltaTable(storage), DeltaTable(storage)
+    table, other = LakeTable(storage), LakeTable(storage)
     assert land(table, 0, [1])
     with pytest.raises(pa.ArrowInvalid):
         widen(table, run=meanwhile(lambda: land(other, 1, [2**60]), InexactIntegers))
@@ -243,7 +242,7 @@ def test_a_number_landed_meanwhile_that_is_too_large_aborts_it(storage: Storage)
 
 
 def test_continuous_concurrent_commits_abort_it(storage: Storage) -> None:
-    table, other = DeltaTable(storage), DeltaTable(storage)
+    table, other = LakeTable(storage), LakeTable(storage)
     assert land(table, 0, [1])
 
     def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
@@ -258,7 +257,7 @@ def test_continuous_concurrent_commits_abort_it(storage: Storage) -> None:
 
 
 def test_unused_files_are_deleted_when_a_later_step_fails(storage: Storage) -> None:
-    table, other = DeltaTable(storage), DeltaTable(storage)
+    table, other = LakeTable(storage), LakeTable(storage)
     assert land(table, 0, [1])
     overtaken = meanwhile(lambda: land(other, 1, [2]))
 

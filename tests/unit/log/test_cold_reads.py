@@ -50,8 +50,8 @@ def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
         try:
             records = list(decode_records(log.read(offset, max_bytes=500, up_to=log.end_offset)))
         except DamagedRange as damage:
-            lost.append((damage.first, damage.next_offset))
-            offset = damage.next_offset
+            lost.append((damage.start, damage.end))
+            offset = damage.end
             continue
         served += [int(record.value or b"") for record in records]
         offset = records[-1].offset + 1

@@ -351,7 +351,7 @@ def _readable(log: Log) -> list[Record]:
         try:
             data = bytes(log.read(offset, max_bytes=250, up_to=log.end_offset))
         except DamagedRange as damaged:
-            offset = damaged.next_offset
+            offset = damaged.end
             continue
         found += decode_records(data)
         offset = [header.next_offset for header in iterate_headers(data)][-1]

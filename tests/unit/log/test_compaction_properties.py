@@ -291,7 +291,7 @@ def _read(log: Log) -> list[tuple[int, int, bytes | None, bytes | None]]:
         try:
             data = bytes(log.read(offset, max_bytes=200, up_to=log.end_offset))
         except DamagedRange as damaged:
-            offset = damaged.next_offset
+            offset = damaged.end
             continue
         found += [(record.offset, record.timestamp_ms, record.key, record.value) for record in decode_records(data)]
         for header in iterate_headers(data):

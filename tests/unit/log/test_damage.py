@@ -82,10 +82,10 @@ def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
         try:
             data = bytes(log.read(offset, max_bytes=400, up_to=log.end_offset))
         except DamagedRange as damaged:
-            if damaged.next_offset > log.end_offset or log.end_offset > 10_000:
+            if damaged.end > log.end_offset or log.end_offset > 10_000:
                 raise AssertionError(f"{log} made offsets up: {damaged}") from damaged
-            lost.update(range(damaged.first, damaged.next_offset))
-            offset = damaged.next_offset
+            lost.update(range(damaged.start, damaged.end))
+            offset = damaged.end
             continue
         assert data
         for header in iterate_headers(data):

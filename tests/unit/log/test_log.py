@@ -322,6 +322,19 @@ def test_a_full_disk_refuses_writes_serves_reads_and_recovers(log: Log, files: M
     assert not store.failures
 
 
+def test_a_full_disk_is_reported_until_what_it_refused_fits(
+    log: Log, files: MemoryFiles, store: LogStore, clock: ManualClock
+) -> None:
+    files.capacity_bytes = sum(len(files.content(path)) for path in files.walk()) + 500
+    with pytest.raises(StorageFailure):
+        log.append(encode_values(b"x" * 5000), leader_epoch=EPOCH)
+    log.append(encode_values(b"small"), leader_epoch=EPOCH)
+    clock.advance_ms(3_600_000)
+    assert list(store.failures) == [log.partition]
+    files.capacity_bytes += 10_000
+    assert not store.failures
+
+
 def test_retention_frees_space_on_a_full_disk(store: LogStore, files: MemoryFiles, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(segment_bytes=5000, retention_ms=7_200_000, index_interval_bytes=100))
     for _ in range(30):

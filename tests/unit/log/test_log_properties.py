@@ -74,7 +74,7 @@ def read_everything(log: Log, *, up_to: int) -> list[bytes]:
         try:
             data = bytes(log.read(offset, max_bytes=300, up_to=up_to))
         except DamagedRange as damaged:
-            offset = damaged.next_offset
+            offset = damaged.end
             continue
         if not data:
             break
@@ -369,7 +369,7 @@ class StoreMachine(RuleBasedStateMachine):
         if model.is_lost(offset) and offset < up_to:
             with pytest.raises(DamagedRange) as damaged:
                 log.read(offset, max_bytes=max_bytes, up_to=up_to)
-            assert (damaged.value.first, damaged.value.next_offset) in model.lost
+            assert (damaged.value.start, damaged.value.end) in model.lost
             return
         data = bytes(log.read(offset, max_bytes=max_bytes, up_to=up_to))
         bound = min([up_to] + [first for first, _ in model.lost if first > offset])

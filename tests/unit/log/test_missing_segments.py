@@ -58,8 +58,8 @@ def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
         try:
             data = log.read(offset, max_bytes=10_000, up_to=log.end_offset)
         except DamagedRange as damaged:
-            lost.append((damaged.first, damaged.next_offset))
-            offset = damaged.next_offset
+            lost.append((damaged.start, damaged.end))
+            offset = damaged.end
             continue
         served += [int(record.offset) for record in decode_records(data)]
         offset = served[-1] + 1

@@ -280,7 +280,7 @@ def lose_unread(files: MemoryFiles) -> tuple[LogStore, Log, bytes]:
     files.kill()
     files.flip_bit(path, position + PAYLOAD_AT, 1)
     store, log = open_log(files)
-    assert [(lost.first, lost.unread) for lost in log.damage] == [(2, True)]
+    assert [(lost.start, lost.unread) for lost in log.damage] == [(2, True)]
     return store, log, given[2]
 
 

@@ -17,6 +17,7 @@ from millstream.broker.log.checkpoint import Checkpoints
 from millstream.broker.log.commit import Commit
 from millstream.broker.log.compaction import Job
 from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.folder import DataFolder, check_own_or_empty
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
@@ -55,6 +56,20 @@ def test_a_folder_in_another_format_is_refused(store: LogStore, open_store: Open
     files.flip_bit("/data/format", 3, 0)
     with pytest.raises(DataFolderInvalid, match="format"):
         open_store()
+
+
+def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("hello")
+    with pytest.raises(DataFolderInvalid, match="holds other files"):
+        check_own_or_empty(str(tmp_path), DiskFiles())
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_the_root_of_a_file_system_is_accepted_as_a_data_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    check_own_or_empty(str(tmp_path), DiskFiles())
+    DataFolder(tmp_path, DiskFiles()).release()
+    check_own_or_empty(str(tmp_path), DiskFiles())
 
 
 def test_a_file_is_refused_as_a_data_folder(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class Machine:
         while at < self.log.end_offset:
             lost = self.log.damage.at(at)
             if lost is not None:
-                at = lost.next_offset
+                at = lost.end
                 continue
             for header in iterate_headers(self.log.read(at, max_bytes=250, up_to=self.log.end_offset)):
                 found.append(header)
@@ -251,6 +251,7 @@ STEPS = st.lists(
         st.tuples(st.just("end"), PRODUCERS, st.booleans(), st.integers(0, 1)),
         *(st.tuples(st.just(name)) for name in ("compact", "compact", "later", "kill")),
     ),
+    min_size=15,  # Without it, lists have five steps on average.
     max_size=40,
 )
 

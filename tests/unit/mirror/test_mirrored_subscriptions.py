@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from millstream.broker.kafka.subscription_service import SubscriptionService
@@ -41,7 +43,7 @@ def offered(name: str = BILLING, number: int = 1, *, dead: str = DEAD) -> Offere
 class TargetSubscriptions:
     """The subscriptions of the target, which record what is done with them."""
 
-    def __init__(self, *declared: Subscription) -> None:
+    def __init__(self, *declared: Subscription, originals: Collection[str] = ()) -> None:
         self.done: list[tuple[Any, ...]] = []
         by_name = {one.name: one for one in declared}
         self.declared = SimpleNamespace(
@@ -54,7 +56,13 @@ class TargetSubscriptions:
         self.delete = self._record("delete with letters")
         self.track_letters_of = self._record("track")
         run = SimpleNamespace(
-            service=SimpleNamespace(subscriptions=self, copied_topics=lambda _: []),
+            service=SimpleNamespace(
+                subscriptions=self,
+                copied_topics=lambda _: [],
+                topics=SimpleNamespace(
+                    get=lambda name: SimpleNamespace(mirror="", origins=()) if name in originals else None
+                ),
+            ),
             settings=None,
             mirror=SimpleNamespace(name="paris"),
             notes={},
@@ -68,11 +76,43 @@ class TargetSubscriptions:
     def _record(self, what: str) -> AsyncMock:
         return AsyncMock(side_effect=lambda name, *_, **__: self.done.append((what, name)))
 
+    def topics_of(self, what: str) -> Any:
+        """Return the topics of the only call."""
+        [call] = getattr(self.declared, what).call_args_list
+        return call.kwargs.get("topics") or call.args[1]
+
 
 async def test_letters_are_tracked_before_their_topic_is_forgotten() -> None:
     here = TargetSubscriptions(subscription())
     await here.queues._sync_subscription(offered(dead=OTHER))
     assert here.done == [("track", BILLING), ("alter", BILLING)]
+
+
+async def test_a_source_has_no_say_over_topics_that_are_not_copies() -> None:
+    """It could have them pushed to an endpoint of its choice."""
+    spying = msgspec.structs.replace(offered(), topics=["orders", "payroll"], starts={"orders": [1], "payroll": [0]})
+    here = TargetSubscriptions(originals=["payroll"])
+    await here.queues._sync_subscription(spying)
+    assert here.topics_of("create") == ["orders"]
+    assert here.declared.create.call_args.kwargs["starts"] == {"orders": (1,)}
+    assert "without payroll" in here.notes[f"subscription {BILLING}"]
+    known = TargetSubscriptions(subscription(), originals=["payroll"])
+    await known.queues._sync_subscription(spying)
+    assert known.done == []
+    only = TargetSubscriptions(originals=["payroll"])
+    await only.queues._sync_subscription(msgspec.structs.replace(spying, topics=["payroll"]))
+    assert only.done == []
+
+
+async def test_a_subscription_with_topics_of_this_cluster_is_not_changed_as_at_the_source() -> None:
+    here = TargetSubscriptions(subscription(), originals=["orders"])
+    await here.queues._sync_subscription(msgspec.structs.replace(offered(dead=OTHER), topics=["orders", "copied"]))
+    assert here.done == []
+    assert "topics of this cluster: orders" in here.notes[f"subscription {BILLING}"]
+    await here.queues._delete_subscriptions({UUID(int=1)})
+    for _ in range(ABSENT_TIMES):
+        await here.queues._delete_subscriptions(set())
+    assert here.done == []
 
 
 async def test_a_deletion_keeps_the_letters() -> None:
@@ -123,7 +163,9 @@ class Offers:
         self.queues._store = self._store
         service = self.queues._service
         service.topics = SimpleNamespace(
-            get=lambda name: SimpleNamespace(mirror="paris", original_id=UUID(int=1)) if name == DEAD else None
+            get=lambda name: (
+                SimpleNamespace(mirror="paris", origins=(), original_id=UUID(int=1)) if name == DEAD else None
+            )
         )
         service.copied_topics = lambda _: [
             SimpleNamespace(topic_id=UUID(int=8), name=DEAD),

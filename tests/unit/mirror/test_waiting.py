@@ -47,7 +47,7 @@ from millstream.protocol.private.mirror_messages import (
     ExposeRequest,
     ExposeResponse,
     FailoverResponse,
-    MirrorDescriptions,
+    ListMirrorsResponse,
     OfferResponse,
 )
 from millstream.protocol.records.batch import iterate_whole_headers, place_batch
@@ -258,7 +258,7 @@ class Nodes:
         response = self.responses[node]
         if response is None:
             raise RequestTimedOut(f"node {node} does not respond")
-        return memoryview(encode(MirrorDescriptions(mirrors=[response])))
+        return memoryview(encode(ListMirrorsResponse(mirrors=[response])))
 
 
 @pytest.mark.parametrize(("is_behind", "lag"), [(False, None), (True, 5)])

@@ -35,7 +35,7 @@ def test_functions_have_modules() -> None:
         ("prices:no such", {}, "module:function"),
         ("prices:vat,other:vat", {}, "two functions"),
         ("prices:missing", {"prices": CODE}, "defines no function 'missing'"),
-        ("prices:bare", {"prices": CODE}, "line 5: say what bare returns"),
+        ("prices:bare", {"prices": CODE}, "line 5: declare what bare returns"),
         ("prices:vat", {"prices": "def vat(:"}, "not Python"),
         ("prices:vat", {"prices": "async def vat() -> int: ..."}, "must not be async"),
         ("prices:vat", {"prices": CODE, "more": CODE}, "none of its functions is listed"),
@@ -73,5 +73,5 @@ def test_results_have_the_type_of_the_annotation() -> None:
     assert kinds == ["timestamp", "double", "bigint"]
     optional_int.__annotations__["return"] = "'array<string>'"
     assert returned_type("f", optional_int) == "array<string>"
-    with pytest.raises(InvalidSetting, match="say what"):
+    with pytest.raises(InvalidSetting, match="declare what"):
         returned_type("f", nothing)

@@ -40,7 +40,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
         ('{"max": 1, "more": 1}', "there is no field `more`"),
         ('{"max": 1, "items": [{}]}', "the field `items[0].number` is missing"),
         ('{"max": 1, "items": [{"number": 1, "x": 1}]}', "there is no field `items[0].x`"),
-        ('{"max": 1, "items": [{"number": 1}, {"number": 2}]}', "`items` must be an array with at most 1 items"),
+        ('{"max": 1, "items": [{"number": 1}, {"number": 2}]}', "`items` must be an array with at most 1 item"),
         ('{"max": 1, "name": "a"}', "`name` must be a string with at least 2 characters"),
         ('{"max": 1, "name": "bb"}', "`name` must be a string matching regex '^a'"),
         ('{"max": 1, "mode": "quick"}', "`mode` cannot be 'quick'"),

@@ -86,6 +86,11 @@ def test_tables_in_the_data_folder_of_a_cluster_node_are_its_own(lake: str, is_l
     assert found == [False, is_local, is_local, None]
 
 
+def test_a_cluster_does_not_share_an_sqlite_catalog() -> None:
+    with pytest.raises(InvalidSetting, match=r"catalog must be a PostgreSQL database"):
+        Config.load(flags={"etcd": "http://127.0.0.1:2379", "catalog": "sqlite:///x.db"})
+
+
 def test_a_range_of_ports_has_room_for_every_process() -> None:
     def load(kafka: str, cores: int) -> str:
         return Config.load(environment={}, flags={"kafka": kafka, "cores": str(cores)}).kafka

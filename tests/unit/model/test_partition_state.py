@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Epoch, NodeId
-from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value, single_replica_state
+from millstream.core.partition_state import NO_LEADER, PartitionState, encode_value
+from millstream_testing.state_log import single_replica_state
 
 NODES = st.lists(st.integers(0, 2**31 - 1).map(NodeId), min_size=1, max_size=5, unique=True)
 

@@ -151,7 +151,7 @@ def test_an_error_names_the_setting() -> None:
         ({"targets": ()}, "needs 1 to"),
         ({"targets": ("a", "a")}, "twice"),
         ({"targets": ("__consumer_offsets",)}, "the broker's own"),
-        ({"targets": ("orders",)}, "in a circle; check the rules of orders"),
+        ({"targets": ("orders",)}, "in a cycle; check the rules of orders"),
         ({"condition": "true", "subscription": "mine"}, "not both"),
         ({"condition": "x" * (CONDITION_LENGTH_MAX + 1)}, "more than"),
     ],

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.job import Cron, Schedule, parse_duration_ms
+from millstream.core.job import Cron, Schedule
+from millstream.core.setting import parse_duration_ms
 
 MINUTE_MS = 60_000
 START = datetime(2026, 11, 16, tzinfo=UTC)
@@ -34,7 +35,7 @@ def test_durations(text: str, expected: int) -> None:
     assert parse_duration_ms(text, name="--every") == expected
 
 
-@pytest.mark.parametrize("text", ["", "1w", "-1s", "1h30m", "soon"])
+@pytest.mark.parametrize("text", ["", "1y", "-1s", "1h30m", "soon"])
 def test_invalid_durations_are_refused_with_the_flag(text: str) -> None:
     with pytest.raises(InvalidSetting, match="--every must be a duration"):
         parse_duration_ms(text, name="--every")

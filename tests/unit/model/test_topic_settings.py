@@ -56,7 +56,7 @@ def test_every_kafka_setting_is_supported_or_refused_by_name() -> None:
 def test_a_setting_that_only_kafka_has_is_distinguished_from_an_unknown_one(name: str) -> None:
     with pytest.raises(InvalidSetting, match=r"setting of Kafka that Millstream does not have: \w+"):
         TopicSettings.from_strings({name: "1"})
-    with pytest.raises(InvalidSetting, match=r"unknown topic setting 'no\.such'; known are: cleanup\.policy, "):
+    with pytest.raises(InvalidSetting, match=r"unknown setting 'no\.such' of a topic; known are: cleanup\.policy, "):
         TopicSettings.from_strings({"no.such": "1"})
 
 

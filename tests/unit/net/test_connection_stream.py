@@ -48,7 +48,7 @@ class Part:
 
 
 class Streams:
-    """Responds to a frame of one letter with the prepared response, and echoes any other."""
+    """Responds to a frame of one letter with the prepared response, `m` from memory, and echoes any other."""
 
     def __init__(self, **prepared: Callable[[], list[Part]]) -> None:
         self.prepared = prepared
@@ -59,6 +59,8 @@ class Streams:
         if name not in self.prepared:
             return [struct.pack(">i", len(frame)), bytes(frame)]
         self.given = parts = self.prepared[name]()
+        if name == "m":
+            return [struct.pack(">i", sum(map(len, parts))), *(part.content for part in parts)]
         head = struct.pack(">i", sum(map(len, parts)))
         # In-memory bytes are interleaved with file parts, as in a fetch response.
         laid: list[Piece | Stored] = [head]
@@ -101,14 +103,15 @@ def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], wan
         content = bytes([number]) * size
         parts.append(Part(content) if stored else content)
         expected += content
+    in_memory = b"".join(bytes([not stored]) * size for stored, size in sizes)
     outgoing = Outgoing()
     outgoing.extend(parts)
     taken = b""
     while outgoing:
         piece = b"".join(outgoing.take(wanted))
-        in_memory = sum(size for stored, size in sizes if not stored)
-        assert len(piece) <= 2 * wanted + wanted // 2 + in_memory
+        assert len(piece) <= wanted + wanted // 2
         taken += piece
+        assert outgoing.held_bytes == in_memory[len(taken) :].count(1)
     assert taken == expected
 
 
@@ -129,6 +132,21 @@ async def test_a_slow_reader_costs_one_piece_of_memory_and_gets_every_byte() -> 
         received = await reader.readexactly(size)
         assert received == b"".join(bytes([number]) * MEGABYTE for number in range(40))
         assert await reader.readexactly(9) == framed(b"after")
+        writer.close()
+
+
+async def test_what_a_slow_reader_keeps_in_memory_counts() -> None:
+    service = Streams(m=lambda: parts_of(20))
+    budget = Budget(1 << 30)
+    async with listening(service, budget) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
+        writer.write(framed(b"m"))
+        while not budget.used_bytes:
+            await asyncio.sleep(0.001)
+        assert 2 * PIECE_BYTES < budget.used_bytes <= 20 * MEGABYTE + 4
+        (size,) = struct.unpack(">i", await reader.readexactly(4))
+        assert len(await reader.readexactly(size)) == 20 * MEGABYTE
+        assert budget.used_bytes == 0
         writer.close()
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -60,7 +63,13 @@ class JobNodes:
         data = self._folder / f"node-{number}"
         options = driver_options(Config(data=str(data), node_id=number), "127.0.0.1:1")
         child = JobsChild(
-            options, str(data), self.pipelines, self.board, SoleOwner(), missing=lambda: "", module=MODULE
+            options,
+            str(data),
+            self.pipelines,
+            self.board,
+            cast("PipelineOwner", SoleOwner()),
+            missing=lambda: "",
+            module=MODULE,
         )
         running = asyncio.create_task(child.run())
         try:
@@ -119,6 +128,25 @@ async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_lo
         assert [one.number for one in await nodes.ended("hello", 2)] == [1, 2]
         assert [one.number for one in await nodes.pipelines.runs(await nodes.pipelines.find("hello"), limit=1)] == [2]
         assert await node.read_log(run.pipeline_id, 3, 10_000) is None
+
+
+async def test_the_log_names_the_code_with_its_packages_as_the_run_does(
+    nodes: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(requirements: str) -> str:
+        return f"{requirements} --hash=sha256:00"
+
+    async def install(lock: str, folder: Path, *, needed: object) -> str:
+        return ""
+
+    monkeypatch.setattr(jobs_child, "resolve", resolve)
+    monkeypatch.setattr(jobs_child, "install", install)
+    async with nodes.node() as node:
+        await nodes.create("packed", "pass", requirements="tiny==1")
+        (run,) = await nodes.ended("packed")
+        log = await node.read_log(run.pipeline_id, 1, 10_000)
+        assert log is not None
+        assert re.findall(r"\bcode (\w+)", log.text) == [run.code_hash]
 
 
 async def test_an_interval_job_runs_at_once_and_then_repeatedly(nodes: JobNodes) -> None:
@@ -341,7 +369,7 @@ from millstream.core.child_process import kill_session, processes_of_session
 complains = [sys.executable, "-c", "print('ready', flush=True); input()"]
 child = subprocess.Popen(complains, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 child.stdout.readline()
-kill_session(os.getpid(), but=os.getpid())
+kill_session(os.getpid(), except_pid=os.getpid())
 child.wait()
 print([pid for pid, _ in processes_of_session(os.getpid())] == [os.getpid()], flush=True)
 os._exit(0)

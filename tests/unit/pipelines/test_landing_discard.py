@@ -16,8 +16,8 @@ from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source
 from millstream.pipelines.jobs.land.task import Report
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream_testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
 from millstream_testing.pipeline_script import landing
 
@@ -34,7 +34,7 @@ def job() -> Iterator[LandJob]:
 
 def batch_of(topic: str, lake: Path) -> TopicBatch:
     source = Source(topic=topic, topic_id=TOPIC, first={0: 0}, end={0: 5})
-    table = DeltaTable(Storage.at(str(lake / topic)))
+    table = LakeTable(Storage.at(str(lake / topic)))
     return TopicBatch(source=source, table=table, plans={0: PartitionPlan(None, 0, 5)}, fields=pa.schema([]))
 
 
@@ -75,7 +75,7 @@ def test_a_failure_is_reported_even_if_files_cannot_be_deleted(
     def lose(_batches: object) -> None:
         raise OSError("away")
 
-    monkeypatch.setattr(DeltaTable, "discard", fail)
+    monkeypatch.setattr(LakeTable, "discard", fail)
     monkeypatch.setattr(job, "_run", lose)
     with pytest.raises(OSError, match="away"):
         job._prepare([done])

@@ -37,8 +37,7 @@ from millstream.pipelines.jobs.land.inference import (
 from millstream.pipelines.jobs.land.sources import Source, plans
 from millstream.pipelines.jobs.land.task import Landing, Report, WideningNeed, from_rows, to_arrow
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.delta_table import open_table
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream_testing.lake_rows import in_this_process
 
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"
@@ -46,7 +45,7 @@ NOW = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)
 BIG = 2**53 + 1
 LARGE = 1.2345678901234568e20
 EXAMPLES = int(os.environ.get("LANDING_DOCUMENTS", "100"))
-SPLIT_EXAMPLES = int(os.environ.get("LANDING_SPLITS", "20"))
+SPLIT_EXAMPLES = settings().max_examples // 4
 
 NAMES = st.sampled_from(
     [

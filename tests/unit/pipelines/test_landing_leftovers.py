@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from millstream.pipelines.jobs.land import abandoned_files as leftovers_module
-from millstream.pipelines.jobs.land.abandoned_files import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, AbandonedFiles
+from millstream.pipelines.jobs.land.abandoned_files import EMPTY_LISTINGS_MAX, KEPT_S, PAUSE_S, SWEEP_S, AbandonedFiles
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, once, rows
 
@@ -74,7 +74,7 @@ def test_files_of_a_successful_attempt_are_kept(tmp_path: Path) -> None:
 
 def test_files_of_a_table_are_never_deleted(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     writer = table.writer(RAW, TOPIC, landed=LANDED, attempt=FAILED)
     writer.write(rows(0, range(5)))
     assert table.commit(writer.close(), {(TOPIC, 0): (0, 5)}, schema=RAW)
@@ -133,7 +133,7 @@ def test_folders_are_listed_once_a_minute_until_nothing_appears_for_a_while(
     for clock.now in range(int(KEPT_S)):
         leftovers.sweep(lambda: signs.update(["sign"]))
     # The first listing found something, those of the quarantine nothing.
-    assert looks == {"orders": 1 + LOOKS, "orders__quarantine": LOOKS}
+    assert looks == {"orders": 1 + EMPTY_LISTINGS_MAX, "orders__quarantine": EMPTY_LISTINGS_MAX}
     assert signs["sign"] == looks.total() - 2
 
 

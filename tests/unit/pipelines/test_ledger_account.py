@@ -15,7 +15,7 @@ from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite
 from millstream.core.errors import NotLeader
 from millstream.core.ids import Epoch, Offset, OffsetRange
 from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE, Verb
-from millstream.pipelines.jobs.ledger.account import Account
+from millstream.pipelines.jobs.ledger.account import Account, Unreadable
 from millstream.pipelines.jobs.ledger.events import decode_events
 from millstream_testing.queue_bench import Workbench, wanted
 from millstream_testing.queue_store import MemoryStateStore
@@ -59,7 +59,9 @@ def settle(delivery: Delivery, first: int, last: int, verb: Verb, worker: str = 
     assert results == [None]
 
 
-def account(events: pa.Table, bench: Workbench, *, pieces: int = 1) -> Account:
+def account(
+    events: pa.Table, bench: Workbench, *, pieces: int = 1, unreadable: Sequence[Unreadable] = (), first: int = 0
+) -> Account:
     """Fold events in one or several parts, and compare them with the log."""
     found = Account(base=0, size=int(bench.partition.high_watermark))
     step = -(-events.num_rows // pieces)
@@ -68,7 +70,10 @@ def account(events: pa.Table, bench: Workbench, *, pieces: int = 1) -> Account:
     end = int(bench.partition.high_watermark)
     log_start = int(bench.partition.log_start)
     present = [OffsetRange(log_start, end)]
-    found.close(present, first=found.start or 0, cut=end, log_start=log_start)
+    for one in unreadable:
+        present[-1:] = [OffsetRange(present[-1].start, one.start), OffsetRange(one.end, end)]
+    first = max(first, found.start or 0)
+    found.close(present, first=first, cut=end, log_start=log_start, unreadable=unreadable)
     return found
 
 
@@ -85,7 +90,7 @@ async def test_every_outcome_has_its_class(bench: Workbench) -> None:
     settle(delivery, 3, 3, Verb.REJECT, reason="broken")
     delivery.queue.dead_lettered(3, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
     settle(delivery, 4, 4, Verb.RELEASE)
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
     assert found.findings == []
@@ -122,7 +127,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     delivery.try_receive(wanted(1))
     bench.partition.log.delete_before(9)
     delivery.queue.drop_before(9, now_ms=bench.clock.now_ms())
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     delivery.queue_changed()
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
@@ -142,7 +147,7 @@ async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
     settle(delivery, 1, 2, Verb.ACCEPT)
     lost = len(recorded(bench).log) - 1
     settle(delivery, 3, 3, Verb.ACCEPT)
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     for pieces in (1, 3):
         found = account(recorded(bench).events(without=[lost]), bench, pieces=pieces)
@@ -162,7 +167,7 @@ async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench)
     await delivery.durable(is_all=True)
     assert len(recorded(bench).log) == lease + 2
     settle(delivery, 0, 0, Verb.ACCEPT)
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(without=[lease + 1]), bench)
     assert [one.kind for one in found.findings] == ["missing_events"]
@@ -177,7 +182,7 @@ async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench
     settle(delivery, 0, 0, Verb.ACCEPT)
     twice = len(recorded(bench).log) - 1
     settle(delivery, 1, 1, Verb.ACCEPT)
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(twice=[twice]), bench)
     duplicated = [(one.start, one.end) for one in found.findings if one.kind == "duplicated"]
@@ -192,7 +197,7 @@ async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> No
     settle(delivery, 0, 0, Verb.ACCEPT)
     bench.partition.log.delete_before(4)
     delivery.queue.drop_before(4, now_ms=bench.clock.now_ms())
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     delivery.queue_changed()
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
@@ -210,7 +215,7 @@ async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that_time(
     delivery.change(delivery.settings.__class__(ledger=False), None)
     settle(delivery, 2, 2, Verb.ACCEPT)
     delivery.change(delivery.settings.__class__(ledger=True), None)
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
     assert found.findings == []
@@ -222,10 +227,28 @@ async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench
     delivery = await bench.open(ledger=True)
     bench.publish(*"abc")
     delivery.queue.add_scanned(0, 3, now_ms=0, absent=[(1, 1)])
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
     assert [(one.kind, one.start, one.end) for one in found.findings] == [("lost", 1, 2)]
+
+
+async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbench) -> None:
+    """One was accepted before, one waits, and two were never read; a transaction marker cannot be told from them."""
+    delivery = await bench.open(ledger=True)
+    bench.publish(*"abcdef")
+    delivery.queue.add_scanned(0, 4, now_ms=0, absent=[(2, 3)])
+    delivery.try_receive(wanted(1))
+    settle(delivery, 0, 0, Verb.ACCEPT)
+    delivery.mark_window("requested")
+    await delivery.durable(is_all=True)
+    events, damage = recorded(bench).events(), [Unreadable(0, 4, "the disk of the broker lost it")]
+    found = account(events, bench, unreadable=damage)
+    assert [(one.kind, one.start, one.end) for one in found.findings] == [("unreadable", 0, 4), ("lost", 2, 4)]
+    totals = found.totals()
+    assert (totals["published"], totals["accepted"], totals["waiting"], totals["lost"]) == (6, 1, 3, 2)
+    # Damage before --since does not concern the audit.
+    assert account(events, bench, unreadable=damage, first=4).findings == []
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -262,7 +285,7 @@ async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
             delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE, dead_letter_topic="dead", attempts=3)
         bench.clock.advance_ms(rng.choice([0, 10, 40_000]))
         delivery.queue_changed()
-    delivery.mark_window("asked")
+    delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     for pieces in (1, 5):
         found = account(recorded(bench).events(), bench, pieces=pieces)

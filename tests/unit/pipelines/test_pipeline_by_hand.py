@@ -106,7 +106,10 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
         stopping.set()
 
     cancel_s = HANG_S if reacts else 0.2
-    with ManualRunWatch(running, spark, leave, look_s=0.05, cancel_s=cancel_s), pytest.raises(Stalled) as stalled:
+    with (
+        ManualRunWatch(running, spark, leave, check_interval_s=0.05, cancel_s=cancel_s),
+        pytest.raises(Stalled) as stalled,
+    ):
         running.run(once=False)
     assert script.closed == 1
     return [str(stalled.value), *left]

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -19,7 +20,8 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
+from millstream.broker.pipelines.owner import PipelineOwner
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting
@@ -29,6 +31,7 @@ from millstream.pipelines.runtime.child import DriverReports, PipelineChild, dri
 from millstream.pipelines.runtime.driver_messages import DriverEvent, Options
 from millstream.pipelines.runtime.spark_session import DIED
 from millstream.pipelines.source.session import default_settings, launch_settings
+from millstream.protocol.private.pipeline_messages import PipelineReport
 from millstream_testing.pipeline_script import HANG_S, landing
 
 DRIVER = "millstream_testing.scripted_driver"
@@ -100,7 +103,7 @@ class Scene:
             driver_options(Config(), "127.0.0.1:1"),
             declared,
             self.board,
-            self.owner,
+            cast("PipelineOwner", self.owner),
             missing=lambda: self.missing,
             module=DRIVER,
             backoff_min_s=0.01,
@@ -228,7 +231,7 @@ async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None
 async def test_a_missing_prerequisite_is_reported_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.pipelines.runtime.child.LOOK_S", 0.01)
+    monkeypatch.setattr("millstream.pipelines.runtime.child.CHECK_INTERVAL_S", 0.01)
     async with scene_in(tmp_path) as scene:
         scene.missing = "pipelines run on Spark; install it"
         await scene.declare("a", "orders")

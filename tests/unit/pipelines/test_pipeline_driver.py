@@ -13,12 +13,18 @@ from typing import IO
 import msgspec
 import pytest
 
-from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, Turns, run
-from millstream.pipelines.runtime.driver_messages import AssignedPipeline, DriverCommand, DriverEvent, Options
+from millstream.pipelines.runtime.driver import CommandReader, Driver, Turns, run
+from millstream.pipelines.runtime.driver_messages import (
+    AssignedPipeline,
+    DriverCommand,
+    DriverEvent,
+    EventWriter,
+    Options,
+)
+from millstream.protocol.private.pipeline_messages import PipelineReport
 from millstream_testing.pipeline_script import HANG_S, Script, UncontendedClaim, landing
 
 OPTIONS = Options(

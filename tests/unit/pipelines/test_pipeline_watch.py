@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from millstream.pipelines.runtime.runner import Progress
 from millstream.pipelines.runtime.stall_watch import Activity, Watch
 
-LOOK_S = 5.0
+CHECK_INTERVAL_S = 5.0
 
 
 class Pipeline:
@@ -41,7 +41,7 @@ class Scene:
             lambda: pipelines,
             self._ask,
             lambda name, reason: self.replaced.append((name, reason)),
-            look_s=LOOK_S,
+            check_interval_s=CHECK_INTERVAL_S,
             cancel_s=20.0,
             orphan_s=20.0,
             java_s=30.0,
@@ -50,8 +50,8 @@ class Scene:
 
     def advance(self, seconds: float) -> None:
         """Check as often as a driver would."""
-        for _ in range(round(seconds / LOOK_S)):
-            self.now_s += LOOK_S
+        for _ in range(round(seconds / CHECK_INTERVAL_S)):
+            self.now_s += CHECK_INTERVAL_S
             self.watch.look()
 
     def _ask(self) -> Activity:
@@ -77,7 +77,7 @@ def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> No
     with watched(one) as scene:
         for _ in range(100):
             one.progress.sign()
-            scene.advance(LOOK_S)
+            scene.advance(CHECK_INTERVAL_S)
         assert (one.given_up, scene.replaced, scene.asked, one.progress.stalled_s) == ([], [], 0, 0.0)
 
 
@@ -97,7 +97,7 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
         for _ in range(12):
             scene.activity = Activity({"a": 7}, {"a": 1})
             other.progress.sign()
-            scene.advance(LOOK_S)
+            scene.advance(CHECK_INTERVAL_S)
         assert one.progress.stalled_s == 50.0
         assert one.given_up == []
         scene.advance(10)
@@ -130,7 +130,7 @@ def test_a_waiting_or_unlimited_pipeline_is_left_alone() -> None:
         assert patient.progress.stalled_s > 9000
         # One that must end does, whatever else it is allowed to do.
         patient.is_ending = True
-        scene.advance(LOOK_S)
+        scene.advance(CHECK_INTERVAL_S)
         assert [name for name, _ in scene.replaced] == ["b"]
 
 
@@ -147,7 +147,7 @@ def test_a_pipeline_whose_tasks_are_queued_behind_others_is_not_blamed() -> None
         assert len(waiting.given_up) == 1
 
 
-def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_when_others_need_their_place() -> None:
+def test_cancelled_tasks_that_block_others_cause_the_driver_to_be_replaced() -> None:
     one, other = Pipeline("a"), Pipeline("b")
     with watched(one, other) as scene:
         one.progress.rest()
@@ -163,7 +163,7 @@ def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_wh
 def test_an_unresponsive_java_replaces_the_driver() -> None:
     one = Pipeline(stall_s=3600.0)
     with watched(one) as scene:
-        scene.watch._look_s = scene.watch._java_s = 0.01
+        scene.watch._check_interval_s = scene.watch._java_s = 0.01
         scene.silent.clear()
         for _ in range(3):
             scene.now_s += 0.01
@@ -177,10 +177,10 @@ def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
         scene.watch._java_s = 500.0
         scene.silent.clear()
         for _ in range(10):
-            scene.now_s += LOOK_S
-            scene.watch._look_s = 0.01
+            scene.now_s += CHECK_INTERVAL_S
+            scene.watch._check_interval_s = 0.01
             scene.watch.look()
-            scene.watch._look_s = LOOK_S
+            scene.watch._check_interval_s = CHECK_INTERVAL_S
         assert (one.given_up, scene.replaced) == ([], [])
         scene.silent.set()
         scene.advance(20)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -181,3 +183,56 @@ def test_json_follows_protobufs_mapping_without_losing_precision() -> None:
     assert json.loads(avro.decode_json(Framed(1, None, encoded, None))) == ["NaN", "Infinity", None, 1.5]
     with pytest.raises(SchemaMismatch, match="'NaN'"):
         avro.encode(avro.from_json(["NaN"]))
+
+
+MANY_NULLS = [{"name": f"n{at}", "type": "null"} for at in range(20)]
+NESTED = {"type": "record", "name": "Nested", "fields": [{"name": "inner", "type": ["null", "Nested"]}]}
+
+
+def test_a_recursive_avro_value_decodes_up_to_a_depth() -> None:
+    nested = codec_of("AVRO", json.dumps(NESTED))
+    assert nested.decode(Framed(1, None, b"\x02\x02\x00", None)) == {"inner": {"inner": {"inner": None}}}
+    # In a process of its own, which the compiled decoder of fastavro would crash.
+    code = (
+        "from millstream.core.errors import SchemaMismatch\n"
+        "from millstream.protocol.schemas.codec import codec_of\n"
+        "from millstream.protocol.schemas.framing import Framed\n"
+        f"codec = codec_of('AVRO', {json.dumps(NESTED)!r})\n"
+        "try: codec.decode(Framed(1, None, b'\\x02' * 100_000 + b'\\x00', None))\n"
+        "except SchemaMismatch as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "does not decode as Avro" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": "null"},
+        {"type": "array", "items": {"type": "record", "name": "A", "fields": [{"name": "a", "type": "null"}]}},
+        [
+            {"type": "record", "name": "B", "fields": []},
+            {"type": "map", "values": {"type": "array", "items": "B"}},
+        ],
+        {"type": "record", "name": "C", "fields": [{"name": "c", "type": "C"}]},
+        {"type": "array", "items": ["null", {"type": "record", "name": "D", "fields": MANY_NULLS}]},
+        {"type": "map", "values": {"type": "record", "name": "E", "fields": MANY_NULLS}},
+    ],
+)
+def test_an_avro_schema_whose_items_take_no_bytes_is_not_used(schema: Any) -> None:
+    with pytest.raises(SchemaMismatch, match="could take all memory"):
+        codec_of("AVRO", json.dumps(schema)).decode(Framed(1, None, b"\x04\x00", None))
+
+
+@pytest.mark.parametrize(
+    ("schema", "content", "value"),
+    [
+        ({"type": "map", "values": "null"}, b"\x02\x02a\x00", {"a": None}),
+        ({"type": "array", "items": ["null"]}, b"\x02\x00\x00", [None]),
+        ({"type": "array", "items": {"type": "array", "items": "int"}}, b"\x02\x02\x0e\x00\x00", [[7]]),
+        ({"type": "record", "name": "F", "fields": MANY_NULLS}, b"", {f"n{at}": None for at in range(20)}),
+    ],
+)
+def test_an_avro_schema_whose_items_take_bytes_is_used(schema: Any, content: bytes, value: Any) -> None:
+    assert codec_of("AVRO", json.dumps(schema)).decode(Framed(1, None, content, None)) == value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_one_principal_cannot_displace_the_others(trail: AuditTrail) -> None:
     others = next(event for event in events if event["resources"][0]["name"] == audit.OTHERS)
     assert others["count"] == 1000 - audit.REPEATED_PER_SOURCE_MAX
     assert "payroll" in names_of(events)
+
+
+def test_denials_of_long_names_keep_their_beginning(catalog: Catalog) -> None:
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    rights = Rights(state, "User:mallory", "10.0.0.9")
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            assert not rights.check(Operation.READ, ResourceType.TOPIC, f"{number}{'x' * 1_000_000}")
+        assert tracemalloc.get_traced_memory()[0] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert {len(name) for name in names_of(state.audit.take())} == {256}
 
 
 def test_failed_logins_are_aggregated(trail: AuditTrail, clock: ManualClock) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import time
+import tracemalloc
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,6 +33,7 @@ from joserfc.jws import JWSRegistry
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security import oauth
+from millstream.broker.security import state as state_module
 from millstream.broker.security.oauth import LEEWAY_S, OAuthSettings, TokenChecker
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
@@ -296,6 +298,24 @@ def test_repeated_failures_take_increasingly_long_up_to_a_limit() -> None:
     assert pauses[0] < pauses[3] < pauses[-1] == pauses[-2]
     assert attempts.pause_s("10.0.0.2", "bob") == pauses[0]
     assert attempts.pause_s("10.0.0.3", "alice") == pauses[-1], "from another address, too"
+
+
+def test_failures_from_one_ipv6_network_are_those_of_one_client() -> None:
+    attempts = FailedAttempts()
+    pauses = [attempts.pause_s(f"2001:db8:1:2::{number:x}", f"user-{number}") for number in range(12)]
+    assert pauses[0] < pauses[3] < pauses[-1]
+    assert attempts.pause_s("2001:db8:1:3::1", "bob") == pauses[0]
+
+
+def test_failures_with_long_names_take_no_more_memory_than_others() -> None:
+    attempts = FailedAttempts()
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            attempts.pause_s("10.0.0.1", f"{number:08}\U0001f600" + "x" * 60_000)
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -681,6 +701,19 @@ async def add_token(passwords: Passwords, *, scope: Iterable[Acl] = (), parent: 
     token, text = new_token("User:alice", scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
     await passwords.state.add_token(token)
     return text
+
+
+async def test_the_scopes_of_all_tokens_of_an_owner_are_bounded(
+    passwords: Passwords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "SCOPE_RULES_PER_OWNER_MAX", 3)
+    scope = [rule(Operation.READ, "orders"), rule(Operation.WRITE, "orders")]
+    first = split_token(await add_token(passwords, scope=scope))[0]
+    await add_token(passwords)
+    with pytest.raises(InvalidRequest, match="3 rules together"):
+        await add_token(passwords, scope=scope)
+    await passwords.state.delete_token(first)
+    await add_token(passwords, scope=scope)
 
 
 async def test_a_token_acts_as_its_owner_within_its_own_and_its_parents_scope(

@@ -115,6 +115,13 @@ def test_an_address_may_have_several_notations() -> None:
     assert snapshot.decide(ALICE, "::1", Operation.READ, TOPIC, "orders")
 
 
+def test_an_ipv4_client_of_an_ipv6_listener_has_its_own_address() -> None:
+    denied = rule(host=HOST, permission=Permission.DENY)
+    assert AclSnapshot([rule(host=HOST)]).decide(ALICE, f"::ffff:{HOST}", Operation.READ, TOPIC, "orders")
+    assert not AclSnapshot([rule(), denied]).decide(ALICE, f"::ffff:{HOST}", Operation.READ, TOPIC, "orders")
+    assert not AclSnapshot([rule(), denied]).decide_any(ALICE, f"::ffff:{HOST}", Operation.READ, TOPIC)
+
+
 def test_filters_select_rules_as_in_kafka() -> None:
     prefixed = rule(resource_name="ord", pattern=PatternType.PREFIXED)
     wildcard = rule(resource_name="*")

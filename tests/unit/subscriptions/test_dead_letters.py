@@ -39,6 +39,7 @@ class DeadLetterLog(DeadLetterAppender):
         self.trouble: list[MillstreamError] = []
         self.too_large = b"nothing is"
         self.partition_count = 1
+        self.refusal = lambda _subscription_id, _topic: ""
         self.lost_responses = self.refusals = 0
         self._numbers: dict[int, list[int]] = {}
 

@@ -601,7 +601,7 @@ async def test_a_range_lost_by_the_disk_blocks_nothing(bench: Workbench, monkeyp
 
     def damaged(partition: object, offset: int, *rest: object, **more: object) -> object:
         if 1 <= offset < 3:
-            raise DamagedRange("lost", first=1, next_offset=3)
+            raise DamagedRange("lost", start=1, end=3)
         return read(partition, offset, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(log_scan, "read_batches", damaged)

@@ -113,7 +113,7 @@ async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int
             found = await queues[at % 3].matches(records, Offset(start), Offset(end))
             wanted = "abc"[at % 3]
             assert found.bits.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
-            assert cache.cached_bytes <= kept_bytes_max
+            assert cache._cached_bytes <= kept_bytes_max
     await cache.stop()
 
 
@@ -130,7 +130,7 @@ async def test_a_partition_without_queues_is_evicted(worker: CountingWorker) -> 
     before.close()
     after = QueueFilter(cache, PLACE, wanted)
     assert (await after.matches(batch(0, "b"), Offset(0), Offset(1))).bits.tolist() == [False]
-    assert cache.cached_bytes == 1
+    assert cache._cached_bytes == 1
     await cache.stop()
 
 

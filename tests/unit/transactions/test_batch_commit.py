@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Outcome
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import InitRequest, Member, ProducerRef, attempt_of, placement_of
+from millstream.broker.transactions.transaction import InitRequest, ProducerRef, attempt_of, placement_of
 from millstream.core.errors import (
     InvalidProducerMapping,
     InvalidRequest,
@@ -64,7 +64,7 @@ class Run:
             raise Crash
         return response
 
-    def attempt(self, batch: int, part: int) -> Member | None:
+    def attempt(self, batch: int, part: int) -> ProducerRef | None:
         """Write a part as a task does; return None if the batch is already committed."""
         if self.ask(lambda shard: shard.batches.last_batch(QUERY)) >= batch:
             return None
@@ -85,7 +85,7 @@ class Run:
             self.zombies.append(rest)
             raise Crash
         rest()
-        return Member(*ref)
+        return ref
 
     def batch(self, batch: int) -> None:
         """Run a batch as a driver does, until it is committed."""
@@ -108,7 +108,7 @@ class Run:
                 continue
             return
 
-    def complete(self, batch: int, members: tuple[Member, ...]) -> None:
+    def complete(self, batch: int, members: tuple[ProducerRef, ...]) -> None:
         self.ask(lambda shard: shard.batches.complete(QUERY, batch, members))
 
     def run_concurrent_steps(self) -> None:
@@ -149,7 +149,7 @@ class Run:
         assert set(committed) <= {(batch, part) for batch in range(last + 1) for part in range(PARTS)}
 
 
-def attempt_of_part(member: Member) -> int:
+def attempt_of_part(member: ProducerRef) -> int:
     return int(member.transactional_id.rsplit("/", 2)[1])
 
 
@@ -222,8 +222,7 @@ class One:
         self.coordinator.run(lambda shard: shard.batches.prepare(ref))
 
     def complete(self, batch: int, *refs: ProducerRef) -> bool:
-        members = tuple(Member(*ref) for ref in refs)
-        return self.coordinator.run(lambda shard: shard.batches.complete(QUERY, batch, members))
+        return self.coordinator.run(lambda shard: shard.batches.complete(QUERY, batch, refs))
 
     def states(self) -> dict[str, str]:
         return {name: one.state.value for name, one in self.coordinator.transactions.items()}

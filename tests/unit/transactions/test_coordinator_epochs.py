@@ -10,10 +10,10 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
 from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.partition_state import PartitionState, single_replica_state
+from millstream.core.partition_state import PartitionState
 from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
 from millstream.protocol.records.control import Marker
-from millstream_testing.state_log import MemoryTopics
+from millstream_testing.state_log import MemoryTopics, single_replica_state
 
 
 class Ids:

@@ -12,7 +12,7 @@ import pytest
 from millstream.broker.kafka.transaction_service import CoordinatorGate
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef, TransactionFilter
+from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef, TransactionFilter
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -310,7 +310,7 @@ async def test_transactions_are_listed_for_administrators(node: Node) -> None:
     assert await node.coordinator.last_batch("q") == 0
     again = await node.begin("tx")
     assert await node.coordinator.abort("tx") == "Ongoing"
-    assert Member(*again).transactional_id == "tx"
+    assert again.transactional_id == "tx"
 
 
 class Peer:

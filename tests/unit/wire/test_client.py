@@ -22,6 +22,8 @@ from millstream.core.errors import (
     InvalidSetting,
     OffsetOutOfRange,
     RequestTimedOut,
+    StorageFailure,
+    UnexpectedServer,
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
@@ -32,6 +34,7 @@ from millstream.protocol.wire import client as module
 from millstream.protocol.wire.channel import BORROWED_MAX
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import NodeMetadata
+from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream.protocol.wire.fetch import FetchLimits
 from millstream_testing.scripted_broker import (
     API_VERSIONS,
@@ -145,8 +148,28 @@ async def test_a_server_that_is_no_broker_is_reported() -> None:
 
     server = await asyncio.start_server(web_server, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with pytest.raises(BrokerUnreachable, match="an HTTP server responds there"):
+    with pytest.raises(UnexpectedServer, match="an HTTP server responds there") as reported:
         async with Client.connect(f"127.0.0.1:{port}", timeout_s=60):
+            pass
+    assert "running" not in str(reported.value)
+    assert "start one" not in str(reported.value)
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_tls_to_a_server_without_tls_is_reported(aborts: bool) -> None:
+    async def plain_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        if aborts:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    server = await asyncio.start_server(plain_server, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(UnexpectedServer, match=r"in the TLS handshake; if it expects plain text, .*\(--tls-ca\)"):
+        async with Client.connect(f"127.0.0.1:{port}", timeout_s=60, credentials=Credentials(tls=client_tls())):
             pass
     server.close()
     await server.wait_closed()
@@ -278,6 +301,30 @@ async def test_large_and_small_responses_in_any_fragmentation(broker: ScriptedBr
         responses = await asyncio.gather(*(client.private(None, PRIVATE, b"%d" % size) for size in sizes))
     assert [len(response) for response in responses] == sizes
     assert all(bytes(response) == bytes([size % 251]) * size for response, size in zip(responses, sizes, strict=True))
+
+
+async def test_a_fetch_waits_until_the_extent_of_damage_is_known(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S_MAX", 0.01)
+    records = bytes(batch())
+    inspected, served = fetched(None, ErrorCode.kafka_storage_error), fetched(records)
+    where = TopicPartition("orders", PartitionIndex(0))
+
+    async def inspect(header: codec.RequestHeader, frame: memoryview) -> Any:
+        return await (inspected if broker.asked(FETCH) % 3 else served)(header, frame)
+
+    broker.handlers[FETCH] = inspect
+    async with connect(broker) as client:
+        assert bytes((await client.fetch("orders", 0, 0)).records) == records
+        assert bytes((await client.fetch_many({where: Offset(0)}, LIMITS))[where].records) == records
+        assert broker.asked(FETCH) == 6
+        # A failed disk does not hold a reader forever.
+        monkeypatch.setattr(module, "INSPECTION_S", 0.05)
+        broker.handlers[FETCH] = inspected
+        for reading in (client.fetch("orders", 0, 0), client.fetch_many({where: Offset(0)}, LIMITS)):
+            with pytest.raises(StorageFailure):
+                await reading
 
 
 async def test_a_request_without_a_response_times_out(broker: ScriptedBroker) -> None:

@@ -15,6 +15,7 @@ from kio.static.primitive import i16, i32
 
 from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages import codec
+from millstream_testing.api_requests import write_request
 from millstream_testing.messages import api_keys, random_message, versions_of
 
 
@@ -87,7 +88,7 @@ def test_whole_frames_round_trip(seed: int, api_key: int) -> None:
     rng = random.Random(seed)
     for version in versions_of(api_key):
         request = random_message(codec.load_request_class(api_key, version), rng)
-        frame = codec.write_request(3, "c", request)
+        frame = write_request(3, "c", request)
         assert int.from_bytes(frame[:4], "big") == len(frame) - 4
         header = codec.read_request_header(frame[4:])
         assert header[:4] == (api_key, version, 3, "c")

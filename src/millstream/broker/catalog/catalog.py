@@ -15,8 +15,9 @@ import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
@@ -113,6 +114,8 @@ from millstream.core.topic import Topic
 
 N = TypeVar("N", bound=Sealable)
 V = TypeVar("V", Pipeline, Mirror)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NAMES_AT_ONCE: Final = 1000
 """Databases limit the number of parameters."""
@@ -144,6 +147,21 @@ _DENIED = re.compile(
 
 _PREPARE_LOCK = 0x6D696C6C
 """The PostgreSQL advisory lock of the node that creates the tables."""
+
+
+def _with_reserve(change: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
+    """Let a change that may free space give up the reserve for it when the disk is full."""
+
+    @wraps(change)
+    def changed(catalog: Catalog, /, *arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return change(catalog, *arguments, **named)
+        except StorageFailure:
+            if not catalog._reserve.give_up():
+                raise
+            return change(catalog, *arguments, **named)
+
+    return changed
 
 
 class Catalog:
@@ -333,17 +351,13 @@ class Catalog:
             return set() if len(declared) == 1 else {added for topic in declared for added in self.add_topics([topic])}
         return {topic.topic_id for topic in declared}
 
+    @_with_reserve
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
 
         Several nodes may do so concurrently: each sees the changes of the previous one. Raise `UnknownMirror` if the
         topic is to be written by a mirror that does not exist.
         """
-        changed: list[Topic] = []
-        self._change_with_reserve(lambda: changed.append(self._alter_topic(topic_id, change)))
-        return changed[-1]
-
-    def _alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         with self._change() as connection:
             here = topics.c.topic_id == str(topic_id)
             row = connection.execute(select(topics).where(here).with_for_update()).first()
@@ -356,13 +370,9 @@ class Catalog:
             connection.execute(update(topics).where(here).values(row_of(changed)))
             return changed
 
+    @_with_reserve
     def delete_topics(self, doomed: Sequence[Topic], *, now_ms: int) -> set[UUID]:
         """Delete topics and write the records that allow their files to be removed; return those that existed."""
-        deleted: set[UUID] = set()
-        self._change_with_reserve(lambda: deleted.update(self._delete_topics(doomed, now_ms)))
-        return deleted
-
-    def _delete_topics(self, doomed: Sequence[Topic], now_ms: int) -> list[UUID]:
         with self._change() as connection:
             # All nodes lock them in the same order, so that they cannot deadlock.
             deleted = [
@@ -373,7 +383,7 @@ class Catalog:
             rows = [{"topic_id": str(one.topic_id), "name": one.name, "deleted_ms": now_ms} for one in deleted]
             if rows:
                 connection.execute(insert(deleted_topics), rows)
-        return [topic.topic_id for topic in deleted]
+        return {topic.topic_id for topic in deleted}
 
     def deleted_topic_ids(self) -> set[UUID]:
         """Return the topics whose files may be removed."""
@@ -382,10 +392,10 @@ class Catalog:
 
     def forget_deleted(self, topic_ids: Iterable[UUID]) -> None:
         """Drop the records of deleted topics whose files are gone."""
-        gone = list(map(str, topic_ids))
-        self._change_with_reserve(lambda: self._forget_deleted(gone))
+        self._forget_deleted(list(map(str, topic_ids)))
         self._reserve.fill()
 
+    @_with_reserve
     def _forget_deleted(self, gone: Sequence[str]) -> None:
         with self._change() as connection:
             for at in range(0, len(gone), _NAMES_AT_ONCE):
@@ -446,15 +456,11 @@ class Catalog:
         with self._read() as connection:
             return {row.scope: dict(row.overrides) for row in connection.execute(select(broker_settings))}
 
+    @_with_reserve
     def change_broker_settings(
         self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
     ) -> dict[str, str]:
         """Change the settings of a scope, computed from the stored ones; None unsets one, `replace` all others."""
-        changed: list[dict[str, str]] = []
-        self._change_with_reserve(lambda: changed.append(self._change_broker_settings(scope, changes, replace)))
-        return changed[-1]
-
-    def _change_broker_settings(self, scope: str, changes: Mapping[str, str | None], replace: bool) -> dict[str, str]:
         with self._change() as connection:
             empty = self._insert(broker_settings).values(scope=scope, overrides={})
             connection.execute(empty.on_conflict_do_nothing(index_elements=[broker_settings.c.scope]))
@@ -736,15 +742,6 @@ class Catalog:
             raise StorageFailure(
                 f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
-
-    def _change_with_reserve(self, change: Callable[[], None]) -> None:
-        """Carry out a change that may free space; on a full disk, give up the reserve for it."""
-        try:
-            change()
-        except StorageFailure:
-            if not self._reserve.give_up():
-                raise
-            change()
 
     def close(self) -> None:
         self._engine.dispose()

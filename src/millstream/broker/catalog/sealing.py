@@ -33,7 +33,7 @@ _HEADER: Final = b"# Keys that seal the secrets in Millstream's catalog. The las
 
 _NO_KEY: Final = (
     f"there is no key to seal a secret with; start every node with the same {FLAG}, outside its data folder "
-    "(`millstream secrets init --file FILE` makes one)"
+    "(`millstream secrets init --file FILE` creates one)"
 )
 
 
@@ -155,7 +155,9 @@ class Sealing:
             raise InvalidSetting(f"{FLAG} {path} is in the data folder; move it, so that backups do not contain it")
         if key_file:
             if not path.exists():
-                raise InvalidSetting(f"{FLAG} {path} does not exist; `millstream secrets init --file {path}` makes it")
+                raise InvalidSetting(
+                    f"{FLAG} {path} does not exist; create it: `millstream secrets init --file {path}`"
+                )
             read_keys(path)
         return cls(path, is_created=not key_file)
 
@@ -263,7 +265,7 @@ class Sealing:
         except OSError as error:
             raise InvalidSetting(
                 f"the key that seals secrets cannot be written to {path} ({error.strerror}); name a file outside the "
-                f"data folder with {FLAG} (`millstream secrets init --file FILE` makes one)"
+                f"data folder with {FLAG} (`millstream secrets init --file FILE` creates one)"
             ) from None
 
     def _read(self) -> list[SecretKey]:

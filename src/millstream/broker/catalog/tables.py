@@ -78,7 +78,7 @@ broker_settings = Table(
     Column("scope", String(16), primary_key=True),
     Column("overrides", JSON, nullable=False),
 )
-"""Settings of nodes that were changed while they ran: of all of them, or of one. A row never goes, it is emptied."""
+"""Settings of nodes that were changed while they ran: of all of them, or of one. Rows are emptied, never deleted."""
 
 subscriptions = Table(
     "subscriptions",
@@ -261,7 +261,7 @@ schema_settings = Table(
     Column("mode", String(32), nullable=True),
     Column("change", BigInteger, nullable=False, index=True),
 )
-"""Settings of subjects, and of contexts, whose subject is empty. A row never goes, it is emptied."""
+"""Settings of subjects, and of contexts, whose subject is empty. Rows are emptied, never deleted."""
 
 schema_contexts = Table(
     "schema_contexts",

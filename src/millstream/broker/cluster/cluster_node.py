@@ -33,7 +33,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
-from millstream.broker.pipelines.owner import ElectedOwner
+from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.replication.in_sync import NOT_REGISTERED
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
@@ -41,7 +41,7 @@ from millstream.core.config import DEFAULT_LISTENER, Config
 from millstream.core.errors import CatalogUnavailable, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
-from millstream.core.tasks import Supervise
+from millstream.core.tasks import Supervise, cancel_and_wait
 
 _logger = logging.getLogger(__name__)
 
@@ -204,12 +204,12 @@ class ClusterNode:
         if self._dependencies.is_single:
             await controller.carried_out()
 
-    def pipeline_owner(self, *, is_candidate: bool) -> ElectedOwner:
+    def pipeline_owner(self, *, is_candidate: bool) -> PipelineOwner:
         """Return the election of the node that runs the pipelines; a single node is always a candidate.
 
         A single node reports on its pipelines even while it cannot run them, and runs them once it can.
         """
-        owner = ElectedOwner(
+        owner = PipelineOwner(
             self._id,
             self._store,
             self.view,
@@ -231,9 +231,7 @@ class ClusterNode:
 
     async def close(self) -> None:
         """Leave the cluster, and stop following."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         if self._registration is not None:
             await self._registration.withdraw()
         await self.replicas.close()

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
@@ -73,6 +73,9 @@ N = TypeVar("N", bound=Named)
 class NamedHolder(Holder, Generic[N]):
     """Holds the declarations of one kind, by name."""
 
+    noun: ClassVar[str]
+    unknown: ClassVar[type[MillstreamError]]
+
     def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
         super().__init__(declarations)
         self._clock = clock
@@ -86,6 +89,19 @@ class NamedHolder(Holder, Generic[N]):
     def get(self, name: str) -> N | None:
         """Return the declaration with this name, if it exists."""
         return self._by_name.get(name)
+
+    def _declared(self, name: str) -> N:
+        """Return the declaration with this name; raise the error of an unknown one if it does not exist."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise self._unknown_error(name)
+        return found
+
+    def _unknown_error(self, name: str) -> MillstreamError:
+        noun = self.noun
+        return self.unknown(
+            f"{noun} {name!r} does not exist; `millstream {noun} list` and GET /v1/{noun}s list those that do"
+        )
 
     async def _load(self, read: Callable[[Catalog], list[N]]) -> None:
         async with self._changing:
@@ -126,7 +142,7 @@ class CatalogDeclarations(Declarations):
                     # Until then, the task that waits for the first response reports it.
                     how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
                     _logger.warning(
-                        "the catalog %s; data flows, changes of topics and quotas wait",
+                        "the catalog %s; clients can produce and consume, changes of topics and quotas wait",
                         how,
                         extra={"reason": str(error)},
                     )

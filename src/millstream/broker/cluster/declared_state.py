@@ -25,6 +25,8 @@ from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_sett
 from millstream.core.quota import QuotaEntity, QuotaRate, candidates, check_limit
 from millstream.core.tasks import finishing
 
+_logger = logging.getLogger(__name__)
+
 ENTITIES_MAX = 10_000
 
 
@@ -79,8 +81,6 @@ class ClientQuotas(Holder):
             _logger.info("quota changed", extra={"entity": str(entity), "limits": str(limits)})
             self._notify()
 
-
-_logger = logging.getLogger(__name__)
 
 GROUPS_MAX: Final = 100_000
 GROUP_ID_CHARACTERS_MAX: Final = 1024

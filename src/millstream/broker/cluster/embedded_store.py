@@ -275,11 +275,6 @@ class EmbeddedService:
         since = range(max(0, after + 1 - first_kept), len(self._history))
         return [event for number in since for event in self._history[number] if event.key.startswith(prefix)]
 
-    def forget_history(self) -> None:
-        """Forget all changes so far, as etcd does when it compacts; watches that lag are lost."""
-        self._history.clear()
-        self._wake()
-
     def watch(self, wake: Callable[[], None]) -> Callable[[], None]:
         """Call `wake` after each change, until the returned function is called."""
         self._watchers.add(wake)

@@ -37,6 +37,8 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import CorruptState, InvalidSetting, StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
+_logger = logging.getLogger(__name__)
+
 PROBE_S_MAX = 0.5
 
 _RESPONSE_BYTES_MAX = 512
@@ -508,8 +510,6 @@ def _text(content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise CorruptState(f"etcd holds a value that is not UTF-8: {content[:100]!r}") from error
 
-
-_logger = logging.getLogger(__name__)
 
 SILENCE_S_MAX = 900.0
 """etcd reports progress every ten minutes; a connection that is silent for longer is not trusted."""

@@ -59,67 +59,54 @@ PartitionKey = tuple[UUID, PartitionIndex]
 
 
 def node_key(node: NodeId) -> str:
-    """Return where a node registers."""
     return f"{NODES}{node}"
 
 
 def admitted_key(node: NodeId) -> str:
-    """Return where the controller admits a node."""
     return f"{ADMITTED}{node}"
 
 
 def location_key(node: NodeId) -> str:
-    """Return where the controller records the machine and rack of a node."""
     return f"{LOCATIONS}{node}"
 
 
 def leaving_key(node: NodeId) -> str:
-    """Return where a node announces that it is about to stop."""
     return f"{LEAVING}{node}"
 
 
 def topic_key(topic_id: UUID) -> str:
-    """Return where a topic is published."""
     return f"{TOPICS}{topic_id}"
 
 
 def partition_key(partition: PartitionKey) -> str:
-    """Return where the state of a partition is kept."""
     return f"{PARTITIONS}{partition[0]}/{partition[1]}"
 
 
 def reassignment_key(partition: PartitionKey) -> str:
-    """Return where a move of a partition is published."""
     return f"{REASSIGNMENTS}{partition[0]}/{partition[1]}"
 
 
 def removed_key(partition: PartitionKey, node: NodeId) -> str:
-    """Return where a node is asked to remove its files of a partition."""
     return f"{REMOVED}{partition[0]}/{partition[1]}/{node}"
 
 
 def placement_key(topic_id: UUID) -> str:
-    """Return where replicas chosen by the user wait for the controller."""
     return f"{PLACEMENTS}{topic_id}"
 
 
 def deleted_key(topic_id: UUID) -> str:
-    """Return where the deletion of a topic is published."""
     return f"{DELETED}{topic_id}"
 
 
 def done_key(topic_id: UUID, node: NodeId) -> str:
-    """Return where a node reports that it has removed a deleted topic's files."""
     return f"{DELETED}{topic_id}{DONE}{node}"
 
 
 def drained_key(node: NodeId) -> str:
-    """Return where a node is marked as drained."""
     return f"{DRAINED}{node}"
 
 
 def plan_moves_key(plan_id: str, number: int) -> str:
-    """Return where a piece of a plan's moves is kept."""
     return f"{PLAN_MOVES}{plan_id}/{number}"
 
 

@@ -106,9 +106,10 @@ class Layout:
                     "the same --etcd and --catalog makes it the first of a cluster, or pass another --data"
                 )
             if not self.fits(files):
-                nodes = ", ".join(str(node) for node in sorted(set(self.present(files).values())))
+                found = sorted(set(self.present(files).values()))
+                nodes = f"node{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
                 raise ClusterMismatch(
-                    f"{self.data} has the logs of nodes {nodes}, and in a cluster logs are not moved between the "
+                    f"{self.data} has the logs of {nodes}, and in a cluster logs are not moved between the "
                     f"processes of a machine; pass {self.used_flags(files)} as before, or another --data"
                 )
             present = self.present(files).values()
@@ -166,8 +167,8 @@ async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None
     topics = (await store.read(keys.TOPICS)).entries.values()
     restored = catalog.restore(known.value, [topic_from_json(entry.value) for entry in topics])
     _logger.warning(
-        "the catalog is another than before; it got the topics that are stored here, but subscriptions, pipelines, "
-        "users and schemas are those that it had",
+        "the catalog is not the one that was used before; the topics stored here were added to it, but its "
+        "subscriptions, pipelines, users and schemas are its own",
         extra={"topics": restored},
     )
 
@@ -251,7 +252,7 @@ class FolderSettlement:
         rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids())
         await write_states(self._store, rebuilt, catalog.cluster_id)
         _logger.warning(
-            "the agreed states were derived from the logs, since the file %r does not have them",
+            "partition states were derived from the logs, because the file %r does not have them",
             FILE_NAME,
             extra={"partitions": len(rebuilt.states)},
         )

@@ -256,7 +256,7 @@ class Plans:
         revision = await self._store.change(changes, expect)
         if revision is None:
             raise PlanConflict(f"{what} was changed concurrently; check it and try again")
-        await self._view.until(lambda: self._view.revision >= revision, _AGREEMENT_S, what=what)
+        await self._view.until_revision(revision, _AGREEMENT_S, what=what)
 
 
 def planned_moves(view: ClusterView) -> list[Move]:
@@ -294,7 +294,7 @@ class PlanExecution:
             await self._wake.wait()
             self._wake.clear()
             try:
-                await self._caught_up()
+                await self._view.until_revision(self._term.last_revision, _AGREEMENT_S, what="earlier changes")
                 plan = self._view.plan
                 if plan is not None and plan.state == RUNNING:
                     await self._advance(plan)
@@ -305,10 +305,6 @@ class PlanExecution:
                 _logger.warning("the plan waits for the store", extra={"error": str(error)})
                 self._wake.set()
                 await self._backoff.pause()
-
-    async def _caught_up(self) -> None:
-        last = self._term.last_revision
-        await self._view.until(lambda: self._view.revision >= last, _AGREEMENT_S, what="the changes of the controller")
 
     async def _advance(self, plan: PlanHeader) -> None:
         moves = planned_moves(self._view)

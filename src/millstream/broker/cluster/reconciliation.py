@@ -39,6 +39,8 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import FIRST_EPOCH, NO_LEADER, PartitionState, encode_value
 from millstream.core.topic import Topic
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Load:
@@ -114,9 +116,6 @@ def _choose_replicas(replication: int, nodes: Mapping[NodeId, Node], load: Load)
 def _rack(node: Node) -> str | tuple[NodeId]:
     # A tuple never equals the name of a rack.
     return node.rack or (node.failure_domain,)
-
-
-_logger = logging.getLogger(__name__)
 
 
 Declared = Topic | UUID | None
@@ -203,7 +202,7 @@ class Reconciliation:
             reads_catalog, self._reads_catalog = self._reads_catalog, False
             declared, self._declared = self._declared, {}
             try:
-                await self._caught_up()
+                await self._view.until_revision(self._term.last_revision, 60.0, what="earlier changes")
                 if reads_catalog:
                     await self.reconcile()
                 else:
@@ -241,11 +240,6 @@ class Reconciliation:
                 self.wake()
             topics = current
         await self._apply_topics(topics)
-
-    async def _caught_up(self) -> None:
-        """Wait until the view shows earlier writes of this node."""
-        last = self._term.last_revision
-        await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
 
     async def _apply_settings(self) -> None:
         """Publish the settings of nodes before the topics that they affect; keys missing in the catalog stay."""

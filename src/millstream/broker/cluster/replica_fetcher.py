@@ -44,6 +44,8 @@ from millstream.protocol.wire.replica_fetch import (
     write_replica_fetch,
 )
 
+_logger = logging.getLogger(__name__)
+
 CONNECT_S = 3.0
 RESPONSE_S = 10.0
 """How long a response may take beyond the time for which the leader was asked to wait."""
@@ -162,8 +164,6 @@ class WireLinks:
     def open(self, node: NodeId) -> WireLink:
         return WireLink(lambda: self._find(node), client_id=self._client_id)
 
-
-_logger = logging.getLogger(__name__)
 
 HOLD_FIRST_S = 0.05
 HOLD_MAX_S = 5.0

@@ -37,7 +37,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NO_EPOCH, Epoch, NodeId, Offset
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.partition_state import PartitionState, Versioned, encode_value
-from millstream.core.tasks import keep_running
+from millstream.core.tasks import cancel_and_wait, keep_running
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.replica_fetch import (
@@ -47,6 +47,8 @@ from millstream.protocol.wire.replica_fetch import (
     ReplicaPosition,
     ReplicaResponse,
 )
+
+_logger = logging.getLogger(__name__)
 
 REPAIR_RETRY_FIRST_S = 0.5
 REPAIR_RETRY_MAX_S = 60.0
@@ -171,12 +173,12 @@ class DamageRepair:
     async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
         """Return the batches of a lost range, or the first of them, from another replica; empty if it has none."""
         epoch = partition.leader_epoch if node == partition.follows else NO_EPOCH
-        if epoch == NO_EPOCH and lost.first >= partition.high_watermark:
-            raise LogUnavailable(f"offset {lost.first} is not known to be acknowledged")
+        if epoch == NO_EPOCH and lost.start >= partition.high_watermark:
+            raise LogUnavailable(f"offset {lost.start} is not known to be acknowledged")
         link = self._links.open(node)
-        found, offset = bytearray(), lost.first
+        found, offset = bytearray(), lost.start
         try:
-            while offset < lost.next_offset and len(found) < REPAIR_PART_BYTES:
+            while offset < lost.end and len(found) < REPAIR_PART_BYTES:
                 try:
                     response = await self._send_fetch(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
@@ -212,8 +214,8 @@ class DamageRepair:
         extra: dict[str, object] = {
             "topic": partition.topic.name,
             "partition": partition.index,
-            "first_offset": lost.first,
-            "next_offset": lost.next_offset,
+            "first_offset": lost.start,
+            "next_offset": lost.end,
         }
         if error is not None:
             extra["error"] = str(error)
@@ -228,9 +230,6 @@ class DamageRepair:
             ),
             gauge("millstream_replicas_to_repair", "Partitions on this node with lost ranges.", waiting),
         ]
-
-
-_logger = logging.getLogger(__name__)
 
 
 class _PendingChange(NamedTuple):
@@ -445,9 +444,7 @@ class Replicas:
             self._sweep.cancel()
             self._sweep = None
         tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
         self._fetchers.clear()
         self._leader_of.clear()
 

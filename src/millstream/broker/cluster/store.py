@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from millstream.core.clock import Clock
 
+_logger = logging.getLogger(__name__)
+
 CHANGES_MAX = 64
 """How many keys one call may change."""
 
@@ -156,9 +158,6 @@ def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
         raise ValueError("one call changes each key at most once")
 
 
-_logger = logging.getLogger(__name__)
-
-
 class StoreHealth:
     """The health of the store according to its last call."""
 
@@ -195,7 +194,7 @@ class StoreHealth:
         if self._has_responded:
             # Until then, the task that waits for the first response reports it.
             _logger.warning(
-                "%s is unavailable; data flows with the current leaders, cluster changes wait",
+                "%s is unavailable; the current leaders continue to serve clients, changes of the cluster wait",
                 self._name,
                 extra={"reason": reason},
             )

@@ -49,6 +49,9 @@ class _Lookup:
 class Subscriptions(NamedHolder[Subscription]):
     """Every declared subscription, by its name and by its id."""
 
+    noun = "subscription"
+    unknown = UnknownSubscription
+
     def __init__(
         self,
         declarations: Declarations,
@@ -95,10 +98,7 @@ class Subscriptions(NamedHolder[Subscription]):
 
     def existing(self, name: str) -> Subscription:
         """Return the subscription with this name; raise `UnknownSubscription` if it does not exist."""
-        found = self._by_name.get(name)
-        if found is None:
-            raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
-        return found
+        return self._declared(name)
 
     async def find(self, name: str) -> Subscription:
         """Return the subscription with this name; another node may have declared it just now."""

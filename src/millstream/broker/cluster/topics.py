@@ -71,8 +71,8 @@ _ATTEMPTS_MAX = 5
 _OPENED_AT_ONCE = 100
 """Logs that are opened before other tasks get their turn: a node that stalls loses its lease."""
 
-OPEN_AGAIN_S = 1.0
-OPEN_AGAIN_S_MAX = 60.0
+REOPEN_S = 1.0
+REOPEN_S_MAX = 60.0
 """How long after a failure a log is opened again, at first and at most."""
 
 _NAMES_SHOWN_MAX = 5
@@ -458,7 +458,7 @@ class Topics:
         validate_only: bool = False,
     ) -> None:
         """Set some settings of a node, or of all (`ALL_NODES`), durably; None, and `replace` all others, unset them."""
-        nodes = sorted(map(str, self._node_ids()))
+        nodes = sorted(map(str, self._view.registrations))
         if scope != ALL_NODES and scope not in nodes:
             raise InvalidRequest(f"no node has the id {scope!r}; the nodes are {', '.join(nodes)}")
         check_changes(scope, changes)
@@ -469,9 +469,6 @@ class Topics:
             self._notify_declared(None)
         await self._broker_agreed(scope, overrides)
         _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
-
-    def _node_ids(self) -> Iterable[NodeId]:
-        return self._view.registrations.keys()
 
     async def _broker_agreed(self, scope: str, overrides: Mapping[str, str]) -> None:
         before = self._view.settings.get(scope)
@@ -702,7 +699,7 @@ class Topics:
 
     async def await_revision(self, revision: int, timeout_s: float = AGREEMENT_S) -> None:
         """Wait until this node knows the cluster's state as of a revision."""
-        await self._view.until(lambda: self._view.revision >= revision, timeout_s, what=f"revision {revision}")
+        await self._view.until_revision(revision, timeout_s, what=f"revision {revision}")
 
     async def await_mirror(self, topic_ids: Collection[UUID], mirror: str) -> None:
         """Wait until this node knows that a mirror writes topics."""
@@ -758,13 +755,10 @@ class Topics:
             metric_names=self._by_metric_name,
             config=self._config,
             defaults=self._defaults,
-            failure_domains=self._replication_max(),
+            failure_domains=count_domains(self._view.live.values()),
             new_id=self._new_id,
             now_ms=self._clock.now_ms(),
         )
-
-    def _replication_max(self) -> int:
-        return count_domains(self._view.live.values())
 
     async def _store_placement(self, topic_id: UUID, placement: Placement | None) -> None:
         if placement:
@@ -893,10 +887,10 @@ class Topics:
             "a partition cannot be opened; it is retried",
             extra={"topic": topic.name, "partition": index, "error": str(error)},
         )
-        pause_s = delay_after(failures, first_s=OPEN_AGAIN_S, max_s=OPEN_AGAIN_S_MAX)
-        asyncio.get_running_loop().call_later(pause_s, self._open_again, key)
+        pause_s = delay_after(failures, first_s=REOPEN_S, max_s=REOPEN_S_MAX)
+        asyncio.get_running_loop().call_later(pause_s, self._reopen, key)
 
-    def _open_again(self, key: PartitionKey) -> None:
+    def _reopen(self, key: PartitionKey) -> None:
         topic, versioned = self._by_id.get(key[0]), self._view.states.get(key)
         if topic is None or versioned is None or self._me not in versioned.state.replicas:
             self._open_failures.pop(key, None)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 from uuid import UUID
 
 from millstream.broker.cluster import keys
@@ -61,6 +62,9 @@ class ViewChange:
 
 
 Listener = Callable[[ViewChange], None]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class ClusterView:
@@ -169,6 +173,10 @@ class ClusterView:
         finally:
             self.forget(look)
 
+    async def until_revision(self, revision: int, timeout_s: float, *, what: str) -> None:
+        """Wait until the view has the changes of a revision, or raise `RequestTimedOut`."""
+        await self.until(lambda: self.revision >= revision, timeout_s, what=what)
+
     async def run(self) -> None:
         """Read everything, then follow; runs forever."""
         while True:
@@ -234,10 +242,7 @@ class ClusterView:
 
     def _read_partition(self, rest: str, value: str | None, revision: int, change: ViewChange) -> None:
         key = parse_partition(rest)
-        if value is None:
-            self.states.pop(key, None)
-        else:
-            self.states[key] = Versioned(PartitionState.from_json(value), revision)
+        _put(self.states, key, value, lambda text: Versioned(PartitionState.from_json(text), revision))
         change.partitions.add(key)
 
     def _read_node(self, rest: str, value: str | None, revision: int, change: ViewChange) -> None:
@@ -252,32 +257,21 @@ class ClusterView:
 
     def _read_admitted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         node = NodeId(int(rest))
-        if value is None:
-            self.admitted.pop(node, None)
-        else:
-            self.admitted[node] = value
+        _put(self.admitted, node, value, str)
         change.nodes.add(node)
 
     def _read_location(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         node = NodeId(int(rest))
-        if value is None:
-            self.locations.pop(node, None)
-        else:
-            self.locations[node] = decode_value(value, Location, "the location of a node")
+        _put(self.locations, node, value, lambda text: decode_value(text, Location, "the location of a node"))
         change.nodes.add(node)
 
     def _read_leaving(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        self._read_mark(self.leaving, NodeId(int(rest)), value, change)
+        _mark(self.leaving, NodeId(int(rest)), value)
+        change.nodes.add(NodeId(int(rest)))
 
     def _read_drained(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        self._read_mark(self.drained, NodeId(int(rest)), value, change)
-
-    def _read_mark(self, marked: set[NodeId], node: NodeId, value: str | None, change: ViewChange) -> None:
-        if value is None:
-            marked.discard(node)
-        else:
-            marked.add(node)
-        change.nodes.add(node)
+        _mark(self.drained, NodeId(int(rest)), value)
+        change.nodes.add(NodeId(int(rest)))
 
     def _read_plan(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:
         self.plan = None if value is None else PlanHeader.from_json(value)
@@ -286,18 +280,12 @@ class ClusterView:
 
     def _read_plan_moves(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         plan_id, _, number = rest.rpartition("/")
-        if value is None:
-            self.plan_moves.pop((plan_id, int(number)), None)
-        else:
-            self.plan_moves[plan_id, int(number)] = moves_from_json(value)
+        _put(self.plan_moves, (plan_id, int(number)), value, moves_from_json)
         change.plan = True
 
     def _read_topic(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         topic_id = UUID(rest)
-        if value is None:
-            self.topics.pop(topic_id, None)
-        else:
-            self.topics[topic_id] = topic_from_json(value)
+        _put(self.topics, topic_id, value, topic_from_json)
         change.topics.add(topic_id)
 
     def _read_deleted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
@@ -305,46 +293,29 @@ class ClusterView:
         topic_id = UUID(text)
         change.deleted.add(topic_id)
         if found:
-            done = self.done.setdefault(topic_id, set())
-            if value is None:
-                done.discard(NodeId(int(node)))
-            else:
-                done.add(NodeId(int(node)))
-        elif value is None:
-            self.deleted.pop(topic_id, None)
+            _mark(self.done.setdefault(topic_id, set()), NodeId(int(node)), value)
+            return
+        _put(self.deleted, topic_id, value, Deletion.from_json)
+        if value is None:
             self.done.pop(topic_id, None)
-        else:
-            self.deleted[topic_id] = Deletion.from_json(value)
 
     def _read_reassignment(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         key = parse_partition(rest)
-        if value is None:
-            self.reassignments.pop(key, None)
-        else:
-            self.reassignments[key] = Reassignment.from_json(value)
+        _put(self.reassignments, key, value, Reassignment.from_json)
         change.moved.add(key)
 
     def _read_removed(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         partition, _, node = rest.rpartition("/")
         key = parse_partition(partition)
-        if value is None:
-            self.removed.get(key, set()).discard(NodeId(int(node)))
-        else:
-            self.removed.setdefault(key, set()).add(NodeId(int(node)))
+        _mark(self.removed.setdefault(key, set()), NodeId(int(node)), value)
         change.moved.add(key)
 
     def _read_placement(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        if value is None:
-            self.placements.pop(UUID(rest), None)
-        else:
-            self.placements[UUID(rest)] = placement_from_json(value)
+        _put(self.placements, UUID(rest), value, placement_from_json)
         change.placements = True
 
     def _read_settings(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        if value is None:
-            self.settings.pop(keys.parse_scope(rest), None)
-        else:
-            self.settings[keys.parse_scope(rest)] = settings_from_json(value)
+        _put(self.settings, keys.parse_scope(rest), value, settings_from_json)
         change.settings = True
 
     def _read_controller(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:
@@ -361,3 +332,19 @@ class ClusterView:
 
     def _read_cluster_id(self, _rest: str, value: str | None, _revision: int, _change: ViewChange) -> None:
         self.cluster_id = value
+
+
+def _put(known: dict[K, V], key: K, value: str | None, read: Callable[[str], V]) -> None:
+    """Follow a key: its value, or None where it was deleted."""
+    if value is None:
+        known.pop(key, None)
+    else:
+        known[key] = read(value)
+
+
+def _mark(marked: set[NodeId], node: NodeId, value: str | None) -> None:
+    """Follow a key whose presence marks a node."""
+    if value is None:
+        marked.discard(node)
+    else:
+        marked.add(node)

@@ -130,7 +130,7 @@ async def read_back(
             chunk = log.read(offset, max_bytes=CHUNK_BYTES)
         except DamagedRange as damage:
             _logger.error("state was lost to damage on disk", extra={"shard": name, "error": str(damage)})
-            offset = Offset(max(damage.next_offset, offset + 1))
+            offset = Offset(max(damage.end, offset + 1))
             continue
         except OffsetOutOfRange as moved:
             if moved.start <= offset:
@@ -191,36 +191,10 @@ class Retention(Protocol):
         """Return from which offset on the log is kept, at most `rewritten`, and records that say what is not."""
 
 
-class Rewritable(Protocol):
-    """The part of a shard that rewriting needs."""
-
-    name: str
-
-    @property
-    def state(self) -> StateMachine | None:
-        """Return the state while it is loaded."""
-
-    @property
-    def written(self) -> Offset:
-        """Return the offset after the last appended record."""
-
-    def append(self, records: Sequence[StateRecord]) -> Offset:
-        """Append records as one batch; return the offset after it."""
-
-    async def acknowledged_up_to(self, offset: Offset) -> None:
-        """Wait until the log has acknowledged everything below `offset`."""
-
-    def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
-        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
-
-    def drop_superseded(self, rewritten: Offset, keep_from: Offset) -> None:
-        """Drop the beginning of the log after a rewrite, and start loading at the rewrite."""
-
-
 class Rewrite:
     """Counts the records of a shard's log, and rewrites the state when most of them are superseded."""
 
-    def __init__(self, shard: Rewritable, *, records_min: int = RECORDS_MIN) -> None:
+    def __init__(self, shard: Shard[Any], *, records_min: int = RECORDS_MIN) -> None:
         self._shard = shard
         self._records_min = records_min
         self._records = 0
@@ -418,7 +392,7 @@ class Shard(Generic[S]):
 
     @property
     def state(self) -> S | None:
-        """Return the state while it is loaded; read-only."""
+        """Return the state while it is loaded."""
         return self._state
 
     @property
@@ -536,11 +510,13 @@ class Shard(Generic[S]):
             await future
 
     def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
+        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
         if self._retention is None or self._state is None:
             return rewritten, ()
         return self._retention.keep_from(self._state, self.partition, rewritten)
 
     def drop_superseded(self, rewritten: Offset, keep_from: Offset) -> None:
+        """Drop the beginning of the log after a rewrite, and start loading at the rewrite."""
         self._load_start = rewritten if keep_from < rewritten else None
         if keep_from > self.partition.log_start:
             self.partition.log.delete_before(keep_from)

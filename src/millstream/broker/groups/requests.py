@@ -94,10 +94,12 @@ class JoinRequest:
     protocols: tuple[tuple[str, bytes], ...]
     """Names and metadata, in order of preference."""
     reason: str | None = None
-    knows_member_id_required: bool = True
+    supports_member_id_required: bool = True
     """Whether the client understands MEMBER_ID_REQUIRED."""
-    knows_skip_assignment: bool = True
+    supports_skip_assignment: bool = True
     """Whether the client, as leader, understands that the assignment is unchanged."""
+    may_describe: Callable[[str], bool] | None = None
+    """Whether the client may describe a topic, and so get its partitions; None without authorization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class CommitRequest:
     member: MemberRef
     topics: Mapping[str, tuple[PartitionCommit, ...]]
     retention_ms: int | None = None
-    knows_unknown_group: bool = True
+    supports_unknown_group: bool = True
     """Whether the client understands GROUP_ID_NOT_FOUND; older ones get ILLEGAL_GENERATION."""
 
 

@@ -156,7 +156,7 @@ class Join:
                 return self._replace_static(group, old_id, new_id, request)
             return self._add_member(group, new_id, request)
         new_id = f"{request.client_id}-{self._new_suffix()}"
-        if request.knows_member_id_required:
+        if request.supports_member_id_required:
             # The id is assigned before the member joins, so that a client that gives up leaves no member behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
             later: Deferred[Joined] = Deferred()
@@ -218,7 +218,7 @@ class Join:
     ) -> Records:
         """Keep the generation of a static member that returned unchanged; only its new id is written."""
         leads = member.member_id == group.leader_id
-        if request.knows_skip_assignment:
+        if request.supports_skip_assignment:
             result = group.joined(member.member_id, with_members=leads, skip_assignment=leads)
         else:
             # An older client must not believe that it leads, or it would assign partitions again.
@@ -595,7 +595,7 @@ class GroupShard:
                 self._groups.check_room()
                 return
             message = f"there is no group {who.group_id!r}"
-            raise UnknownGroup(message) if request.knows_unknown_group else IllegalGeneration(message)
+            raise UnknownGroup(message) if request.supports_unknown_group else IllegalGeneration(message)
         if who.generation < 0 and group.is_in(GroupState.EMPTY):
             return
         if who.generation < 0 and not who.member_id and who.instance_id is None:

@@ -152,10 +152,6 @@ class PendingOffsets:
             for producer_id, offsets in self._by_producer.items()
         ]
 
-    def last_marker(self, producer_id: ProducerId) -> LastMarker | None:
-        """Return the last marker of a producer, if it is known."""
-        return self._markers.get(producer_id)
-
     def check_epoch(self, producer_id: ProducerId, epoch: int) -> None:
         """Raise if a producer of this epoch has been fenced."""
         last = self._markers.get(producer_id)

@@ -47,7 +47,7 @@ from millstream.protocol.messages.codec import (
 )
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
-from millstream.protocol.private.subscription_messages import Receive, SettleRequest
+from millstream.protocol.private.subscription_messages import ReceiveRequest, SettleRequest
 from millstream.protocol.wire.error_codes import CODES
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _bits(*operations: int) -> i32:
     return i32(sum(1 << operation for operation in operations))
 
 
-NOT_ASKED: Final = i32(-(2**31))
+NOT_REQUESTED: Final = i32(-(2**31))
 
 TOPIC_OPERATIONS: Final = _bits(_READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
@@ -85,7 +85,10 @@ CLUSTER_OPERATIONS: Final = _bits(
 
 GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
-SECURITY_DISABLED: Final = "authorization is not supported: every client may do everything"
+SECURITY_DISABLED: Final = (
+    "this node does not authenticate clients: every client may do everything, and there are no access rules; "
+    "`millstream serve --auth required` enables them (docs/security.md)"
+)
 
 RequestT = TypeVar("RequestT")
 
@@ -155,7 +158,7 @@ class ClientInfo:
         return ANONYMOUS if self.rights is None else self.rights.principal.removeprefix("User:")
 
 
-W = TypeVar("W", Receive, SettleRequest)
+W = TypeVar("W", ReceiveRequest, SettleRequest)
 
 
 def with_owned_worker(request: W, client: ClientInfo) -> W:
@@ -186,8 +189,11 @@ def cluster_operations(client: ClientInfo) -> i32:
     return i32(rights.operations(ResourceType.CLUSTER) if rights.cluster(Operation.DESCRIBE) else 0)
 
 
-class Api(ABC, Generic[RequestT, ResponseT]):
-    """One API: its key, the versions it serves and how it responds."""
+class Api(Generic[RequestT, ResponseT]):
+    """One API: its key, the versions it serves and how it responds.
+
+    Without `ABC`, whose `isinstance` takes ten times as long: every request is checked.
+    """
 
     key: ClassVar[int]
     versions: ClassVar[tuple[int, int]]

@@ -82,7 +82,9 @@ class Dispatch:
         client: ClientInfo | None = connection.state
         if client is None or client.client_id != header.client_id:
             client = self._client_info(connection, header)
-        api = self._find_api(header)
+        api = self._apis.get(header.api_key)
+        if api is None or not api.versions[0] <= header.version <= api.versions[1]:
+            api = self._check_served(api, header)
         if isinstance(api, Api):
             if api.key in _OF_TRANSACTIONS and client.presence.has_ended:
                 # Its transaction may have been ended through another connection since, and the next one begun, to
@@ -94,10 +96,11 @@ class Dispatch:
                 return self._respond(api, header, frame, client, started)
             return self._observe(self._latencies[api.key], at_once, started)
         response = api.handle_frame(frame, header, client)
+        latency = self._latencies[header.api_key]
         if isinstance(response, list):
-            self._latencies[api.key].observe(time.perf_counter() - started)
+            latency.observe(time.perf_counter() - started)
             return response
-        return self._observe(self._latencies[api.key], response, started)
+        return self._observe(latency, response, started)
 
     async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> EncodedResponse | None:
         await self._loaded.wait()
@@ -136,12 +139,12 @@ class Dispatch:
             client.client_id = header.client_id
         return client
 
-    def _find_api(self, header: RequestHeader) -> Api[Any, Any] | RawApi:
-        api = self._apis.get(header.api_key)
+    def _check_served(self, api: Api[Any, Any] | RawApi | None, header: RequestHeader) -> Api[Any, Any] | RawApi:
+        """Refuse an unknown API, or a version of one that is not served."""
         if api is None:
             raise ProtocolViolation(f"API key {header.api_key} is not served")
-        oldest, newest = api.versions
-        if not oldest <= header.version <= newest and header.api_key != API_VERSIONS_KEY:
+        if header.api_key != API_VERSIONS_KEY:
+            oldest, newest = api.versions
             raise ProtocolViolation(
                 f"{type(api).__name__} v{header.version} is not served; versions {oldest} to {newest} are"
             )

@@ -99,10 +99,10 @@ class FollowerSession:
         """React to an advanced high watermark or another leader."""
         self._record_partition(self.moved if partition.is_leader else self.unread, partition)
 
-    def _record_partition(self, noted: dict[PartitionKey, None], partition: Partition) -> None:
+    def _record_partition(self, pending: dict[PartitionKey, None], partition: Partition) -> None:
         key = (partition.topic.topic_id, partition.index)
         if key in self.partitions:
-            noted[key] = None
+            pending[key] = None
             self.wake()
 
     # -- follower state -------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ class _Wait(Promise):
             self._shorten_wait()
 
     def _shorten_wait(self) -> None:
-        """Wait only briefly, so that records can accompany the news."""
+        """Wait only briefly for records to send along."""
         loop = asyncio.get_running_loop()
         due = loop.time() + WATERMARK_DELAY_S
         if due < self._deadline:

@@ -17,7 +17,7 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.groups.consumer.member import NamedPartitions
 from millstream.broker.groups.requests import ConsumerGroupDescription, ConsumerMemberDescription, HeartbeatResult
-from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, error_code, error_message
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_REQUESTED, error_code, error_message
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 _NAME_LENGTH_MAX: Final = 1024
@@ -73,7 +73,7 @@ async def describe_groups(
     request: _Request,
 ) -> tuple[T, ...]:
     """Describe groups, or say for each why it cannot be described."""
-    operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
+    operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_REQUESTED
 
     async def describe_one(group_id: GroupId) -> T:
         try:

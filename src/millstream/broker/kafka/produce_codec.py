@@ -1,8 +1,8 @@
 """The encoding of Produce requests and responses, versions 3 to 13.
 
 Ordinary requests have no tagged fields, and `read_plain` reads them with fixed structs, without a call per field. It
-returns None for all others, which `read_any` reads or refuses. Likewise, `write_one` encodes the response to a request
-for one partition, and `write_any` every other one.
+returns None for all others, which `read_any` reads or refuses. Likewise, `write` encodes the response for one partition
+without a call per field, and leaves every other one to `write_any`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _OUTCOME_WITH_START: Final = struct.Struct(">ihqqq")
 _HEAD: Final = struct.Struct(">ii")
 _TAGS_AND_THROTTLE: Final = struct.Struct(">xix")
 _UUID_BYTES: Final = 16
+# The lower byte of a batch's attributes, which holds the codec and all flags.
+_FLAGS_AT: Final = 22
 _ONE_BYTE_MAX: Final = 0x7F
 _TOPICS_REMEMBERED: Final = 1000
 
@@ -54,6 +56,7 @@ class Portion:
     __slots__ = (
         "appended",
         "code",
+        "flags",
         "index",
         "is_checked",
         "is_of_node",
@@ -67,6 +70,8 @@ class Portion:
         self.topic = topic
         self.index = index
         self.records = records
+        self.flags = records[_FLAGS_AT] if records is not None and len(records) > _FLAGS_AT else 0
+        """The codec and flags of the first batch; the log rejects a batch that is too short."""
         self.is_checked = False
         """Whether every record is known to have a key."""
         self.is_of_node = False
@@ -100,9 +105,7 @@ class Request(NamedTuple):
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def read(frame: memoryview, header: RequestHeader) -> Request:
-    """Read the whole request before anything is done, so that a malformed one leaves no trace."""
-    return read_plain(frame, header) or read_any(frame, header)
+# A request is read as a whole before anything is done, so that a malformed one leaves no trace.
 
 
 def read_plain(frame: memoryview, header: RequestHeader) -> Request | None:
@@ -234,13 +237,9 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
 
 
 def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> Buffers:
-    if len(portions) == 1 and portions[0].message is None:
-        return write_one(header, portions[0], throttle_ms)
-    return write_any(header, portions, throttle_ms)
-
-
-def write_one(header: RequestHeader, portion: Portion, throttle_ms: int) -> Buffers:
-    """Encode the response for a single partition without a message."""
+    portion = portions[0] if len(portions) == 1 else None
+    if portion is None or portion.message is not None:
+        return write_any(header, portions, throttle_ms)
     flexible = header.flexible
     body = _start_of_one(portion.topic, flexible) + _plain_outcome(header.version, portion)
     # Everything around it, including empty tags, is encoded here at a fraction of the cost of calls.

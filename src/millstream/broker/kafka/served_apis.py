@@ -170,6 +170,7 @@ class ServedApis:
             config=parts.config,
             clock=parts.clock,
             supervise=parts.supervise,
+            security=self._enforced_rules,
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -22,6 +23,7 @@ from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Settlement
+from millstream.core.crowding import is_crowding
 from millstream.core.errors import InvalidRequest, MillstreamError, NotLeader, UnknownTopicId
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription, Verb
@@ -112,6 +114,8 @@ CLOSES: Final = -1
 SESSIONS_MAX: Final = 20_000
 PARTITIONS_MAX: Final = 10_000
 """Of one session."""
+ALL_PARTITIONS_MAX: Final = 500_000
+"""Of all sessions: each remembers its partitions, also those that do not exist."""
 _EPOCH_MAX: Final = 2**31 - 1
 
 SharePartition = tuple[UUID, int]
@@ -122,11 +126,12 @@ SessionKey = tuple[str, str]
 class ShareSession:
     """The partitions of one member, and the number of its requests."""
 
-    __slots__ = ("epoch", "member", "partitions", "presence")
+    __slots__ = ("epoch", "member", "partitions", "presence", "principal")
 
-    def __init__(self, member: SessionKey, presence: Presence) -> None:
+    def __init__(self, member: SessionKey, presence: Presence, principal: str) -> None:
         self.member = member
         self.presence = presence
+        self.principal = principal
         self.epoch = 1
         self.partitions: dict[SharePartition, None] = {}
 
@@ -137,16 +142,23 @@ class ShareSessions:
     def __init__(self, lost: Callable[[ShareSession], None]) -> None:
         self._on_lost = lost
         self._by_member: dict[SessionKey, ShareSession] = {}
+        self._partitions = 0
+        self._sessions_held: Counter[str] = Counter()
+        self._partitions_held: Counter[str] = Counter()
+        """By principal; empty without authentication."""
 
     def __len__(self) -> int:
         return len(self._by_member)
 
-    def open(self, member: SessionKey, presence: Presence) -> ShareSession | ErrorCode:
+    def open(self, member: SessionKey, presence: Presence, principal: str = "") -> ShareSession | ErrorCode:
         """Return a new session, in place of one that the member had."""
         self.close(member)
-        if len(self._by_member) >= SESSIONS_MAX:
+        count = len(self._by_member)
+        if count >= SESSIONS_MAX or is_crowding(self._sessions_held[principal], count, SESSIONS_MAX):
             return ErrorCode.share_session_limit_reached
-        session = self._by_member[member] = ShareSession(member, presence)
+        session = self._by_member[member] = ShareSession(member, presence, principal)
+        if principal:
+            self._sessions_held[principal] += 1
         presence.on_close(session, lambda: self._on_disconnect(session))
         return session
 
@@ -165,9 +177,33 @@ class ShareSessions:
         session = self._by_member.get(member)
         return session if session is not None and session.epoch == epoch else None
 
+    def change(
+        self, session: ShareSession, added: Iterable[SharePartition], forgotten: Iterable[SharePartition]
+    ) -> bool:
+        """Change the partitions of a session; return whether it has too many of them, or all sessions together."""
+        before = len(session.partitions)
+        for partition in forgotten:
+            session.partitions.pop(partition, None)
+        session.partitions.update(dict.fromkeys(added))
+        size = len(session.partitions)
+        self._count(session, size - before)
+        held, total = self._partitions_held[session.principal], self._partitions
+        is_full = total > ALL_PARTITIONS_MAX or is_crowding(held, total, ALL_PARTITIONS_MAX)
+        return size > PARTITIONS_MAX or (size > before and is_full)
+
+    def _count(self, session: ShareSession, partitions: int) -> None:
+        self._partitions += partitions
+        if session.principal:
+            self._partitions_held[session.principal] += partitions
+
     def close(self, member: SessionKey) -> ShareSession | None:
         session = self._by_member.pop(member, None)
         if session is not None:
+            self._count(session, -len(session.partitions))
+            if session.principal:
+                self._sessions_held[session.principal] -= 1
+                if not self._sessions_held[session.principal]:
+                    del self._sessions_held[session.principal], self._partitions_held[session.principal]
             session.presence.forget(session)
         return session
 
@@ -249,6 +285,7 @@ class ShareConsumers:
         epoch: int,
         presence: Presence,
         *,
+        principal: str = "",
         partitions: Iterable[SharePartition] = (),
         forgotten: Iterable[SharePartition] = (),
     ) -> ShareSession | ErrorCode:
@@ -256,13 +293,12 @@ class ShareConsumers:
         if epoch == CLOSES:
             closed = self._sessions.close(member)
             return ErrorCode.share_session_not_found if closed is None else closed
-        opened = self._sessions.open(member, presence) if epoch == OPENS else self._sessions.resume(member, epoch)
+        opened = (
+            self._sessions.open(member, presence, principal) if epoch == OPENS else self._sessions.resume(member, epoch)
+        )
         if isinstance(opened, ErrorCode):
             return opened
-        for partition in forgotten:
-            opened.partitions.pop(partition, None)
-        opened.partitions.update(dict.fromkeys(partitions))
-        if len(opened.partitions) > PARTITIONS_MAX:
+        if self._sessions.change(opened, partitions, forgotten):
             self._sessions.close(member)
             return ErrorCode.share_session_limit_reached
         return opened

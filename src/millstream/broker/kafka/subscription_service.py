@@ -21,7 +21,8 @@ from millstream.broker.coordination.peers import Peers, WirePeers, ask_peer
 from millstream.broker.kafka.api import Need
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
-from millstream.broker.security.rights import SubscribedTopic
+from millstream.broker.security.rights import SubscribedTopic, owner_refusal
+from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.engine import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_shard import StateCoordinator
@@ -45,6 +46,7 @@ from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
     EARLIEST,
     LETTERS_PREFIX,
+    NO_DEAD_LETTERS,
     READ_COMMITTED,
     START,
     QueueKey,
@@ -139,6 +141,7 @@ class SubscriptionService:
         config: Config,
         clock: Clock,
         supervise: Supervise,
+        security: SecurityState | None = None,
     ) -> None:
         me = self.node_id = membership.me.node_id
         self.topics = topics
@@ -158,6 +161,7 @@ class SubscriptionService:
         self._loading: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._supervise = supervise
+        self._security = security
         self._expiry = Expiry(subscriptions, clock, self._last_used_ms, self.delete)
         self._expiry_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -413,7 +417,7 @@ class SubscriptionService:
                 store=self._store,
                 clock=self.clock,
                 random=self._random,
-                appender=DeadLetterAppender(self.topics, self._membership),
+                appender=DeadLetterAppender(self.topics, self._membership, refusal=self._letter_refusal),
                 next_producer_id=self._producer_ids.next,
                 filter_cache=FilterCache(FilterWorker()),
                 forget=self.states.forget,
@@ -421,6 +425,13 @@ class SubscriptionService:
         )
         engine.start()
         self._engine = engine
+
+    def _letter_refusal(self, subscription_id: UUID, topic: str) -> str:
+        """Return why a share group may not write letters: its topics were not known when its owner named theirs."""
+        declared = self.declared.by_id(subscription_id)
+        if self._security is None or declared is None or declared.topics or not declared.owner.principal:
+            return ""
+        return owner_refusal(self._security, declared.owner, [(Operation.READ, ResourceType.TOPIC, topic)])
 
     def _delivery_floor(self, place: TopicPartition) -> int | None:
         """Return the first offset that subscriptions need; the log start while that is unknown."""
@@ -454,9 +465,7 @@ class SubscriptionService:
         return None if declared is None else declared.name
 
     async def topics_of(self, name: str) -> Sequence[SubscribedTopic]:
-        """Return the topics of a subscription; of a share group those of its members."""
-        declared = await self.declared.find(name)
-        return [SubscribedTopic(topic) for topic in declared.topics or sorted(self.share_topics.members(name))]
+        return [SubscribedTopic(topic) for topic in await self.share_topics.of(await self.declared.find(name))]
 
 
 def _import_engine(with_filters: bool) -> None:
@@ -481,8 +490,9 @@ def _build_image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
     return image
 
 
-def letter_needs(settings: Mapping[str, str | None]) -> Iterable[Need]:
-    """WRITE on the dead letter topic that settings name."""
+def letter_needs(name: str, settings: Mapping[str, str | None]) -> Iterable[Need]:
+    """Require WRITE on the dead letter topic that settings name; READ on the group, whose messages it may get."""
     topic = settings.get(DEAD_LETTER_TOPIC)
-    if topic:
+    if topic and topic != NO_DEAD_LETTERS:
+        yield Operation.READ, ResourceType.GROUP, name
         yield Operation.WRITE, ResourceType.TOPIC, topic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import SystemRandom
-from typing import Any, Protocol
+from typing import Any
 
 from kio.schema.add_partitions_to_txn.v5.request import (
     AddPartitionsToTxnRequest,
@@ -127,20 +127,13 @@ def _partition_errors(response: Any) -> PartitionErrors:
     return errors
 
 
-class OffsetTransactions(Protocol):
-    """The groups of this node whose offsets transactions commit."""
-
-    async def end_transaction(self, index: int, marker: Marker) -> None:
-        """Apply the end of a transaction that may have committed offsets in one partition of the offsets topic."""
-
-
 class PartitionMarkers:
     """Markers for this node's partitions."""
 
     def __init__(
         self,
         topics: Topics,
-        groups: OffsetTransactions,
+        groups: GroupCoordinator,
         latest_coordinator: Callable[[], int] = lambda: ANY_COORDINATOR,
     ) -> None:
         self._topics = topics

@@ -91,7 +91,8 @@ def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
     """Raise `BatchRejected` for a batch that a client may not send."""
     if header.length + 12 > max_message_bytes:
         raise BatchTooLarge(
-            f"the record batch has {header.length + 12} bytes, max.message.bytes allows {max_message_bytes}"
+            f"the record batch has {header.length + 12} bytes; max.message.bytes allows {max_message_bytes}: "
+            "send less at once, or raise the topic's max.message.bytes"
         )
     if header.record_count != header.last_offset_delta + 1:
         raise InvalidBatch(

@@ -40,6 +40,8 @@ from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.topic import INTERNAL_TOPICS
 
+_logger = logging.getLogger(__name__)
+
 CLEANER_MODULE = "millstream.broker.log.cleaner_child"
 
 
@@ -149,7 +151,6 @@ class ChildWorker:
             child.kill()
 
 
-_logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 

@@ -11,19 +11,19 @@ from millstream.core.ids import OffsetRange
 
 
 class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Offsets from `first` up to `next_offset`, and the bytes of the segment file where they should be."""
+    """Offsets from `start` up to `end`, and the bytes of the segment file where they should be."""
 
-    first: int
-    next_offset: int
-    segment: int
     start: int
     end: int
+    segment: int
+    start_position: int
+    end_position: int
     unread: bool = False
     """Whether it was lost before it was read, so that its producers are unknown."""
 
     @property
     def offsets(self) -> OffsetRange:
-        return OffsetRange(self.first, self.next_offset)
+        return OffsetRange(self.start, self.end)
 
 
 class Damage:
@@ -48,9 +48,7 @@ class Damage:
 
     def add(self, lost: LostRange) -> None:
         """Add a range; it replaces the ranges that it overlaps."""
-        self._lost = [
-            known for known in self._lost if known.next_offset <= lost.first or known.first >= lost.next_offset
-        ]
+        self._lost = [known for known in self._lost if known.end <= lost.start or known.start >= lost.end]
         insort(self._lost, lost)
 
     @property
@@ -66,19 +64,19 @@ class Damage:
         self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
-        found = bisect_right(self._lost, offset, key=_first_offset) - 1
-        if found < 0 or self._lost[found].next_offset <= offset:
+        found = bisect_right(self._lost, offset, key=_start_offset) - 1
+        if found < 0 or self._lost[found].end <= offset:
             return None
         return self._lost[found]
 
     def next_after(self, offset: int) -> int | None:
         """Return where the first range beyond an offset begins."""
-        found = bisect_right(self._lost, offset, key=_first_offset)
-        return self._lost[found].first if found < len(self._lost) else None
+        found = bisect_right(self._lost, offset, key=_start_offset)
+        return self._lost[found].start if found < len(self._lost) else None
 
     def cut_before(self, start_offset: int) -> None:
         """Discard damage that is entirely before a new start of the log."""
-        self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
+        self._lost = [lost for lost in self._lost if lost.end > start_offset]
 
     def clear(self) -> None:
         self._lost = []
@@ -87,27 +85,27 @@ class Damage:
         """Forget damage beyond a new end of the log, at a position in a segment."""
         self._lost = [
             LostRange(
-                lost.first,
-                min(lost.next_offset, end_offset),
-                lost.segment,
                 lost.start,
-                min(lost.end, size) if lost.segment == segment else lost.end,
+                min(lost.end, end_offset),
+                lost.segment,
+                lost.start_position,
+                min(lost.end_position, size) if lost.segment == segment else lost.end_position,
                 lost.unread,
             )
             for lost in self._lost
-            if lost.first < end_offset
+            if lost.start < end_offset
         ]
 
     def holes_of(self, segment: int) -> dict[int, tuple[int, int]]:
         """Return the damaged bytes of a segment: start to end and to the offset that continues there."""
-        return {lost.start: (lost.end, lost.next_offset) for lost in self._lost if lost.segment == segment}
+        return {lost.start_position: (lost.end_position, lost.end) for lost in self._lost if lost.segment == segment}
 
     def ranges(self) -> tuple[OffsetRange, ...]:
         return tuple(lost.offsets for lost in self._lost)
 
 
-def _first_offset(lost: LostRange) -> int:
-    return lost.first
+def _start_offset(lost: LostRange) -> int:
+    return lost.start
 
 
 def _ignore_change() -> None:

@@ -64,6 +64,9 @@ class Files(Protocol):
     def open(self, path: str, /, *, create: bool = False) -> int:
         """Open a file for reading and writing; create it if asked to."""
 
+    def open_to_read(self, path: str, /) -> int:
+        """Open a file for reading alone, which a read-only file system allows."""
+
     def close(self, descriptor: int, /) -> None:
         """Close a descriptor."""
 
@@ -131,7 +134,7 @@ _COMMAND_BYTES_MAX = 200
 
 ORPHANS_S = 10.0
 """How long a lock whose owner was killed is waited for: its children hold it until the kernel has ended them."""
-_ORPHANS_LOOK_S = 0.02
+_ORPHANS_CHECK_S = 0.02
 
 
 class DiskFiles:
@@ -153,6 +156,9 @@ class DiskFiles:
     def open(self, path: str, /, *, create: bool = False) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         return os.open(path, flags | os.O_CREAT if create else flags, 0o600)
+
+    def open_to_read(self, path: str, /) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def size(self, descriptor: int, /) -> int:
         return os.fstat(descriptor).st_size
@@ -213,7 +219,7 @@ class DiskFiles:
                     raise DataFolderInUse(
                         f"{_describe_holder(written)} holds {path}; stop it, or use another data folder"
                     ) from None
-            time.sleep(_ORPHANS_LOOK_S)
+            time.sleep(_ORPHANS_CHECK_S)
         # Named in the error of the next process. A full disk has no room for it, and must not prevent a start.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ LOCK_NAME = "lock"
 PARTITIONS_NAME = "partitions"
 JOURNAL_NAME = "journal"
 DELETED_SUFFIX = ".deleted"
+_EVIDENCE = re.compile(rf"{FORMAT_NAME}|{LOCK_NAME}|{PARTITIONS_NAME}|coordination|catalog\.sqlite|node-[0-9]+")
+"""The names of which every data folder has at least one; one that was only partly restored may have just the catalog."""
+_OF_FILE_SYSTEMS = frozenset({"lost+found"})
 
 
 class CleanStop(msgspec.Struct, frozen=True):
@@ -52,7 +56,7 @@ class DataFolder:
                 self._lock = files.lock(f"{self.path}/{LOCK_NAME}")
         except OSError as error:
             raise DataFolderInvalid(
-                f"{directory} cannot be used as a data folder: {error.strerror or error}"
+                f"{directory} cannot be used as a data folder: {error.strerror or error}; choose a writable folder"
             ) from error
         try:
             self.is_new = self._check_format()
@@ -180,6 +184,20 @@ class DataFolder:
                 self.remove_tree(f"{folder}/{name}")
             if deleted:
                 self.remove_if_empty(folder)
+
+
+def check_own_or_empty(folder: str, files: Files) -> None:
+    """Raise if a folder holds files but is not a data folder: `make_private` would lock other users out of them."""
+    try:
+        names = set(files.names(folder)) - _OF_FILE_SYSTEMS
+    except OSError as error:
+        raise DataFolderInvalid(f"{folder} cannot be used as a data folder: {error.strerror or error}") from error
+    if names and not any(map(_EVIDENCE.fullmatch, names)):
+        first = ", ".join(sorted(names)[:3])
+        raise DataFolderInvalid(
+            f"{folder} holds other files ({first}{', …' if len(names) > 3 else ''}) and no data of Millstream; pass a "
+            "new or an empty folder"
+        )
 
 
 def make_private(folder: Path) -> None:

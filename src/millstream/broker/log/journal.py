@@ -24,6 +24,8 @@ from millstream.broker.log.folder import folders_above
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import Segment
 
+_logger = logging.getLogger(__name__)
+
 
 class Target(NamedTuple):
     """A segment file as it was when the sync was captured."""
@@ -131,8 +133,6 @@ def sync_segments(files: Files, capture: Capture) -> None:
     if not capture.names_synced:
         files.sync_directory(capture.log.directory)
 
-
-_logger = logging.getLogger(__name__)
 
 FILE_NAMES = ("0.journal", "1.journal")
 CHUNK_BYTES = 1024 * 1024

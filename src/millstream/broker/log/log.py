@@ -17,7 +17,7 @@ from uuid import UUID
 from millstream.broker.log.append import AppendedRange as AppendedRange
 from millstream.broker.log.append import append_checked, append_fast, append_replica
 from millstream.broker.log.damage import LostRange
-from millstream.broker.log.files import Files, OpenFiles, write_fully
+from millstream.broker.log.files import Files, OpenFiles, is_out_of_space, write_fully
 from millstream.broker.log.log_contents import LogContents, ProducerReplay, read_producers
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Found, HeavyBatch, Lookup, Reader
@@ -92,6 +92,7 @@ class LogHealth:
         "failed_at",
         "failure",
         "is_truncating",
+        "lack",
         "repairing",
         "truncation_failed",
     )
@@ -110,19 +111,29 @@ class LogHealth:
         self.failure: str | None = None
         """What the disk last failed at, until it does something right."""
         self.failed_at = 0.0
+        self.lack: tuple[int, str] | None = None
+        """How many bytes did not fit on the disk, and the failure: it lasts until they would, even if less does."""
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is failing, being repaired or being truncated."""
         return not (self.closed or self.broken or self.repairing or self.is_truncating)
 
-    def fail(self, failure: str, now: float) -> None:
+    def fail(self, failure: str, now: float, lacking_bytes: int = 0) -> None:
         self.failure, self.failed_at = failure, now
+        if lacking_bytes:
+            self.lack = (lacking_bytes, failure)
 
     def succeed(self) -> None:
         """Clear the last failure, unless a broken segment is still to be repaired."""
         if not self.broken:
             self.failure = None
+
+    def check_space(self, free_bytes: int) -> str | None:
+        """Return how the disk refused a write for lack of space; None from when that write would fit."""
+        if self.lack is not None and self.lack[0] <= free_bytes:
+            self.lack = None
+        return None if self.lack is None else self.lack[1]
 
     def mark_broken(self) -> None:
         """Refuse writes until the tail of a segment that failed to sync is in another file."""
@@ -366,7 +377,7 @@ class Log:
             write_fully(self._files, descriptor, batches, segment.size)
         except OSError as error:
             self._discard_failed_write(segment)
-            raise self.fail_write(f"writing {len(batches)} bytes", error) from error
+            raise self.fail_write(f"writing {len(batches)} bytes", error, len(batches)) from error
         return index
 
     def _discard_failed_write(self, segment: Segment) -> None:
@@ -379,9 +390,9 @@ class Log:
                 extra={"partition": str(self.partition), "error": str(error)},
             )
 
-    def fail_write(self, doing: str, error: OSError) -> StorageFailure:
+    def fail_write(self, doing: str, error: OSError, size: int = 1) -> StorageFailure:
         """Return the error for a write that the disk refused, and remember the failure until a write succeeds."""
-        self.record_failure(f"{doing} failed: {error.strerror or error}")
+        self.record_failure(f"{doing} failed: {error.strerror or error}", size if is_out_of_space(error) else 0)
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
             f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
@@ -467,15 +478,15 @@ class Log:
         lost = self.damage.at(offset)
         if lost is not None and lost in self.damage.repairable:
             raise RepairPending(
-                f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
+                f"{self.partition}: the disk lost the offsets {lost.start} to {lost.end - 1}; "
                 "they are being fetched from another replica"
             )
         if lost is not None:
             raise DamagedRange(
-                f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
-                f"reading can continue at {lost.next_offset}",
-                first=lost.first,
-                next_offset=lost.next_offset,
+                f"{self.partition}: the disk lost the offsets {lost.start} to {lost.end - 1}; "
+                f"reading can continue at {lost.end}",
+                start=lost.start,
+                end=lost.end,
             )
         first = self.damage.next_after(offset)
         return up_to if first is None else min(up_to, first)
@@ -489,7 +500,7 @@ class Log:
             return hint[1], up_to
         lost = self.damage.at(up_to) if self.damage else None
         if lost is not None and lost.segment == segment.base_offset:
-            return lost.start, up_to
+            return lost.start_position, up_to
         position = self.reader.locate(segment, up_to)
         self.segments.hint(up_to, segment, position)
         return position, up_to
@@ -563,7 +574,7 @@ class Log:
     def record_missing_file(self, segment: Segment) -> None:
         """Record that all of a segment is lost, because its file was removed."""
         known = self.damage.at(max(segment.base_offset, self.start_offset))
-        if known is not None and known.next_offset >= segment.next_offset:
+        if known is not None and known.end >= segment.next_offset:
             return
         self.open_files.close(segment)
         # Nothing is left to sync; the checkpoint that follows records the loss.
@@ -607,7 +618,7 @@ class Log:
 
     def mark_intact(self, lost: LostRange, replay: ProducerReplay | None = None) -> None:
         """Serve a lost range again whose file was restored from outside."""
-        self.mark_repaired(lost, lost.next_offset, self.other_losses(lost), replay)
+        self.mark_repaired(lost, lost.end, self.other_losses(lost), replay)
 
     def other_losses(self, lost: LostRange) -> list[LostRange]:
         """Return the other lost ranges of the same segment."""
@@ -634,7 +645,7 @@ class Log:
         self.damage.replace(lost, left)
         for segment in self.segments:
             segment.holes = self.damage.holes_of(segment.base_offset) if self.damage else {}
-            if segment.base_offset <= lost.first < segment.next_offset:
+            if segment.base_offset <= lost.start < segment.next_offset:
                 segment.forget_verified()
         self.segments.hints.clear()
         self.mark_changed()
@@ -644,7 +655,7 @@ class Log:
             extra={
                 "topic": self.partition.topic,
                 "partition": self.partition.partition,
-                "first_offset": lost.first,
+                "first_offset": lost.start,
                 "next_offset": next_offset,
             },
         )
@@ -708,9 +719,9 @@ class Log:
         self.stored_offset = max(self.stored_offset, Offset(end_offset))
         self.advance_synced(end_offset)
 
-    def record_failure(self, what: str) -> None:
+    def record_failure(self, what: str, lacking_bytes: int = 0) -> None:
         """Record a failure of the disk; the next attempt waits a little."""
-        self.health.fail(what, self.clock.monotonic())
+        self.health.fail(what, self.clock.monotonic(), lacking_bytes)
 
     def mark_unsynced_segment(self, segment: Segment) -> None:
         """Refuse writes until the tail of a segment whose sync failed is safe in another file."""

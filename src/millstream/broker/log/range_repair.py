@@ -32,10 +32,10 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
     begin where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which
     compaction joins offsets, are cut to fit.
     """
-    latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)
-    fitted, expected = bytearray(), lost.first
+    latest, last = log.epochs.epoch_at(lost.start - 1), log.epochs.epoch_at(lost.end)
+    fitted, expected = bytearray(), lost.start
     for header in iterate_headers(batches):
-        if expected >= lost.next_offset:
+        if expected >= lost.end:
             break
         check_offsets(header)
         check_crc(batches, header)
@@ -51,20 +51,20 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
             )
         fitted += _trim_batch(log, lost, header, batches)
         latest, expected = header.leader_epoch, int(header.next_offset)
-    return bytes(fitted), min(expected, lost.next_offset)
+    return bytes(fitted), min(expected, lost.end)
 
 
 def _trim_batch(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buffer:
     # A range that begins where the log does may begin within a batch.
-    begins = header.base_offset >= lost.first or lost.first == log.start_offset
-    if begins and header.next_offset <= lost.next_offset:
+    begins = header.base_offset >= lost.start or lost.start == log.start_offset
+    if begins and header.next_offset <= lost.end:
         return memoryview(batches)[header.position : header.end_position]
     if header.record_count:
         raise MismatchedBatch(
             f"{log.partition}: a replica has offsets {header.base_offset} to {header.last_offset} in one batch, "
-            f"and {lost.first} to {lost.next_offset - 1} are lost here"
+            f"and {lost.start} to {lost.end - 1} are lost here"
         )
-    first, after = max(int(header.base_offset), lost.first), min(int(header.next_offset), lost.next_offset)
+    first, after = max(int(header.base_offset), lost.start), min(int(header.next_offset), lost.end)
     return empty_batch(first, after, header.leader_epoch)
 
 
@@ -98,10 +98,10 @@ class RangeRepair:
             self._descriptor = log.open_files.pin(self._old_segment)
 
     def _fits_in_place(self) -> bool:
-        lost, end = self._lost_range, self._lost_range.start + len(self._batches)
-        if self._old_segment is None or lost.end > self._old_segment.size:
+        lost, end = self._lost_range, self._lost_range.start_position + len(self._batches)
+        if self._old_segment is None or lost.end_position > self._old_segment.size:
             return False
-        return end == lost.end if self._next_offset == lost.next_offset else end < lost.end
+        return end == lost.end_position if self._next_offset == lost.end else end < lost.end_position
 
     @property
     def _is_current(self) -> bool:
@@ -115,7 +115,7 @@ class RangeRepair:
                 # The file may hold newer records at this position by now.
                 raise _log_changed(self.log, self._lost_range)
             if self.is_in_place:
-                write_fully(self._files, self._descriptor, self._batches, self._lost_range.start)
+                write_fully(self._files, self._descriptor, self._batches, self._lost_range.start_position)
                 self._files.sync(self._descriptor)
                 # A file that was removed gets its name back.
                 self._files.sync_directory(self.log.directory)
@@ -137,8 +137,8 @@ class RangeRepair:
                 write_fully(self._files, descriptor, piece, end)
                 end += len(piece)
             limit = max(self._next_offset, old.next_offset if old is not None else 0)
-            if old is not None and lost.next_offset > limit and lost.end >= old.size:
-                limit = lost.next_offset
+            if old is not None and lost.end > limit and lost.end_position >= old.size:
+                limit = lost.end
             self._scan(new, Window(self._files, descriptor, end), limit)
             self._files.sync(descriptor)
         finally:
@@ -147,11 +147,11 @@ class RangeRepair:
     def _new_content(self) -> Iterator[bytes]:
         """Yield the content of the new file."""
         lost, old = self._lost_range, self._old_segment
-        behind = lost.end
-        if self._next_offset < lost.next_offset:
-            behind = min(lost.start + len(self._batches), lost.end)
+        behind = lost.end_position
+        if self._next_offset < lost.end:
+            behind = min(lost.start_position + len(self._batches), lost.end_position)
         if old is not None:
-            yield from _read(self._files, self._descriptor, 0, min(lost.start, old.size))
+            yield from _read(self._files, self._descriptor, 0, min(lost.start_position, old.size))
         yield self._batches
         if old is not None:
             yield from _read(self._files, self._descriptor, behind, old.size)
@@ -163,7 +163,7 @@ class RangeRepair:
         for found in scan:
             if isinstance(found, Bad):
                 found = found if found.next_offset >= 0 else found._replace(next_offset=limit)
-                if found.first < self._next_offset and found.next_offset > self._lost_range.first:
+                if found.first < self._next_offset and found.next_offset > self._lost_range.start:
                     raise StorageFailure(f"{new.path} does not contain the bytes written at {found.start}")
                 self._bad.append(found)
             else:
@@ -220,13 +220,13 @@ class RangeRepair:
                 LostRange(bad.first, bad.next_offset, new.base_offset, bad.start, bad.end, self._is_unread(bad.first))
                 for bad in self._bad
             ]
-            if self._old_segment is None and self._next_offset < lost.next_offset:
-                left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
+            if self._old_segment is None and self._next_offset < lost.end:
+                left.append(LostRange(self._next_offset, lost.end, -1, 0, 0, lost.unread))
             return left
         left = self.log.other_losses(lost)
-        if self._next_offset < lost.next_offset:
-            start = lost.start + len(self._batches)
-            left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))
+        if self._next_offset < lost.end:
+            start = lost.start_position + len(self._batches)
+            left.append(LostRange(self._next_offset, lost.end, lost.segment, start, lost.end_position, lost.unread))
         return left
 
     def _is_unread(self, offset: int) -> bool:
@@ -235,9 +235,7 @@ class RangeRepair:
 
 
 def _log_changed(log: Log, lost: LostRange) -> LogUnavailable:
-    return LogUnavailable(
-        f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were being repaired"
-    )
+    return LogUnavailable(f"{log.partition} changed while offsets {lost.start} to {lost.end - 1} were being repaired")
 
 
 def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:

@@ -157,7 +157,7 @@ class Reader:
     ) -> SegmentSlice:
         """Find whole batches from a position up to a limit: at most `max_bytes`, but one if `at_least_one`.
 
-        They are read as well if they are at most `eager_bytes`.
+        They are read as well if they are at most `eager_bytes`, or have to be verified.
         """
         size, next_offset = limit - position, limit_offset
         if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
@@ -167,7 +167,7 @@ class Reader:
             verify = self.verify
             max_bytes = min(max_bytes, COLD_BYTES_MAX)
             if not self._is_verified(segment, position, position + min(max_bytes, size)):
-                return self._find_cold(segment, position, max_bytes, limit, eager_bytes, at_least_one=at_least_one)
+                return self._find_cold(segment, position, max_bytes, limit, at_least_one=at_least_one)
         data = b""
         if size > max_bytes:
             if max_bytes <= eager_bytes:
@@ -183,9 +183,9 @@ class Reader:
         return found
 
     def _find_cold(
-        self, segment: Segment, position: int, max_bytes: int, limit: int, eager_bytes: int, *, at_least_one: bool
+        self, segment: Segment, position: int, max_bytes: int, limit: int, *, at_least_one: bool
     ) -> SegmentSlice:
-        """Find the batches by reading and verifying; return those before a broken batch."""
+        """Read and verify the batches; return those before a broken batch."""
         expected = self._verify_up_to(segment, position)
         descriptor = self._open_files.descriptor(segment)
         data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
@@ -201,9 +201,8 @@ class Reader:
             raise BrokenSegment(segment, position)
         segment.verification.extend(position + run.end, run.next_offset)
         found = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
-        if run.end <= eager_bytes or segment.suspect:
-            found.data = memoryview(data)[: run.end]
-            segment.suspect = False
+        found.data = memoryview(data)[: run.end]
+        segment.suspect = False
         return found
 
     def _verify_up_to(self, segment: Segment, position: int) -> int:

@@ -38,6 +38,8 @@ from millstream.broker.log.state import LogState
 from millstream.core.ids import OffsetRange, PartitionIndex
 from millstream.protocol.records.batch import BatchHeader
 
+_logger = logging.getLogger(__name__)
+
 
 class Replay:
     """Writes the entries of the journal into the segments; `bytes_by_folder` counts the written bytes."""
@@ -97,8 +99,6 @@ class Replay:
             self._states[key] = self._state_of(key)
         return self._states[key]
 
-
-_logger = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0
 """How often a long recovery logs its progress."""
@@ -414,11 +414,11 @@ class Recovery:
     def _record_damage(self, lost: LostRange) -> None:
         """Record a lost range, or the part of it that was not deleted before."""
         self._contents.changed = True
-        first = max(lost.first, self._contents.start_offset)
-        if first < lost.next_offset:
-            unread = lost.next_offset > self._checkpoint
-            self._contents.damage.add(msgspec.structs.replace(lost, first=first, unread=unread))
-            self._report.lost.append(OffsetRange(first, lost.next_offset))
+        start = max(lost.start, self._contents.start_offset)
+        if start < lost.end:
+            unread = lost.end > self._checkpoint
+            self._contents.damage.add(msgspec.structs.replace(lost, start=start, unread=unread))
+            self._report.lost.append(OffsetRange(start, lost.end))
 
     def _resolve_tail(self) -> None:
         """Decide about the end: missing data below the checkpoint is damage, the rest is torn and truncated."""

@@ -104,7 +104,7 @@ class Inspection:
 
     def _is_known(self, bad: Bad) -> bool:
         after = self._limit if bad.next_offset < 0 else bad.next_offset
-        return any(lost.first <= bad.first and after <= lost.next_offset for lost in self._known_damage)
+        return any(lost.start <= bad.first and after <= lost.end for lost in self._known_damage)
 
     def finish(self) -> None:
         """Report the result to the log; called on the loop."""
@@ -191,7 +191,7 @@ class ScrubStep(Inspection):
     @property
     def _restored_range(self) -> LostRange | None:
         hole = self.hole
-        return hole if hole is not None and (self.end, self.next_offset) == (hole.end, hole.next_offset) else None
+        return hole if hole is not None and (self.end, self.next_offset) == (hole.end_position, hole.end) else None
 
     def replay(self) -> ProducerReplay | None:
         """Return what to read before `finish`, if an intact range holds producers' batches."""
@@ -298,11 +298,11 @@ class Scrubber:
         """Return a step up to the next damaged range, or over one, to see whether it was restored."""
         holes = [lost for lost in log.damage if lost.segment == segment.base_offset]
         for hole in holes:
-            if hole.start == hole.end == self._position:
-                self._offset = hole.next_offset
-            elif hole.start <= self._position < hole.end:
-                return ScrubStep(log, segment, hole.start, hole.first, hole.end, hole)
-        stop = min([segment.size, *(hole.start for hole in holes if hole.start > self._position)])
+            if hole.start_position == hole.end_position == self._position:
+                self._offset = hole.end
+            elif hole.start_position <= self._position < hole.end_position:
+                return ScrubStep(log, segment, hole.start_position, hole.start, hole.end_position, hole)
+        stop = min([segment.size, *(hole.start_position for hole in holes if hole.start_position > self._position)])
         return ScrubStep(log, segment, self._position, self._offset, stop, None)
 
     def ended(self, step: ScrubStep) -> float:
@@ -310,7 +310,7 @@ class Scrubber:
         self._bytes += step.size
         self._read_errors += step.error is not None
         if step.hole is not None:
-            self._position, self._offset = step.hole.end, step.hole.next_offset
+            self._position, self._offset = step.hole.end_position, step.hole.end
         elif step.bad is not None:
             self._position, self._offset = step.bad.end, step.bad.next_offset
         elif step.is_broken:

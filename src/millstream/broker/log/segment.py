@@ -17,6 +17,8 @@ from millstream.broker.log.files import Files, OpenFiles
 from millstream.broker.log.state import SegmentState, SwapName
 from millstream.protocol.records.batch import BatchHeader
 
+_logger = logging.getLogger(__name__)
+
 ENTRY_BYTES = 8
 RELATIVE_OFFSET_MAX = 2**32 - 1
 _POSITION_MASK = 0xFFFFFFFF
@@ -111,8 +113,6 @@ class Index:
 def _position(place: int) -> int:
     return place & _POSITION_MASK
 
-
-_logger = logging.getLogger(__name__)
 
 LOG_SUFFIX = ".log"
 INDEX_SUFFIX = ".index"
@@ -314,8 +314,18 @@ class Segment:
         """Mark everything as not verified."""
         self.verification.begin(0, self.base_offset)
 
-    def cut_verified(self, position: int) -> None:
-        """Account for a truncation at a position: other bytes may follow there."""
+    def truncate(self, position: int, end: int, *, index: Index, max_timestamp_ms: int) -> None:
+        """Forget the batches from a position on; the segment then ends at an offset, and is written to again."""
+        index.cut(position)
+        self.index_stored = min(self.index_stored, len(index))
+        self.max_timestamp_ms = max_timestamp_ms
+        self.cuts += 1
+        self.size = position
+        self.next_offset = end
+        self.sealed = False
+        if self.synced_bytes > position:
+            self.synced_bytes, self.synced_offset = position, end
+        self.journaled_bytes = min(self.journaled_bytes, position)
         self.verification.truncate(self.base_offset, position)
 
     def beyond_hole(self, position: int) -> int:

@@ -100,7 +100,7 @@ def decode_state(data: bytes) -> LogState | None:
 
 
 def read_whole(files: Files, path: str) -> bytes:
-    descriptor = files.open(path)
+    descriptor = files.open_to_read(path)
     try:
         return files.read_at(descriptor, files.size(descriptor), 0)
     finally:

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from errno import EBUSY
 from itertools import islice
 from pathlib import Path
@@ -38,7 +37,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import PartitionIndex
 from millstream.core.metric import Histogram, Metric, Sample, counter, gauge
-from millstream.core.tasks import within
+from millstream.core.tasks import wait_up_to
 from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class LogStore:
         self._compact_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-compaction")
         self._compactor = Compactor(files, clock)
         self._scrub_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-scrub")
-        self._scrub_wake = asyncio.Event()
+        self._is_scrub_over = asyncio.Event()
         self._scrubber = Scrubber(
             files, folder.path, clock, bytes_per_s=scrub_bytes_per_s, interval_ms=scrub_interval_ms
         )
@@ -722,7 +721,7 @@ class LogStore:
         """Verify all logs, pass after pass, within the configured rate."""
         scrubber, loop = self._scrubber, asyncio.get_running_loop()
         pause_s = scrubber.wait_s
-        while not await self._is_closing_within(pause_s):
+        while not await wait_up_to(pause_s, self._is_scrub_over):
             step = scrubber.next(self._logs)
             if step is not None:
                 await self._run_in_thread(self._scrub_thread, step)
@@ -732,11 +731,6 @@ class LogStore:
             if step is None:
                 pause_s = scrubber.wait_s
         await loop.run_in_executor(self._scrub_thread, scrubber.save_progress)
-
-    async def _is_closing_within(self, seconds: float) -> bool:
-        with suppress(TimeoutError):
-            await within(seconds, self._scrub_wake.wait())
-        return self._closing
 
     async def repair_range(self, repair_range: RangeRepair) -> None:
         """Repair a lost range with the batches of another replica, or raise why that failed."""
@@ -796,7 +790,7 @@ class LogStore:
         self._end_commits_if_closing()
         self._upkeep_wake.set()
         self._compact_wake.set()
-        self._scrub_wake.set()
+        self._is_scrub_over.set()
         self._compactor.cancel()
         if self._running is not None:
             await self._running
@@ -866,21 +860,23 @@ class LogStore:
         """The partitions that the disk currently fails, and how.
 
         A refused write counts only for a while: there may be no further write that would show that the disk works
-        again.
+        again. A full disk counts until it has space for what it refused.
         """
         since = self._clock.monotonic() - FAILURE_S
-        return {
-            log.partition: log.failure
-            for log in self._logs.values()
-            if log.failure is not None and (log.health.broken or log.health.failed_at > since)
-        }
+        found: dict[TopicPartition, str] = {}
+        for log in self._logs.values():
+            if log.failure is not None and (log.health.broken or log.health.failed_at > since):
+                found[log.partition] = log.failure
+            if log.health.lack is not None and (lack := log.health.check_space(self.free_bytes)) is not None:
+                found.setdefault(log.partition, lack)
+        return found
 
     def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
         """Yield the partitions with lost ranges, each as (first, next, whether a replica may have it)."""
         for log in self._logs.values():
             if log.damage:
                 repairable = log.damage.repairable
-                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.damage]
+                yield log.partition, [(lost.start, lost.end, lost in repairable) for lost in log.damage]
 
     def metrics(self) -> Iterable[Metric]:
         seconds = (Sample(self._commit_seconds.distribution()),)

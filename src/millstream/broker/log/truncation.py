@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """How long after a failure the next write retries the truncation; sooner if the disk recovers meanwhile."""
 
 _DOING = "truncating the end of the log"
@@ -183,7 +183,7 @@ def retry_truncation(log: Log, files: Files) -> bool:
     health = log.health
     if not health.truncation_failed or health.closed or health.broken or health.repairing:
         return False
-    if health.failure is not None and log.clock.monotonic() - health.failed_at < AGAIN_S:
+    if health.failure is not None and log.clock.monotonic() - health.failed_at < RETRY_S:
         return False
     log.maintenance.truncate_now(_repeat_truncation(log, files))
     return True
@@ -198,9 +198,9 @@ def _repeat_truncation(log: Log, files: Files) -> Truncation:
 
 def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None:
     lost = log.damage.at(end)
-    if lost is not None and lost.first == end and lost.segment == last.base_offset:
+    if lost is not None and lost.start == end and lost.segment == last.base_offset:
         # The damage is forgotten with its offsets. Its bytes go too, or they would be read as the next records.
-        position = lost.start
+        position = lost.start_position
     at = log.segments.index(last)
     # A segment that begins with a lost range may begin beyond the new end, and is then removed as a whole.
     kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]
@@ -208,7 +208,8 @@ def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None
     for segment in removed:
         segment.cuts += 1
     if last in kept:
-        _truncate_segment(log, last, position, end)
+        index, newest_ms = log.reader.index_of(last), log.reader.find_max_timestamp(last, end)
+        last.truncate(position, end, index=index, max_timestamp_ms=newest_ms)
     log.replace_segments(kept, removed)
     log.lower_end(end)
     log.damage.cut_after(end, last.base_offset, position)
@@ -219,18 +220,3 @@ def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None
     if last.broken or last not in kept:
         # Nothing may be written to the last remaining file, so the log continues in another one.
         log.roll()
-
-
-def _truncate_segment(log: Log, segment: Segment, position: int, end: int) -> None:
-    index = log.reader.index_of(segment)
-    segment.max_timestamp_ms = log.reader.find_max_timestamp(segment, end)
-    index.cut(position)
-    segment.index_stored = min(segment.index_stored, len(index))
-    segment.cuts += 1
-    segment.size = position
-    segment.next_offset = end
-    segment.sealed = False
-    if segment.synced_bytes > position:
-        segment.synced_bytes, segment.synced_offset = position, end
-    segment.journaled_bytes = min(segment.journaled_bytes, position)
-    segment.cut_verified(position)

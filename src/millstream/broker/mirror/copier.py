@@ -49,7 +49,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset
 from millstream.core.mirror import TopicOffsets
-from millstream.core.tasks import gather_or_cancel
+from millstream.core.tasks import cancel_and_wait, gather_or_cancel, wait_up_to
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
@@ -289,13 +289,9 @@ class Copier:
                 self._changed.clear()
                 since = self._clock.monotonic()
                 await self._assign()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._suspended_s(since)):
-                        await self._changed.wait()
+                await wait_up_to(self._suspended_s(since), self._changed)
         finally:
-            for task in self._lines.values():
-                task.cancel()
-            await asyncio.gather(*self._lines.values(), return_exceptions=True)
+            await cancel_and_wait(*self._lines.values())
             self._lines.clear()
 
     def _suspended_s(self, since: float) -> float | None:
@@ -420,9 +416,9 @@ class Copier:
         log = copy.partition.log
         first = max(log.superseded_by, copy.verified, log.end_offset - TORN_MAX)
         for lost in log.damage:
-            is_torn = lost.unread and lost.first >= first and lost not in log.damage.repairable
-            if is_torn and await self._has_offset(copy, Offset(lost.first)):
-                await copy.partition.cut_mirrored(Offset(lost.first), refetches=True)
+            is_torn = lost.unread and lost.start >= first and lost not in log.damage.repairable
+            if is_torn and await self._has_offset(copy, Offset(lost.start)):
+                await copy.partition.cut_mirrored(Offset(lost.start), refetches=True)
                 return
 
     async def _restore_lost(self, copy: Copy) -> None:
@@ -436,10 +432,10 @@ class Copier:
             return
         copy.repair_at = now + HELD_MAX_S
         repairable = log.damage.repairable
-        for lost in [one for one in log.damage if one not in repairable and one.first >= log.superseded_by]:
-            size = min(lost.end - lost.start or LINE_BYTES, LINE_BYTES)
+        for lost in [one for one in log.damage if one not in repairable and one.start >= log.superseded_by]:
+            size = min(lost.end_position - lost.start_position or LINE_BYTES, LINE_BYTES)
             try:
-                fetched = await self._fetch_at(copy, Offset(lost.first), size)
+                fetched = await self._fetch_at(copy, Offset(lost.start), size)
                 records = memoryview(b"") if fetched is None else fetched.records
                 ends = [header.end_position for header in iterate_whole_headers(records)]
                 if ends:
@@ -448,7 +444,7 @@ class Copier:
                     copy.repair_at, copy.compared_epoch = 0.0, -2
                     self._changed.set()
             except (MillstreamError, OSError) as error:
-                extra = {"partition": str(log.partition), "offset": lost.first, "error": str(error)}
+                extra = {"partition": str(log.partition), "offset": lost.start, "error": str(error)}
                 _logger.warning("lost offsets cannot be fetched from the source now", extra=extra)
 
     async def _check_id(self, copy: Copy) -> None:
@@ -513,8 +509,7 @@ class Copier:
                     await backoff.pause()
         finally:
             if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
+                await cancel_and_wait(ahead)
 
     def _may_fetch(self, copy: Copy) -> bool:
         return (

@@ -22,6 +22,9 @@ MIRRORS_MAX: Final = 100
 class Mirrors(NamedHolder[Mirror]):
     """Every declared mirror, by name."""
 
+    noun = "mirror"
+    unknown = UnknownMirror
+
     async def load(self) -> None:
         await self._load(Catalog.mirrors)
 
@@ -29,10 +32,7 @@ class Mirrors(NamedHolder[Mirror]):
         """Return the mirror of this name, asking the catalog if another node may have just declared it."""
         if name not in self._by_name:
             await self.load()
-        found = self._by_name.get(name)
-        if found is None:
-            raise UnknownMirror(f"there is no mirror {name!r}; see `millstream mirror list`")
-        return found
+        return self._declared(name)
 
     @finishing
     async def create(self, name: str, overrides: Mapping[str, str], *, is_enabled: bool = True) -> Mirror:
@@ -125,11 +125,15 @@ class Mirrors(NamedHolder[Mirror]):
                     of_topic[where.partition] = min(start, known)
             return dataclasses.replace(now, gaps={topic: starts for topic, starts in merged.items() if starts})
 
+        return (await self._record(mirror, noted)).gaps
+
+    async def _record(self, mirror: Mirror, change: Callable[[Mirror], Mirror]) -> Mirror:
+        """Change durably what is recorded of a mirror, without restarting it."""
         async with self._changing:
-            stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, noted)
+            stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, change)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
-        return stored.gaps
+        return stored
 
     def unfinished_cuts(self, name: str) -> Collection[str]:
         """Return the copies of a mirror whose failover has begun and not finished."""
@@ -157,19 +161,13 @@ class Mirrors(NamedHolder[Mirror]):
                 cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},
             )
 
-        async with self._changing:
-            self._by_name[name] = await self._declarations.change(Catalog.alter_mirror, known.mirror_id, forgotten)
+        await self._record(known, forgotten)
 
     async def record_gated(self, mirror: Mirror) -> None:
         """Record durably that readers wait at commits, before there is a copy: a failover has to know it, too."""
         known = self._by_name.get(mirror.name)
-        if known is None or known.is_gated:
-            return
-        async with self._changing:
-            stored = await self._declarations.change(
-                Catalog.alter_mirror, mirror.mirror_id, lambda now: dataclasses.replace(now, is_gated=True)
-            )
-            self._by_name[mirror.name] = stored
+        if known is not None and not known.is_gated:
+            await self._record(mirror, lambda now: dataclasses.replace(now, is_gated=True))
 
     async def claim_sightings(self, mirror: Mirror, *, source: str, owner: str) -> dict[str, set[str]]:
         """Return the schemas and access rules that were seen at a source; from now on only this owner changes that."""

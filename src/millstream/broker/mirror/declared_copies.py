@@ -24,7 +24,7 @@ from millstream.broker.mirror.source import Source
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl
-from millstream.core.errors import InvalidMirror, NotCoordinator, RequestRefused
+from millstream.core.errors import InvalidMirror, NotCoordinator, ProtocolViolation, RequestRefused
 from millstream.core.mirror import MirrorSettings, SightingChange, listed
 from millstream.core.schema import (
     QualifiedSubject,
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from millstream.broker.mirror.service import MirrorRun
 
 PAGE_BYTES: Final = 4 * 1024 * 1024
+REGISTRY_CHARACTERS_MAX: Final = 512 * 1024 * 1024
+"""More schemas than this are not copied."""
 ABSENT_TIMES: Final = 3
 """In how many consecutive responses of the source something has to be missing before it is deleted here."""
 SCHEMAS: Final = "schemas"
@@ -159,7 +161,7 @@ class DeclaredCopies:
         """Copy the source's registry if it has changed."""
         seen = await self._sightings(SCHEMAS)
         pages: list[SchemaMessage] = []
-        first = _UNKNOWN
+        first, size = _UNKNOWN, 0
         # What is missing has to be looked for again, although nothing has changed since.
         since = _UNKNOWN if seen.has_absent else self._last
         while True:
@@ -179,8 +181,13 @@ class DeclaredCopies:
                 return
             first = page.last
             pages += page.schemas
+            size += sum(len(one.schema) for one in page.schemas)
             if not page.has_more:
                 break
+            if not page.schemas or size > REGISTRY_CHARACTERS_MAX:
+                raise ProtocolViolation(
+                    f"the schema registry of the source does not end after {len(pages)} versions with {size} characters"
+                )
         self._run.notes.pop("schemas behind", None)
         versions = {_version_id(one.subject, one.version): one for one in map(_to_version, pages)}
         settings = [

@@ -138,15 +138,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     waited_ms = int((service.clock.monotonic() - started) * 1000)
     _logger.info("copies are writable", extra={"mirror": mirror.name, "topics": len(topics), "took_ms": waited_ms})
     partitions = [
-        CutPartition(
-            topic=cut.topic,
-            partition=cut.partition,
-            offset=cut.offset,
-            epoch=cut.epoch,
-            dropped=cut.dropped,
-            aborted=cut.aborted,
-            source_end=ends.get(TopicPartition(cut.topic, PartitionIndex(cut.partition))),
-        )
+        msgspec.structs.replace(cut, source_end=ends.get(TopicPartition(cut.topic, PartitionIndex(cut.partition))))
         for cut in cuts
     ]
     return FailoverResponse(partitions=partitions, source_error=source_error, waited_ms=waited_ms)

@@ -27,7 +27,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import Problem, listed
-from millstream.core.tasks import gather_or_cancel, run_until_first
+from millstream.core.tasks import gather_or_cancel, run_until_first, wait_up_to
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import BarrierRequest, ExposeRequest, OfferRequest, OfferResponse
 from millstream.protocol.wire.admin_requests import topic_configs
@@ -135,9 +135,7 @@ class Follower:
         while True:
             if wanted is not None:
                 # A notice may be lost with the node that was the owner.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(NOTICE_LOST_S):
-                        await wanted.wait()
+                await wait_up_to(NOTICE_LOST_S, wanted)
                 wanted.clear()
             if self._service.is_owner:
                 try:

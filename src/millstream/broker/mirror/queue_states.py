@@ -15,11 +15,17 @@ from uuid import UUID
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.service import MirrorRun
 from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
-from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut, SubscriptionExists
+from millstream.core.errors import (
+    BrokerUnreachable,
+    InvalidMirror,
+    MillstreamError,
+    RequestTimedOut,
+    SubscriptionExists,
+)
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.mirror import Problem
+from millstream.core.mirror import Problem, listed
 from millstream.core.setting import HIDDEN
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey, topic_of_start
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferRequest, OfferResponse, QueueSnapshot
 
@@ -81,6 +87,8 @@ class MirroredQueues:
         """Queues with later states than those that are kept, in this round, and their dead letter topics."""
         self._absent: dict[UUID, int] = {}
         """Subscriptions of the source, and how often in a row each was missing."""
+        self._has_hidden = False
+        """Whether the source has subscriptions that the user of the mirror may not read."""
 
     async def sync_subscriptions(self) -> None:
         """Carry over subscriptions and the state of each of their messages, never beyond what is readable here."""
@@ -121,6 +129,7 @@ class MirroredQueues:
             return
         self._round += 1
         self._unread.clear()
+        self._has_hidden = False
         unreachable: BrokerUnreachable | None = None
         offered: set[UUID] = set()
         for node in (await self._source.metadata([])).nodes:
@@ -137,7 +146,7 @@ class MirroredQueues:
                 del known[key]
         await self._store_letters(topics)
         self._run.queues = len(self._stored)
-        if self._settings.deletions:
+        if self._settings.deletions and not self._has_hidden:
             await self._delete_subscriptions(offered)
 
     async def _read_node(self, node: NodeId, topics: Mapping[UUID, Topic]) -> set[UUID]:
@@ -148,6 +157,7 @@ class MirroredQueues:
             return await self._source.ask(node, request, waits=True)
 
         async for offer in offer_pages(ask, topics, self._stored):
+            self._has_hidden |= offer.has_hidden
             for subscription in offer.subscriptions:
                 offered.add(subscription.subscription_id)
                 await self._sync_subscription(subscription)
@@ -287,16 +297,27 @@ class MirroredQueues:
         """Delete subscriptions that the source had, and no longer has."""
         self._absent.update(dict.fromkeys(offered, 0))
         for one in self._service.subscriptions.declared.all():
+            if self._originals(one.topics):
+                continue
             if one.subscription_id in self._absent and one.subscription_id not in offered:
                 self._absent[one.subscription_id] += 1
                 if self._absent[one.subscription_id] >= ABSENT_TIMES:
                     await self._service.subscriptions.delete(one.name, force=True)
 
+    def _originals(self, names: Iterable[str]) -> list[str]:
+        """Return which topics are this cluster's own and never were copies: the source has no say over those."""
+        found = ((name, self._service.topics.get(name)) for name in names)
+        return [name for name, topic in found if topic is not None and not (topic.mirror or topic.origins)]
+
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
         declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"
         known = declared.get(offered.name)
         is_other = known is not None and known.subscription_id != offered.subscription_id
+        originals = self._originals(offered.topics)
+        topics = [name for name in offered.topics if name not in originals]
         try:
+            if not topics:
+                raise InvalidMirror(f"all its topics are topics of this cluster here, not copies: {listed(originals)}")
             if is_other and offered.name.startswith(LETTERS_PREFIX):
                 # Declared by a command here before the source had it. The letters of a copy are open or closed there.
                 await declared.delete(offered.name)
@@ -304,9 +325,13 @@ class MirroredQueues:
             if known is None:
                 await declared.create(
                     offered.name,
-                    offered.topics,
+                    topics,
                     offered.settings,
-                    starts={topic: tuple(offsets) for topic, offsets in offered.starts.items()},
+                    starts={
+                        start: tuple(offsets)
+                        for start, offsets in offered.starts.items()
+                        if topic_of_start(start) in topics
+                    },
                     subscription_id=offered.subscription_id,
                 )
                 self.forget(lambda key: key.subscription_id == offered.subscription_id)
@@ -322,10 +347,20 @@ class MirroredQueues:
                     **{name: None for name in shown if name not in offered.settings and shown[name] != HIDDEN},
                     **{name: text for name, text in offered.settings.items() if shown.get(name) != text},
                 }
-                if DEAD_LETTER_TOPIC in changes:
-                    await self._service.subscriptions.track_letters_of(offered.name)
-                if changes or known.topics != tuple(offered.topics):
-                    await declared.alter(offered.name, changes, topics=offered.topics)
+                if changes or known.topics != tuple(topics):
+                    if own := self._originals(known.topics):
+                        raise SubscriptionExists(
+                            f"it is not changed as at the source, because it also has topics of this cluster: "
+                            f"{listed(own)}"
+                        )
+                    if DEAD_LETTER_TOPIC in changes:
+                        await self._service.subscriptions.track_letters_of(offered.name)
+                    await declared.alter(offered.name, changes, topics=topics)
             self._run.notes.pop(key, None)
+            if originals:
+                self._run.notes[key] = (
+                    f"subscription {offered.name!r} is mirrored without {listed(originals)}, which here are topics of "
+                    "this cluster and not copies"
+                )
         except MillstreamError as error:
             self._run.notes[key] = Problem(f"subscription {offered.name!r}: {error}")

@@ -25,7 +25,9 @@ from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
+from millstream.core.acl import Operation
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import InvalidMirror, MillstreamError, MirrorInUse, NotLeader, RequestTimedOut
@@ -46,7 +48,7 @@ from millstream.protocol.private.message import (
 )
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
-    CommitNotice,
+    CommitNoticeRequest,
     CutPartition,
     CutRequest,
     ExposeRequest,
@@ -139,6 +141,10 @@ class MirrorRun:
                         "a mirror cannot run; retrying", extra={"mirror": self.mirror.name, "error": str(error)}
                     )
                 self.error = str(error)
+            except Exception as error:
+                # A source may send anything, and must not end the node.
+                _logger.exception("a mirror failed; retrying", extra={"mirror": self.mirror.name})
+                self.error = f"internal error: {error!r}"
             finally:
                 if self.copier is not None:
                     self.service.gone[_run_key(self.mirror)] = {copy.key for copy in self.copies() if copy.is_gone}
@@ -170,7 +176,7 @@ class MirrorRun:
                 self.wants_barrier.set()
                 continue
             try:
-                notice = CommitNotice(mirror=self.mirror.name)
+                notice = CommitNoticeRequest(mirror=self.mirror.name)
                 await self.service.ask_node(self.service.membership.controller_id, notice)
             except MillstreamError:
                 await asyncio.sleep(NOTICE_RETRY_S)
@@ -837,8 +843,10 @@ class MirrorService:
 
     # -- what a source has in addition to records -----------------------------------------------------------
 
-    async def offer(self, request: OfferRequest) -> OfferResponse:
-        """As a source: return the declared subscriptions, and the states of queues that this node stores."""
+    async def offer(self, request: OfferRequest, rights: Rights | None = None) -> OfferResponse:
+        """As a source: return the declared subscriptions and the states of queues that this node stores, as far as a
+        client with these rights may read them.
+        """
         if not request.topics:
             mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
             origins = {topic.name: list(topic.origins) for topic in self.topics.all() if topic.origins}
@@ -853,6 +861,7 @@ class MirrorService:
             )
             for one in request.known
         }
+        declared = [one for one in self.subscriptions.declared.all() if names & set(one.topics)]
         subscriptions = [
             OfferedSubscription(
                 name=one.name,
@@ -862,13 +871,27 @@ class MirrorService:
                 starts={topic: list(offsets) for topic, offsets in one.starts.items()},
                 created_ms=one.created_ms,
             )
-            for one in self.subscriptions.declared.all()
-            if names & set(one.topics)
+            for one in declared
+            if rights is None or rights.group(Operation.READ, one.name)
         ]
+        has_hidden = len(subscriptions) < len(declared)
+        if rights is not None:
+            wanted = {one for one in wanted if rights.topic(Operation.READ, rights.topic_name(one) or "")}
+
+        def may_read(subscription_id: UUID) -> bool:
+            if rights is None:
+                return True
+            found = self.subscriptions.declared.by_id(subscription_id)
+            return found is not None and rights.group(Operation.READ, found.name)
+
         queues: list[QueueSnapshot] = []
         size, has_more = 0, False
         for key, loaded in self.subscriptions.states.changed(
-            lambda key, sequence: key.topic_id in wanted and known.get(key) not in (sequence, ANY_SEQUENCE)
+            lambda key, sequence: (
+                key.topic_id in wanted
+                and known.get(key) not in (sequence, ANY_SEQUENCE)
+                and may_read(key.subscription_id)
+            )
         ):
             if size > OFFER_BYTES_MAX:
                 has_more = True
@@ -880,7 +903,7 @@ class MirrorService:
             queues.append(
                 QueueSnapshot(key.subscription_id.bytes, key.topic_id.bytes, key.partition, loaded.sequence, content)
             )
-        return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more)
+        return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more, has_hidden=has_hidden)
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the lag, the traffic and the errors of mirrors."""

@@ -7,7 +7,7 @@ from typing import Self, TypeVar
 from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
-from millstream.core.errors import CopyDiverged, MillstreamError, UnknownTopicId, UnsupportedVersion
+from millstream.core.errors import CopyDiverged, MillstreamError, ProtocolViolation, UnknownTopicId, UnsupportedVersion
 from millstream.core.ids import EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
@@ -176,4 +176,7 @@ async def offer_pages(
 
 
 def queue_key(queue: QueueSnapshot) -> QueueKey:
-    return QueueKey(UUID(bytes=queue.subscription_id), UUID(bytes=queue.topic_id), PartitionIndex(queue.partition))
+    try:
+        return QueueKey(UUID(bytes=queue.subscription_id), UUID(bytes=queue.topic_id), PartitionIndex(queue.partition))
+    except ValueError:
+        raise ProtocolViolation("the source names a queue by an id that does not have 16 bytes") from None

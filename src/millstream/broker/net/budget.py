@@ -66,6 +66,13 @@ class Budget:
         while self._growing and self.has_room_to_grow:
             self._growing.popitem(last=False)[1]()
 
+    def change(self, by_bytes: int) -> None:
+        """Count more or fewer bytes as held."""
+        if by_bytes > 0:
+            self.reserve(by_bytes)
+        elif by_bytes < 0:
+            self.release(-by_bytes)
+
     def wait(self, who: Hashable, resume: Callable[[], None]) -> None:
         """Call `resume` once there is room; at most one wait per `who`."""
         self._waiting[who] = resume

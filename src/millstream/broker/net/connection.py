@@ -59,6 +59,8 @@ from millstream.broker.net.turns import (
 )
 from millstream.core.errors import MillstreamError, ProtocolViolation
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -85,8 +87,6 @@ class ConnectionLimits:
     pressed_frame_s: float = 60.0
     """While others wait for memory, a frame must be complete after this long, however steadily it arrives."""
 
-
-_logger = logging.getLogger(__name__)
 
 EventualResponse = (
     EncodedResponse
@@ -188,7 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         self._write_paused = self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
         self._mute_is_lifted = False
-        self._unread_bytes = 0
+        self._unread_bytes = self._outgoing_bytes = 0
         self.presence = Presence()
         self.peer = self.host = ""
         self.reached_at = ""
@@ -257,6 +257,7 @@ class Connection(asyncio.BufferedProtocol):
         self._promises.clear()
         self._ready.clear()
         self._outgoing.clear()
+        self._count_outgoing()
         self._forget_unserved()
         if self._partial is not None:
             partial_frame, self._partial = self._partial, None
@@ -526,7 +527,7 @@ class Connection(asyncio.BufferedProtocol):
             or self._task is not None
             or self._parked is not None
             or self._write_paused
-            or self.is_muted
+            or (self._muted is not None and not self._mute_is_lifted)
             or bool(self._outgoing)
         )
 
@@ -555,7 +556,12 @@ class Connection(asyncio.BufferedProtocol):
             if buffer is not None:
                 self._release(buffer)
             raise
-        if not isinstance(response, (Promise, list)) and asyncio.iscoroutine(response):
+        if isinstance(response, list):
+            if buffer is not None:
+                self._release(buffer)
+            self._respond(response)
+            return
+        if not isinstance(response, Promise) and asyncio.iscoroutine(response):
             response = Started(response)
         if isinstance(response, Started):
             self._begin_task(response, len(frame), buffer)
@@ -568,8 +574,6 @@ class Connection(asyncio.BufferedProtocol):
             response.cost_bytes = self._turns.promise(self._flow, len(frame))
             response.on_resolved = self._on_promise_resolved
             self._promises.append(response)
-        elif isinstance(response, list):
-            self._respond(response)
         elif isinstance(response, Stream):
             promise = Promise()
             self._promises.append(promise)
@@ -826,6 +830,7 @@ class Connection(asyncio.BufferedProtocol):
         if is_stored or size > WRITE_BUFFER_HIGH_BYTES:
             self._outgoing.extend(out)
             self._send_pieces(transport)
+            self._count_outgoing()
         else:
             self._send(transport, cast("list[Piece]", out), size)
 
@@ -863,6 +868,7 @@ class Connection(asyncio.BufferedProtocol):
         """Send the rest of a large response, then serve the waiting requests."""
         if self._transport is not None:
             self._send_pieces(self._transport)
+            self._count_outgoing()
             self._flush_responses()
             self._serve_next()
 
@@ -891,12 +897,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _count_unread(self, size_bytes: int) -> None:
         """Count the bytes that the client has not read yet."""
-        change = size_bytes - self._unread_bytes
+        self._budget.change(size_bytes - self._unread_bytes)
         self._unread_bytes = size_bytes
-        if change > 0:
-            self._budget.reserve(change)
-        elif change < 0:
-            self._budget.release(-change)
+
+    def _count_outgoing(self) -> None:
+        """Count the bytes in memory that the transport does not have yet."""
+        held_bytes = self._outgoing.held_bytes
+        self._budget.change(held_bytes - self._outgoing_bytes)
+        self._outgoing_bytes = held_bytes
 
     # -- backpressure ---------------------------------------------------------------------------------------
 

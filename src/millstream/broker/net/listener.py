@@ -17,6 +17,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
 from millstream.broker.net.presence import Hangups, find_gone
 from millstream.broker.net.turns import Turns
+from millstream.core.crowding import network_of
 from millstream.core.errors import AddressTaken
 from millstream.core.heap import Trimmer
 from millstream.core.metric import Metric, counter, gauge
@@ -51,7 +52,7 @@ UNKNOWN_PER_ADDRESS_MAX = 256
 handshake, or delayed after a failure. Their TLS buffers take up to 256 KiB each."""
 ORPHAN_S: Final = 10.0
 """How long a start after a kill retries an address that a process of the last run may still hold."""
-_TAKEN_LOOK_S: Final = 0.1
+_BIND_RETRY_S: Final = 0.1
 ACCEPT_RETRY_S = 1.0
 """How long no connection is accepted after the system could not open one, for lack of file descriptors for example."""
 
@@ -183,7 +184,9 @@ class Listener:
             async with asyncio.timeout(timeout_s):
                 await self._all_closed.wait()
         except TimeoutError:
-            _logger.warning("connections closed before they were done", extra={"connections": len(self.connections)})
+            _logger.warning(
+                "connections were closed with requests in progress", extra={"connections": len(self.connections)}
+            )
             for connection in tuple(self.connections):
                 connection.abort()
             await self._all_closed.wait()
@@ -247,16 +250,17 @@ class Listener:
     def _is_admitted(self, host: str, options: ListenerOptions) -> bool:
         if not options.is_limited:
             return True
+        host = network_of(host)
         return self._by_address[host] < self.per_address_max and self._unidentified[host] < UNKNOWN_PER_ADDRESS_MAX
 
     def _count_address(self, connection: Connection, host: str, options: ListenerOptions) -> None:
         """Count a connection for its address, as unauthenticated until it authenticates or its handshake is over."""
         if not options.is_limited:
             return
-        connection.counted_as = host
-        self._by_address[host] += 1
+        connection.counted_as = network_of(host)
+        self._by_address[connection.counted_as] += 1
         if options.deadline_s is not None or options.tls is not None:
-            self._unidentified[host] += 1
+            self._unidentified[connection.counted_as] += 1
             connection.known = self._count_identified
 
     def _uncount_address(self, connection: Connection) -> None:
@@ -381,15 +385,20 @@ def _decrease(counter: Counter[str], key: str) -> None:
         del counter[key]
 
 
-def bind(host: str, port: int, *, flag: str, listener: str = "", listening: bool = True) -> socket.socket:
+def bind(
+    host: str, port: int, *, flag: str, listener: str = "", listening: bool = True, is_held: bool = False
+) -> socket.socket:
     """Bind a socket, so that the address is known before anything is served.
 
     If the address is taken, the error names the flag that sets it, or the listener if it is an additional one.
-    Unless it listens, clients are refused and retry, instead of waiting for a node that is not ready.
+    Unless it listens, clients are refused and retry, instead of waiting for a node that is not ready. An address that
+    is held may be bound by `hold_address` too.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_held:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, port))
     except OSError as error:
@@ -399,6 +408,22 @@ def bind(host: str, port: int, *, flag: str, listener: str = "", listening: bool
         listen(bound, flag=flag, listener=listener)
     bound.setblocking(False)
     return bound
+
+
+def hold_address(host: str, port: int) -> socket.socket | None:
+    """Keep other users of the machine from binding an address while the process that listens there is restarted.
+
+    Return None if it cannot be held, because the socket that listens there was not bound as held.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # Without SO_REUSEADDR: only processes of the same user may bind it as well, and only with SO_REUSEPORT.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 async def bind_with_retries(host: str, port: int, *, flag: str, wait_s: float) -> socket.socket:
@@ -414,7 +439,7 @@ async def bind_with_retries(host: str, port: int, *, flag: str, wait_s: float) -
         except AddressTaken:
             if loop.time() >= deadline:
                 raise
-        await asyncio.sleep(_TAKEN_LOOK_S)
+        await asyncio.sleep(_BIND_RETRY_S)
 
 
 def listen(bound: socket.socket, *, flag: str, listener: str = "") -> None:

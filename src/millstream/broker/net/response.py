@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -213,12 +213,24 @@ SLACK = 2
 class Outgoing(deque[Piece | Stored]):
     """The parts of large responses that the transport does not have yet, in order."""
 
-    __slots__ = ("_begun",)
+    __slots__ = ("_begun", "held_bytes")
 
     def __init__(self) -> None:
         super().__init__()
         self._begun = 0
         """How much of the first part is sent."""
+        self.held_bytes = 0
+        """How many of the bytes are in memory."""
+
+    def extend(self, parts: Iterable[Piece | Stored]) -> None:
+        for part in parts:
+            self.append(part)
+            if isinstance(part, Piece):
+                self.held_bytes += len(part)
+
+    def clear(self) -> None:
+        super().clear()
+        self._begun = self.held_bytes = 0
 
     def take(self, wanted: int) -> list[Piece]:
         """Return about this many of the next bytes, or all that are left; raise what reading them raises."""
@@ -226,19 +238,20 @@ class Outgoing(deque[Piece | Stored]):
         size = 0
         most = wanted + wanted // SLACK
         while self and size < wanted:
-            part = self[0]
-            left = len(part) - self._begun
-            if isinstance(part, Piece):
-                pieces.append(part)
-            elif size and size + left > most:
+            part, begun = self[0], self._begun
+            left = len(part) - begun
+            if size and size + left > most:
                 break
+            left = left if left <= most else wanted
+            if isinstance(part, Piece):
+                pieces.append(memoryview(part)[begun : begun + left] if left < len(part) else part)
+                self.held_bytes -= left
             else:
-                left = left if left <= most else wanted
-                pieces.append(part.read(self._begun, left))
-                if self._begun + left < len(part):
-                    self._begun += left
-                    break
+                pieces.append(part.read(begun, left))
             size += left
+            if begun + left < len(part):
+                self._begun += left
+                break
             self._begun = 0
             self.popleft()
         return pieces

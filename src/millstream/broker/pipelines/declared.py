@@ -10,7 +10,7 @@ from typing import Final
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.credential import NO_OWNER, Owner
-from millstream.core.errors import InvalidPipeline, MillstreamError, PipelineExists, UnknownPipeline
+from millstream.core.errors import AlreadyLanded, InvalidPipeline, MillstreamError, PipelineExists, UnknownPipeline
 from millstream.core.job import RUNS_KEPT, JobRun
 from millstream.core.pipeline import (
     GROUP_PREFIX,
@@ -25,9 +25,11 @@ from millstream.core.pipeline import (
 from millstream.core.pipeline_rules import check_rules
 from millstream.core.tasks import finishing
 
+_logger = logging.getLogger(__name__)
+
 
 def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
-    """Raise `InvalidPipeline` if another pipeline lands one of its topics in the same lake.
+    """Raise `AlreadyLanded` if another pipeline lands one of its topics in the same lake.
 
     Whether two patterns overlap is unknown until a topic matches both.
     """
@@ -39,9 +41,9 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
         if theirs is None or _lake_url(theirs) != _lake_url(settings):
             continue
         for topic in _shared_topics(settings, theirs):
-            raise InvalidPipeline(
-                f"{topic} is already landed by pipeline {other.name!r}, and a table has one pipeline: change that one "
-                f"(`millstream pipeline update {other.name} --set …`), or give this one its own place (`lake`)"
+            raise AlreadyLanded(
+                f"{topic} is already landed in this lake by pipeline {other.name!r}; change that pipeline with "
+                f"`millstream pipeline update {other.name} --set …`, or set another `lake` for this one"
             )
 
 
@@ -60,18 +62,19 @@ def _lake_url(settings: LandSettings) -> str:
 
 def _shared_topics(one: LandSettings, other: LandSettings) -> Iterable[str]:
     if one.pattern and one.pattern == other.pattern:
-        return [f"What fits {one.pattern!r}"]
+        return [f"what matches {one.pattern!r}"]
     named = one.topic_names or other.topic_names
-    return [f"Topic {name!r}" for name in named if one.takes(name) and other.takes(name)]
+    return [f"topic {name!r}" for name in named if one.takes(name) and other.takes(name)]
 
-
-_logger = logging.getLogger(__name__)
 
 PIPELINES_MAX: Final = 1000
 
 
 class Pipelines(NamedHolder[Pipeline]):
     """Every declared pipeline, by name."""
+
+    noun = "pipeline"
+    unknown = UnknownPipeline
 
     async def load(self) -> None:
         await self._load(Catalog.pipelines)
@@ -275,5 +278,5 @@ class Pipelines(NamedHolder[Pipeline]):
     async def _read(self, name: str) -> Pipeline:
         found = await self._declarations.call(Catalog.pipeline_named, name)
         if found is None:
-            raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")
+            raise self._unknown_error(name)
         return found

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.keys import NodeRegistration
@@ -23,29 +22,8 @@ from millstream.core.ids import NodeId
 _logger = logging.getLogger(__name__)
 
 
-class PipelineOwner(Protocol):
-    """Whether this node runs the pipelines."""
-
-    @property
-    def is_this_node(self) -> bool:
-        """Whether this node believes that it runs the pipelines."""
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another node does."""
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when that may have changed."""
-
-    def become_candidate(self) -> None:
-        """Take part in the election: this node can run pipelines."""
-
-    async def resign(self) -> None:
-        """Let another node take over; this one is about to stop."""
-
-
-class ElectedOwner:
-    """One node's candidate; a single node has no other."""
+class PipelineOwner:
+    """One node's view of who runs the pipelines, and its candidate; a single node has no other."""
 
     def __init__(
         self,
@@ -71,16 +49,20 @@ class ElectedOwner:
 
     @property
     def is_this_node(self) -> bool:
+        """Whether this node believes that it runs the pipelines."""
         return self._revision is not None and not self._has_resigned
 
     @property
     def is_elsewhere(self) -> bool:
+        """Whether another node does."""
         return not self.is_this_node and self._view.pipelines_owner not in (None, self._me)
 
     def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
     def become_candidate(self) -> None:
+        """Take part in the election: this node can run pipelines."""
         self._is_candidate.set()
 
     async def run(self) -> None:
@@ -104,7 +86,7 @@ class ElectedOwner:
                 self._notify()
 
     async def resign(self) -> None:
-        """Let another node take over at once."""
+        """Let another node take over at once; this one is about to stop."""
         revision, self._has_resigned = self._revision, True
         if revision is None:
             return

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 import msgspec
@@ -18,7 +18,7 @@ from millstream.core.metric import Metric, Sample
 from millstream.core.pipeline import LandSettings, LedgerSettings, Pipeline
 from millstream.core.setting import suggestion
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.pipeline_messages import LOCAL_TABLES
+from millstream.protocol.private.pipeline_messages import LOCAL_TABLES, STATES, PipelineReport
 
 NAMED_MAX: Final = 5
 """The most topics named in a note."""
@@ -202,55 +202,6 @@ class LandedBoard:
                 place = settings.lake, settings.format
                 landed = known.landed if known is not None and known.place == place else {}
                 self._landings[pipeline.pipeline_id] = Landing(place, settings.matcher(), landed)
-
-
-State = Literal["waiting", "idle", "starting", "running", "retrying", "parked", "stopped"]
-
-STATES: Final[tuple[State, ...]] = ("waiting", "idle", "starting", "running", "retrying", "parked", "stopped")
-
-
-class RecentBatch(msgspec.Struct, frozen=True):
-    ended_ms: int
-    rows: int
-    """Messages read."""
-    seconds: float
-
-
-class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one pipeline, counted from the start of its driver."""
-
-    name: str
-    state: State
-    rows: int = 0
-    """Messages read."""
-    rows_per_s: float = 0.0
-    lag: int | None = None
-    """Messages not read yet; None before the first batch."""
-    batches: int = 0
-    recent: list[RecentBatch] = []
-    """The last batches, the latest first."""
-    restarts: int = 0
-    """Restarts after a failure."""
-    stalls: int = 0
-    """Batches cancelled because they made no progress."""
-    stalled_s: float = 0.0
-    """How long the running batch has made no progress."""
-    last_error: str = ""
-    last_error_ms: int = 0
-    failing_ms: int = 0
-    """Since when every step has failed; 0 otherwise."""
-    counts: dict[str, int] = {}
-    """Further counts by name: files, quarantined rows …"""
-    levels: dict[str, int] = {}
-    """Gauges by name, each valid until the next value: what the last audit of a ledger found …"""
-    facts: dict[str, str] = {}
-    """Further texts by name: the columns of tables …"""
-    node: int = -1
-    """The node whose driver runs it."""
-    run: int = 0
-    """The number of a job's last run."""
-    next_run_ms: int = 0
-    """When a job runs next; 0 if that is not known."""
 
 
 class JobControl(Protocol):

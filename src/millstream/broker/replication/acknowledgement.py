@@ -70,45 +70,38 @@ class AcknowledgementFuture:
             self.future.exception()
 
 
-class AcknowledgementQueue:
+class AcknowledgementQueue(deque["tuple[Offset, AcknowledgementListener]"]):
     """Listeners in the order of the log, each with the offset below which everything has to be acknowledged.
 
     The high watermark may not move for long while clients time out and retry. Finished listeners are therefore
     discarded on request (`discard_finished`) and as others are added, so the queue stays bounded by those that wait.
     """
 
-    __slots__ = ("_discard_at", "_queue")
+    __slots__ = ("_discard_at",)
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Offset, AcknowledgementListener]] = deque()
+        super().__init__()
         self._discard_at = DISCARD_MIN
-
-    def __len__(self) -> int:
-        """Return how many there are, including finished ones that are not discarded yet."""
-        return len(self._queue)
 
     def add(self, offset: Offset, listener: AcknowledgementListener) -> None:
         """Call `listener` when everything below an offset is acknowledged."""
-        queue = self._queue
-        queue.append((offset, listener))
-        if len(queue) > self._discard_at:
+        self.append((offset, listener))
+        if len(self) > self._discard_at:
             self.discard_finished()
 
     def discard_finished(self) -> None:
         """Remove the listeners that no longer wait."""
-        left = [one for one in self._queue if not one[1].is_finished]
-        # The same queue, because a listener that is being called may add another one.
-        self._queue.clear()
-        self._queue.extend(left)
+        left = [one for one in self if not one[1].is_finished]
+        self.clear()
+        self.extend(left)
         # The next scan then costs no more than the additions since.
-        self._discard_at = max(DISCARD_MIN, 2 * len(self._queue))
+        self._discard_at = max(DISCARD_MIN, 2 * len(self))
 
     def acknowledge(self, offset: Offset) -> None:
-        queue = self._queue
-        while queue and queue[0][0] <= offset:
-            queue.popleft()[1].acknowledged(None)
+        # A listener that is called may add another one, or discard finished ones.
+        while self and self[0][0] <= offset:
+            self.popleft()[1].acknowledged(None)
 
     def fail(self, error: MillstreamError) -> None:
-        queue = self._queue
-        while queue:
-            queue.popleft()[1].acknowledged(error)
+        while self:
+            self.popleft()[1].acknowledged(error)

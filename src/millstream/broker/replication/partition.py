@@ -208,10 +208,11 @@ class Partition(Replica):
         return appended
 
     def _sync_or_advance(self) -> None:
-        if self.log.settings.flush != FLUSH_ALWAYS:
+        log = self.log
+        if log.settings.flush != FLUSH_ALWAYS:
             self._advance()
-        elif self.log.synced_offset < self.log.end_offset:
-            self._store.sync_soon(self.log)
+        elif log.synced_offset < log.end_offset:
+            self._store.sync_soon(log)
 
     def _earlier_write_failed(self) -> StorageFailure:
         """Return the error for a gap that the disk itself may have caused, so that the client retries.
@@ -654,7 +655,7 @@ class Partition(Replica):
                 raise
             except RepairPending as error:
                 # It was lost here too; the replica that asks must not wait for this one.
-                raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
+                raise DamagedRange(str(error), start=offset, end=offset + 1) from error
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
     def damage_changed(self) -> None:

@@ -16,11 +16,11 @@ from typing import Final, NamedTuple
 
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import BatchRejected, DamagedRange, NotLeader
+from millstream.core.headers import MESSAGE_ID
 from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import Headers, decode_batch, records_section
 
-MESSAGE_ID: Final = "message-id"
 IDS_MAX: Final = 200_000
 """How many ids of one partition are remembered."""
 READ_BYTES: Final = 1024 * 1024
@@ -90,7 +90,7 @@ class PublishedIds:
             try:
                 records = self._log.read(self._next, max_bytes=READ_BYTES, up_to=self._log.end_offset)
             except DamagedRange as damage:
-                self._next = damage.next_offset
+                self._next = damage.end
                 continue
             data = bytes(records)
             if len(data) > ON_LOOP_BYTES or any(header.compression for header in iterate_whole_headers(data)):

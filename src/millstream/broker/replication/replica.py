@@ -17,6 +17,8 @@ from millstream.core.partition_state import FIRST_EPOCH, PartitionState
 from millstream.core.topic import FLUSH_ALWAYS, Topic
 from millstream.protocol.records.batch import Buffer
 
+_logger = logging.getLogger(__name__)
+
 
 def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
     """Return where a follower's history diverges, given the end and last epoch of its log; None if it does not.
@@ -44,8 +46,6 @@ def truncation_point(log: Log, diverging: EpochEnd) -> Offset:
         return min(known_end, log.end_offset)
     return min(diverging.end_offset, known_end, log.end_offset)
 
-
-_logger = logging.getLogger(__name__)
 
 _NO_REVISION = -1
 
@@ -214,7 +214,7 @@ class Replica:
         """
         log = self.log
         lost = log.damage.repairable if log.damage else ()
-        return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
+        return Offset(max(lost[0].start, log.start_offset)) if lost else log.end_offset
 
     async def restore_range(self, lost: LostRange, batches: Buffer) -> None:
         """Repair a lost range with batches of another replica; raise `MismatchedBatch` if they do not fit."""

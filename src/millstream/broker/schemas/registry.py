@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -30,7 +30,6 @@ from millstream.broker.schemas.annotations import (
     with_version,
     without_version,
 )
-from millstream.broker.schemas.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.broker.schemas.worker import (
     MESSAGE_BYTES_MAX,
     CheckRequest,
@@ -66,9 +65,15 @@ from millstream.core.schema import (
     SubjectSettings,
     SubjectVersion,
 )
+from millstream.protocol.schemas.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.protocol.schemas.formats import COMPILED, ParsedTexts, SchemaText
 
+_logger = logging.getLogger(__name__)
+
 WORKER_MODULE: Final = "millstream.broker.schemas.worker"
+
+
+T = TypeVar("T")
 
 
 class SchemaExaminer:
@@ -113,8 +118,6 @@ class SchemaExaminer:
             raise _invalid_schema_error(response.invalid)
         return response.texts
 
-
-_logger = logging.getLogger(__name__)
 
 SCHEMA_BYTES_MAX: Final = 1024 * 1024
 REGISTERED_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -228,12 +231,17 @@ class SchemaRegistry:
         return await self._find_held(self._resolve_alias(subject), deleted=deleted)
 
     async def _find_held(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
-        found = self.held(subject)
-        if not found.select(deleted=deleted):
-            await self.load()
-            found = self.held(subject)
-        if not found.select(deleted=deleted):
+        found = await self._look_up(lambda: held if (held := self.held(subject)).select(deleted=deleted) else None)
+        if found is None:
             raise _no_subject(subject)
+        return found
+
+    async def _look_up(self, find: Callable[[], T | None]) -> T | None:
+        """Look for something, a second time with what other nodes have stored since."""
+        found = find()
+        if found is None:
+            await self.load()
+            found = find()
         return found
 
     async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
@@ -244,11 +252,8 @@ class SchemaRegistry:
         self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
     ) -> SubjectVersion:
         number = parse_version(wanted)
-        found = await self._find_held(subject, deleted=deleted)
-        chosen = _select_version(found.select(deleted=deleted), number)
-        if chosen is None:
-            await self.load()
-            chosen = _select_version(self.held(subject).select(deleted=deleted), number)
+        await self._find_held(subject, deleted=deleted)
+        chosen = await self._look_up(lambda: _select_version(self.held(subject).select(deleted=deleted), number))
         if chosen is None:
             raise SchemaRegistryError(f"Version {wanted} not found.", code=RegistryCode.VERSION_NOT_FOUND)
         return chosen
@@ -278,10 +283,7 @@ class SchemaRegistry:
         A subject with a name must use the schema; only one without a context stands for any that does, or else for the
         default context.
         """
-        found = self._schema(schema_id, subject)
-        if found is None:
-            await self.load()
-            found = self._schema(schema_id, subject)
+        found = await self._look_up(lambda: self._schema(schema_id, subject))
         if found is None:
             raise SchemaRegistryError(f"Schema {schema_id} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
         return found
@@ -295,9 +297,7 @@ class SchemaRegistry:
 
     async def find_by_guid(self, guid: str) -> list[StoredSchema]:
         """Return the schemas with a guid: one in each context that has this content."""
-        if guid not in self._by_guid:
-            await self.load()
-        found = self._by_guid.get(guid)
+        found = await self._look_up(lambda: self._by_guid.get(guid))
         if not found:
             raise SchemaRegistryError(f"Schema {guid} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
         return [found[key] for key in sorted(found)]

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from millstream.broker.schemas.child_pool import ChildDied, ChildPool, ChildTimedOut
 from millstream.broker.schemas.record_worker import CompiledSchema, RecordsRequest, RecordsResponse, schema_key
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.core.errors import BatchRejected, CorruptBatch, InvalidBatch, RecordError
@@ -28,7 +27,9 @@ from millstream.protocol.records.batch import (
     check_crc,
     read_header,
 )
+from millstream.protocol.schemas.child_pool import ChildDied, ChildPool, ChildTimedOut
 from millstream.protocol.schemas.formats import COMPILED
+from millstream.protocol.schemas.framing import NO_SCHEMA_ID
 from millstream.protocol.schemas.record_check import FEW_RECORDS, KEY, VALUE, FieldRule, check_ids, have_known_ids
 
 _logger = logging.getLogger(__name__)
@@ -216,6 +217,8 @@ def _rejection_error(wrong: list[RecordError], header: BatchHeader) -> InvalidBa
     first = "; ".join(f"record {one.batch_index}: {one.message}" for one in wrong[:_LISTED_MAX])
     more = "; …" if len(wrong) > _LISTED_MAX else ""
     verb = "does" if len(wrong) == 1 else "do"
+    hint = "; encode messages with a serializer, `millstream publish --schema SUBJECT` or ?schema=SUBJECT over HTTP"
+    more += hint if NO_SCHEMA_ID in first else ""
     records = "record" if header.record_count == 1 else "records"
     error = InvalidBatch(
         f"{len(wrong)} of {header.record_count} {records} {verb} not conform to the topic's schema: {first}{more}"

@@ -47,7 +47,10 @@ OTHERS: Final = "(others)"
 HTTP: Final = "http"
 """Used instead of a listener's name: the gateway, acting for a caller."""
 _BATCH_EVENTS_MAX: Final = 500
+_BATCH_BYTES_MAX: Final = 256 * 1024
+"""Well below the smallest limit that a topic is likely to have: a batch that is refused would be retried forever."""
 _NAME_CHARACTERS_MAX: Final = 256
+_DETAILS_BYTES_MAX: Final = 16 * 1024
 _CLOSE_S: Final = 5.0
 _PARTITION: Final = 0
 _UNKNOWN, _SUCCESS, _FAILURE = 0, 1, 2
@@ -151,6 +154,7 @@ class AuditTrail:
 
     def fail_sign_in(self, user: str, host: str, listener: str, mechanism: str, reason: str) -> None:
         """Record that a client has failed to authenticate."""
+        user = _shorten(user)
         key = (host, user, mechanism, reason)
         if self._is_crowded(host, key):
             user, key = OTHERS, (host, OTHERS, mechanism, reason)
@@ -160,11 +164,11 @@ class AuditTrail:
 
     def deny(self, actor: Actor, operation: Operation, kind: ResourceType, name: str) -> None:
         """Record that a client was refused an operation."""
-        principal = actor.principal
+        principal, name = actor.principal, _shorten(name)
         key = (principal, operation.name, kind.name, name)
         if self._is_crowded(principal, key):
             name, key = OTHERS, (principal, operation.name, kind.name, OTHERS)
-        resource = {"type": name_of(kind), "name": _shorten(CLUSTER_NAME if kind is ResourceType.CLUSTER else name)}
+        resource = {"type": name_of(kind), "name": CLUSTER_NAME if kind is ResourceType.CLUSTER else name}
         event = _new_event(EventClass.API_ACTIVITY, _DENIED_ACTIVITY.get(operation, _OTHER), severity=_LOW)
         event.update(
             status_id=_FAILURE,
@@ -187,7 +191,7 @@ class AuditTrail:
             event["policy"] = {"name": change.name}
         else:
             event = _new_event(EventClass.ENTITY_MANAGEMENT, change.activity)
-            event["entity"] = {"type": change.kind, "name": _shorten(change.name), "data": dict(change.data)}
+            event["entity"] = {"type": change.kind, "name": _shorten(change.name), "data": _details_of(change)}
         event.update(
             status_id=_SUCCESS if change.is_certain else _UNKNOWN,
             actor=_describe_actor(actor),
@@ -343,7 +347,7 @@ class AuditLog:
     async def _ensure_topic(self) -> None:
         if self._has_topic:
             return
-        settings = {"cleanup.policy": "delete", "retention.ms": self._retention}
+        settings = {"cleanup.policy": "delete", "retention.ms": self._retention, "max.message.bytes": "1048588"}
         topic = self._topics.get(AUDIT)
         if topic is None:
             with suppress(TopicExists):
@@ -357,14 +361,26 @@ class AuditLog:
             try:
                 # Not earlier: the first node of a cluster to start would give the topic one replica only.
                 await self._ensure_topic()
-                await self._appender.append(AUDIT, _PARTITION, self._encode(events))
+                records = self._encode(events)
+                await self._appender.append(AUDIT, _PARTITION, encode_batch(records))
             except BaseException:
                 self._trail.requeue(events)
                 raise
-            self._trail.written += len(events)
+            self._trail.written += len(records)
+            if len(records) < len(events):
+                self._trail.requeue(events[len(records) :])
 
-    def _encode(self, events: Iterable[Event]) -> bytearray:
-        return encode_batch([NewRecord(None, self._complete(event), (), event["time"]) for event in events])
+    def _encode(self, events: Iterable[Event]) -> list[NewRecord]:
+        """Encode the first events, as many as a batch takes."""
+        records: list[NewRecord] = []
+        size = 0
+        for event in events:
+            content = self._complete(event)
+            size += len(content)
+            if records and size > _BATCH_BYTES_MAX:
+                break
+            records.append(NewRecord(None, content, (), event["time"]))
+        return records
 
     def _complete(self, event: Event) -> bytes:
         """Add what all events have in common; the id lets readers recognize one that was written twice."""
@@ -414,6 +430,14 @@ def _session(actor: Actor) -> Event:
 
 def _user(principal: str) -> Event:
     return {"name": _shorten(principal.removeprefix("User:")), "uid": _shorten(principal)}
+
+
+def _details_of(change: Change) -> Event:
+    """Return the details of a change, or the beginning of long ones: clients may send any number of them."""
+    content = msgspec.json.encode(change.data)
+    if len(content) <= _DETAILS_BYTES_MAX:
+        return dict(change.data)
+    return {"shortened": content[:_DETAILS_BYTES_MAX].decode(errors="replace")}
 
 
 def _shorten(text: str) -> str:

@@ -53,7 +53,9 @@ from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import ClusterNotAuthorized
+from millstream.core.schema import subject_topic
 from millstream.core.tasks import finish
+from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALUE
 
 Guard = Callable[[Any, Any, Any, Rights], Coroutine[Any, Any, Any]]
 """Responds for an API, given the API, the request in its newest version, the client and its rights."""
@@ -78,7 +80,7 @@ _MESSAGES: Final = {
     _CLUSTER_DENIED: "not authorized for the cluster",
 }
 _TEXT: Final = _MESSAGES[_CLUSTER_DENIED]
-_NOT_ASKED: Final = i32(-(2**31))
+_NOT_REQUESTED: Final = i32(-(2**31))
 _CONFIG_TOPIC, _CONFIG_GROUP = 2, 32
 _GROUP_KEY, _TRANSACTION_KEY = 0, 1
 
@@ -353,7 +355,9 @@ _refuse_producers: Final = _refusing(
 
 def _refuse_create_partitions(topic: Any) -> Any:
     return create_partitions.CreatePartitionsTopicResult(
-        name=topic.name, error_code=_TOPIC_DENIED, error_message=_MESSAGES[_TOPIC_DENIED]
+        name=topic.name,
+        error_code=_TOPIC_DENIED,
+        error_message=f"not authorized; this needs ALTER on topic {topic.name!r}",
     )
 
 
@@ -421,7 +425,7 @@ def _refuse_metadata(wanted: Any) -> Any:
 def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, ...]:
     return tuple(
         topic
-        if topic.topic_authorized_operations == _NOT_ASKED or topic.name is None
+        if topic.topic_authorized_operations == _NOT_REQUESTED or topic.name is None
         else dataclasses.replace(topic, topic_authorized_operations=i32(rights.operations(TOPIC, topic.name)))
         for topic in topics
     )
@@ -429,7 +433,7 @@ def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, 
 
 @_guards(75)
 async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DescribeTopicPartitions: as Metadata."""
+    """DescribeTopicPartitions: as Metadata; of all topics, the API selects those that the client may describe."""
     allowed, refused = _divide(request.topics, lambda topic: rights.check(DESCRIBE, TOPIC, topic.name))
     denied = tuple(
         topic_partitions.DescribeTopicPartitionsResponseTopic(
@@ -440,15 +444,23 @@ async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights
     if request.topics and not allowed:
         return _build_response(topic_partitions.DescribeTopicPartitionsResponse, topics=denied, next_cursor=None)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    seen = [topic for topic in response.topics if topic.name is None or rights.topic(DESCRIBE, topic.name)]
-    return dataclasses.replace(response, topics=(*_with_topic_operations(seen, rights), *denied))
+    return dataclasses.replace(response, topics=(*_with_topic_operations(response.topics, rights), *denied))
 
 
 @_guards(19)
 async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """CreateTopics: CREATE on the cluster or on the topic; settings are shown with DESCRIBE_CONFIGS."""
     may_all = rights.cluster(CREATE)
-    allowed, denied = _divide(request.topics, lambda topic: may_all or rights.check(CREATE, TOPIC, topic.name))
+
+    def may_create(topic: Any) -> bool:
+        return (may_all or rights.check(CREATE, TOPIC, topic.name)) and _sees_subjects(rights, topic.configs)
+
+    def reason(topic: Any) -> str:
+        if not _sees_subjects(rights, topic.configs):
+            return _MESSAGES[_TOPIC_DENIED]
+        return f"{rights.principal} may not create topic {topic.name!r}"
+
+    allowed, denied = _divide(request.topics, may_create)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     created = tuple(
         topic
@@ -467,7 +479,7 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
             name=topic.name,
             topic_id=None,
             error_code=_TOPIC_DENIED,
-            error_message=_MESSAGES[_TOPIC_DENIED],
+            error_message=reason(topic),
             configs=(),
         )
         for topic in denied
@@ -499,7 +511,7 @@ def _refuse_deletion(wanted: Any, rights: Rights) -> Any:
         name=TopicName(name) if is_shown else None,
         topic_id=wanted.topic_id,
         error_code=_TOPIC_DENIED,
-        error_message=_MESSAGES[_TOPIC_DENIED],
+        error_message=f"{rights.principal} may not delete {f'topic {name!r}' if is_shown else 'this topic'}",
     )
 
 
@@ -512,11 +524,22 @@ def _is_allowed(rights: Rights, operation: Operation, topic: Any) -> bool:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
+def _sees_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
+    """Whether the client may describe the subjects of the schema registry that settings of a topic name.
+
+    Errors of its producers would reveal which subjects exist, and what their schemas are.
+    """
+    subjects = [one.value for one in configs if one.name in (SCHEMA_KEY, SCHEMA_VALUE) and one.value]
+    return all(rights.check(DESCRIBE, TOPIC, subject_topic(subject)) for subject in subjects)
+
+
 def _by_config_resource(operation: Operation, result: Callable[..., Any], response_field: str, **more: Any) -> Guard:
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-        allowed, denied = _divide(
-            request.resources, lambda one: rights.check(operation, _config_kind(one), _config_name(one))
-        )
+        def may(one: Any) -> bool:
+            is_allowed = rights.check(operation, _config_kind(one), _config_name(one))
+            return is_allowed and (operation is not ALTER_CONFIGS or _sees_subjects(rights, one.configs))
+
+        allowed, denied = _divide(request.resources, may)
         response = await api.handle(dataclasses.replace(request, resources=allowed), client)
         return _extend(response, response_field, map(refuse, denied))
 
@@ -621,7 +644,7 @@ def _describing_groups(asked: str) -> Guard:
 
 
 def _with_group_operations(group: Any, rights: Rights) -> Any:
-    if group.authorized_operations == _NOT_ASKED:
+    if group.authorized_operations == _NOT_REQUESTED:
         return group
     return dataclasses.replace(group, authorized_operations=i32(rights.operations(GROUP, group.group_id)))
 

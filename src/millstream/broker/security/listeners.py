@@ -153,7 +153,7 @@ class Listeners:
         if listener.requires_authentication and not listener.tls_client_ca:
             raise InvalidSetting(
                 f"the nodes of a cluster authenticate by certificates: listener {listener.name!r} needs tls-cert, "
-                "tls-key and tls-client-ca; `millstream certs init` makes some to try"
+                "tls-key and tls-client-ca; `millstream certs init` creates some for trials"
             )
         if not listener.advertise and is_any_address(parse_address(listener.address, name="kafka")[0]):
             raise InvalidSetting(
@@ -189,7 +189,9 @@ class Listeners:
                 files = TlsFiles(certificate=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
                 tls = FollowedTls(files)
             address = parse_address(config.address, name="kafka")
-            bound = bind(*address, flag="kafka", listener=_additional_name(config), listening=False)
+            # The node's own processes send their secret to the process that listens on the internal address.
+            is_held = config.name == INTERNAL
+            bound = bind(*address, flag="kafka", listener=_additional_name(config), listening=False, is_held=is_held)
             self._bound.append(_Bound(config=config, socket=bound, tls=tls))
 
     def listen(self) -> None:

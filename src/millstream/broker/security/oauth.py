@@ -222,7 +222,7 @@ class TokenChecker:
     def _load_keys(self, document: bytes) -> None:
         published = json.loads(document)
         if not isinstance(published, dict):
-            raise ValueError("a set of keys is a JSON object")
+            raise ValueError("a set of keys must be a JSON object")
         # A secret in the set would let its readers sign tokens.
         keys = [key for key in published.get("keys", ()) if isinstance(key, dict) and key.get("kty") != "oct"]
         self._keys = KeySet.import_key_set({"keys": keys})

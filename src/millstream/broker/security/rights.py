@@ -27,6 +27,8 @@ ANONYMOUS: Final = "User:ANONYMOUS"
 OWNER_HOST: Final = "127.0.0.1"
 """The host of pipelines and push, for rules that name a host."""
 _REMEMBERED_MAX: Final = 10_000
+_REMEMBERED_CHARACTERS_MAX: Final = 256
+"""A request may name a resource that is as long as the request; remembering such names would take all memory."""
 _ON_AUDIT: Final = (Operation.READ, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
 """The operations on the audit log; no one can do others."""
 _ERRORS: Final[dict[ResourceType, type[MillstreamError]]] = {
@@ -107,7 +109,8 @@ class Rights:
             decision = all(
                 rules.decide(self.principal, self.host, operation, *resource) for rules in (snapshot, *self._scopes)
             )
-            self._decisions[key] = decision
+            if len(name) <= _REMEMBERED_CHARACTERS_MAX:
+                self._decisions[key] = decision
         return decision
 
     def check(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:

@@ -25,6 +25,7 @@ from millstream.broker.security.rights import ANONYMOUS
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import (
     ITERATIONS,
+    NAME_CHARACTERS_MAX,
     SCRAM_MECHANISMS,
     ApiToken,
     ScramCredential,
@@ -35,6 +36,7 @@ from millstream.core.credential import (
     split_token,
     user_principal,
 )
+from millstream.core.crowding import network_of
 from millstream.core.errors import AuthenticationFailed
 from millstream.protocol.wire.credentials import OAUTHBEARER, PLAIN, scram_fields
 
@@ -356,7 +358,8 @@ class FailedAttempts:
         self.total += 1
         now = time.monotonic()
         worst = 0
-        for key in (f"h{host}", *([f"u{user}"] if user else ())):
+        # A client may claim any name: what is longer than a name can be is not kept.
+        for key in (f"h{network_of(host)}", *([f"u{user[:NAME_CHARACTERS_MAX]}"] if user else ())):
             count, since = self._failures.pop(key, (0, now))
             count = count + 1 if now - since < _FORGIVEN_S else 1
             self._failures[key] = (count, now)

@@ -14,7 +14,7 @@ from millstream.core.setting import seal_problem
 
 _logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 2.0
+CHECK_INTERVAL_S: Final = 2.0
 """How often the key file is checked while secrets cannot be opened."""
 _NAMED_MAX: Final = 10
 
@@ -66,7 +66,7 @@ class StoredSecrets:
         """Retry secrets that cannot be opened when the key file changes; runs forever."""
         while True:
             await self._has_problems.wait()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if not self._sealing.has_changed():
                 continue
             try:

@@ -36,6 +36,8 @@ ACLS_MAX: Final = 100_000
 CREDENTIALS_MAX: Final = 100_000
 TOKENS_MAX: Final = 100_000
 TOKENS_PER_OWNER_MAX: Final = 10_000
+SCOPE_RULES_PER_OWNER_MAX: Final = 10_000
+"""Of all tokens of one owner together: everyone may create tokens, and every node keeps them in memory."""
 CHAIN_MAX: Final = 8
 """The maximum length of a chain of tokens, each created with the one before."""
 NO_SNAPSHOT: Final = "users and access rules are not known yet, since the catalog could not be read"
@@ -162,6 +164,12 @@ class SecurityState(Holder):
         if len(kept) >= TOKENS_MAX or sum(one.owner == token.owner for one in kept) >= TOKENS_PER_OWNER_MAX:
             raise InvalidRequest(
                 f"an owner has {TOKENS_PER_OWNER_MAX} tokens at most, and a cluster {TOKENS_MAX}; revoke some first"
+            )
+        rules = sum(len(one.scope) for one in kept if one.owner == token.owner) + len(token.scope)
+        if rules > SCOPE_RULES_PER_OWNER_MAX or sum(len(one.scope) for one in kept) + len(token.scope) > ACLS_MAX:
+            raise InvalidRequest(
+                f"the scopes of an owner's tokens have {SCOPE_RULES_PER_OWNER_MAX} rules together at most, and those "
+                f"of a cluster {ACLS_MAX}; revoke some first"
             )
         expired = self._tokens.keys() - {one.token_id for one in kept}
         await self._change(SecurityChange(put_tokens=(token,), delete_tokens=frozenset(expired)))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.core.errors import CorruptBatch
+from millstream.core.headers import DELIVER_AT
 from millstream.core.ids import OffsetRange
 from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, Buffer
 from millstream.protocol.records.record import Record, decode_batch, records_section
@@ -24,9 +25,6 @@ from millstream.protocol.records.rewrite import raw_records
 
 if TYPE_CHECKING:
     from millstream.protocol.records.columns import HeaderColumn
-
-DELIVER_AT: Final = "deliver-at"
-"""The header that delays a message: milliseconds since 1970, as text."""
 
 LIGHT_BYTES_MAX: Final = 1024 * 1024
 LIGHT_RECORDS_MAX: Final = 2_000

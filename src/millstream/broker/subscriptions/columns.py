@@ -321,8 +321,9 @@ class Stragglers(Columns):
 
     def indices(self, first: int, last: int) -> tuple[int, int]:
         """Return the range of entries, done or not, for a range of offsets."""
-        start = bisect_left(self.offsets, first, self.front)
-        return start, bisect_left(self.offsets, last + 1, start)
+        offsets = self.offsets
+        start = bisect_left(offsets, first, self.front)
+        return start, bisect_left(offsets, last + 1, start, min(len(offsets), start + last - first + 1))
 
     def key_of(self, offset: int) -> int:
         """Return the hash of a message's key."""

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
+from uuid import UUID
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
@@ -36,14 +37,18 @@ from millstream.core.errors import (
     OffsetOutOfRange,
     ProducerRejected,
     TopicExists,
+    TopicNotAuthorized,
     UnknownTopic,
 )
+from millstream.core.headers import LETTER_PREFIX, LETTER_PUBLISHED, LETTER_REDRIVEN, MESSAGE_ID
 from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
 from millstream.protocol.private.message import request_private
 from millstream.protocol.private.subscription_messages import AppendLetterRequest
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
 from millstream.protocol.wire.client import Client
+
+_logger = logging.getLogger(__name__)
 
 _KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
 
@@ -62,9 +67,17 @@ class DeadLetterAppender(LeaderAppender):
     Letters are exempt from schema rules, so leaders on other nodes take them by a request of nodes, not by a Produce.
     """
 
-    def __init__(self, topics: Topics, membership: Membership) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        membership: Membership,
+        *,
+        refusal: Callable[[UUID, str], str] = lambda _subscription_id, _topic: "",
+    ) -> None:
         super().__init__(topics, membership.addresses, client_id="dead-letters")
         self._me = membership.me
+        self.refusal = refusal
+        """Returns why a subscription may not write letters with messages of a topic; empty if it may."""
 
     async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
         request = AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret)
@@ -87,21 +100,11 @@ class DeadLetterAppender(LeaderAppender):
         return found.partitions
 
 
-_logger = logging.getLogger(__name__)
-
 IN_FLIGHT_MAX: Final = 5
 """The number of batches per producer that a log remembers."""
 
 REFUSED_S_MAX: Final = 300.0
 """The longest wait before a letter that its topic refused is retried."""
-
-MESSAGE_ID: Final = "message-id"
-
-PREFIX: Final = "dlq-"
-
-REDRIVEN: Final = "dlq-redriven"
-
-FIRST_PUBLISHED: Final = "dlq-timestamp"
 
 READ_BYTES: Final = 1
 
@@ -227,6 +230,12 @@ class DeadLetters:
                 queue.drop(rejected.offset, rejected.reason, now_ms=self._clock.now_ms())
             self._delivery.queue_changed()
             return
+        refusal = self._appender.refusal(self._delivery.key.subscription_id, self._delivery.topic)
+        if refusal and not letters[0].plan:
+            # Planned letters may be written already.
+            self._delivery.refused_letters.update(rejected.offset for rejected in letters)
+            self._delivery.letter_refusal = refusal
+            raise TopicNotAuthorized(refusal)
         partitions = await self._appender.partitions(topic)
         planned = [
             (rejected, plan) for rejected in letters if (plan := await self._plan_for(rejected, partitions)) is not None
@@ -346,10 +355,13 @@ class DeadLetters:
             "first-time": str(rejected.first_ms),
             "last-time": str(rejected.time_ms),
         }
-        headers: Headers = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
+        headers: Headers = tuple(header for header in record.headers if not header[0].startswith(LETTER_PREFIX))
         if not any(name == MESSAGE_ID for name, _ in headers):
             headers += ((MESSAGE_ID, f"{key.topic_id}/{key.partition}/{rejected.offset}".encode()),)
-        headers += (*_redrive_headers(record), *((PREFIX + name, text.encode()) for name, text in details.items()))
+        headers += (
+            *_redrive_headers(record),
+            *((LETTER_PREFIX + name, text.encode()) for name, text in details.items()),
+        )
         return encode_batch(
             [NewRecord(record.key, record.value, headers, now_ms)],
             producer_id=plan.producer_id,
@@ -362,6 +374,6 @@ def _redrive_headers(record: Record) -> Headers:
     """Build the headers that record when the message was first published and how often it was redriven."""
     details = dict(record.headers)
     published = str(record.timestamp_ms).encode()
-    if REDRIVEN not in details:
-        return ((FIRST_PUBLISHED, published),)
-    return ((FIRST_PUBLISHED, details.get(FIRST_PUBLISHED) or published), (REDRIVEN, details[REDRIVEN]))
+    if LETTER_REDRIVEN not in details:
+        return ((LETTER_PUBLISHED, published),)
+    return ((LETTER_PUBLISHED, details.get(LETTER_PUBLISHED) or published), (LETTER_REDRIVEN, details[LETTER_REDRIVEN]))

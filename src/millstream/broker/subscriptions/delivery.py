@@ -54,6 +54,8 @@ from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings, Verb
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
+_logger = logging.getLogger(__name__)
+
 
 class Waiter(Protocol):
     """A worker that waits for messages of one or several queues."""
@@ -73,8 +75,6 @@ class Waiter(Protocol):
     def reject(self, reason: MillstreamError) -> None:
         """End the wait because the queue was closed or has to be asked again."""
 
-
-_logger = logging.getLogger(__name__)
 
 SCAN_BYTES: Final = 1024 * 1024
 
@@ -522,11 +522,11 @@ class Delivery:
         """
         queue, partition = self.queue, self.partition
         return (
-            queue.is_ready
-            and not queue.available_count
-            and queue.skip_tick(now_ms)
-            and partition.log_start <= queue.oldest
+            not queue.available_count
             and queue.next_scan_offset >= readable_end(partition, queue.settings.isolation)
+            and queue.is_ready
+            and partition.log_start <= queue.oldest
+            and queue.skip_tick(now_ms)
         )
 
     def _record_filter_version(self) -> None:
@@ -551,7 +551,7 @@ class Delivery:
 
     def _mark_window_if_due(self) -> None:
         """Bound what an audit has to go through to find where an event is missing."""
-        if self.queue.ledger is not None and self.queue.fold.sequence - self._marked_sequence >= WINDOW_FRAMES:
+        if self.queue.fold.sequence - self._marked_sequence >= WINDOW_FRAMES:
             self.mark_window(LEDGER_PERIODIC)
 
     def _check_open(self) -> None:
@@ -630,8 +630,8 @@ class Delivery:
     def _reject_damaged(self, oldest: Offset, damage: DamagedRange) -> bool:
         """Remove messages that the disk has lost from the queue; return whether there were any."""
         now_ms = self._clock.now_ms()
-        count = damage.next_offset - oldest
-        leases = self.queue.acquire(_DAMAGE_WORKER, now_ms=now_ms, max_records=count, until=damage.next_offset)
+        count = damage.end - oldest
+        leases = self.queue.acquire(_DAMAGE_WORKER, now_ms=now_ms, max_records=count, until=damage.end)
         lost = [Settlement(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
         self.queue.settle(_DAMAGE_WORKER, lost, now_ms=now_ms)
         self._report_damage(sum(lease.last - lease.first + 1 for lease in leases), damage)
@@ -716,12 +716,11 @@ class Delivery:
 
     def _needs_more(self, demand: int) -> bool:
         queue = self.queue
-        # Some available messages may turn out to wait behind their key, and some keys may not be known yet.
-        if (queue.available_count >= demand and queue.next_available is not None) or queue.room <= 0:
+        next_offset, end = queue.next_scan_offset, readable_end(self.partition, queue.settings.isolation)
+        if next_offset >= end or self.partition.log_start >= end:
             return False
-        return max(queue.next_scan_offset, self.partition.log_start) < readable_end(
-            self.partition, self.settings.isolation
-        )
+        # Some available messages may turn out to wait behind their key, and some keys may not be known yet.
+        return not (queue.available_count >= demand and queue.next_available is not None) and queue.room > 0
 
     def _scan_next(self, demand: int) -> ScannedRange | None:
         """Scan the next range of the log; None if no more is needed or present."""
@@ -759,7 +758,8 @@ class Delivery:
 
     def _after_change(self) -> None:
         """Do what follows every change: write it, set timers, wake workers."""
-        self._mark_window_if_due()
+        if self.queue.ledger is not None:
+            self._mark_window_if_due()
         self._write()
         if self.queue.has_leases and self._leases_timer is None:
             self._leases_timer = asyncio.get_running_loop().call_later(LEASE_WRITE_DELAY_S, self._write_leases)

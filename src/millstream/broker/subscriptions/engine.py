@@ -38,12 +38,15 @@ from millstream.core.errors import (
     PartitionClosed,
     RequestTimedOut,
     UnknownSubscription,
+    UnknownTopic,
 )
 from millstream.core.ids import Epoch, Offset, PartitionIndex, ProducerId
 from millstream.core.metric import Kind, Metric, Sample
 from millstream.core.subscription import EARLIEST, LETTERS_PREFIX, QueueKey, Subscription, SubscriptionSettings
 from millstream.core.topic import Topic
 from millstream.protocol.filter.filter import compile_filter
+
+_logger = logging.getLogger(__name__)
 
 NOTES_PER_LIFETIME: Final = 8
 """How often the use of a subscription is recorded within its expiry time."""
@@ -119,8 +122,6 @@ class Expiry:
 def _pause_s(lifetime_ms: int) -> float:
     return min(max(lifetime_ms / NOTES_PER_LIFETIME / 1000, CHECK_S_MIN), CHECK_S_MAX)
 
-
-_logger = logging.getLogger(__name__)
 
 OPEN_WAIT_S: Final = 1.0
 """How long a worker waits for queues that are being opened while others are ready."""
@@ -305,6 +306,7 @@ class Engine:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
         if partition.topic.mirror:
             raise _mirrored_error(partition)
+        _check_delivers(subscription, partition)
         epoch = Epoch(partition.leader_epoch)
         stored = await dependencies.store.load(key, epoch)
         if replaced_at is not None:
@@ -331,6 +333,7 @@ class Engine:
             raise NotLeader(f"{partition.log.partition} is no longer led by this node")
         if partition.topic.mirror:
             raise _mirrored_error(partition)
+        _check_delivers(declared, partition)
         if initial is not None:
             queue.begin(initial, now_ms=now_ms)
         elif queue.fold.window.end > partition.log.end_offset:
@@ -544,6 +547,12 @@ def _mirrored_error(partition: Partition) -> MirroredTopic:
         f"topic {partition.topic.name!r} is a copy of mirror {mirror!r}; its messages are delivered at the source, and "
         f"here after `millstream mirror failover {mirror}`"
     )
+
+
+def _check_delivers(subscription: Subscription, partition: Partition) -> None:
+    """Raise `UnknownTopic` for a topic that the subscription does not deliver; a share group delivers any."""
+    if subscription.topics and partition.topic.name not in subscription.topics:
+        raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {partition.topic.name!r}")
 
 
 async def _wait_settled(partition: Partition) -> None:

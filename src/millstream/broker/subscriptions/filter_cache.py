@@ -77,10 +77,6 @@ class FilterCache:
         """Every run, the most recently used last."""
         self._cached_bytes = 0
 
-    @property
-    def cached_bytes(self) -> int:
-        return self._cached_bytes
-
     async def open_batch(self, scanned: ScannedRange) -> ScannedRange:
         """Scan the heavy batch of a range in the filter process."""
         opened = await self._worker.scan_batch(scanned.records, scanned.batch_first, with_keys=scanned.keys is not None)

@@ -139,7 +139,7 @@ def _encode_names(names: LedgerNames) -> list[bytes]:
     return [name.encode("utf-8", "replace") for name in names]
 
 
-LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_ASKED = "on", "off", "opened", "periodic", "asked"
+LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_REQUESTED = "on", "off", "opened", "periodic", "requested"
 """Why a window is recorded for the ledger."""
 
 

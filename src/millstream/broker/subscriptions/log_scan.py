@@ -127,7 +127,7 @@ def scan_log(
     try:
         records, aborted = read_batches(partition, offset, isolation, max_bytes=max_bytes)
     except DamagedRange as damage:
-        next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
+        next_offset = Offset(min(damage.end, readable_end(partition, isolation)))
         return _damaged_range(offset, next_offset, damage, with_keys=with_keys)
     except RepairPending:
         # Waiting workers are woken when the range is repaired, or when no replica has it.

@@ -188,8 +188,11 @@ class Queue:
 
     @property
     def next_scan_offset(self) -> Offset:
-        window = self._fold.window
-        return Offset(window.end if self._order is None else max(self._order.next_scan_offset, window.start))
+        window, order = self._fold.window, self._order
+        if order is None:
+            # Asked for several times with every message, so without a call of `end`.
+            return Offset(window.base + len(window.states))
+        return Offset(max(order.next_scan_offset, window.start))
 
     @property
     def room(self) -> int:

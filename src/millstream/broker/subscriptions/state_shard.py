@@ -35,6 +35,8 @@ from millstream.core.subscription import QueueKey
 from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
 from millstream.protocol.private.message import HasError, Request, encode
 
+_logger = logging.getLogger(__name__)
+
 R = TypeVar("R", bound=HasError)
 
 
@@ -425,8 +427,6 @@ def _fenced_error(key: QueueKey, queue: _QueueState | None, leader_epoch: Epoch)
     known = "was not loaded" if queue is None else f"is written under leader epoch {queue.leader_epoch}"
     return FencedLeaderEpoch(f"the queue of partition {key.partition} {known}, not under {leader_epoch}")
 
-
-_logger = logging.getLogger(__name__)
 
 _TOPIC_SETTINGS = {
     # Deltas build on each other, so none may be deleted before a snapshot replaces it.

@@ -18,7 +18,6 @@ from millstream.broker.transactions.transaction import (
     Ending,
     Initialized,
     InitRequest,
-    Member,
     ProducerRef,
     TransactionDescription,
     TransactionFilter,
@@ -246,7 +245,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """Prepare the transaction of a writer that has written its part of a batch."""
         await self._run(who.transactional_id, lambda shard: shard.batches.prepare(who))
 
-    async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
+    async def complete_batch(self, query: str, batch: int, members: tuple[ProducerRef, ...]) -> bool:
         """Commit all members of a batch together; return False if that was done before.
 
         Return when the markers are written, so that readers see the result of a finished job; if that takes long,

@@ -42,6 +42,8 @@ from millstream.core.topic import Topic, TopicPartition, by_topic
 from millstream.protocol.records.control import Marker
 from millstream.protocol.wire.error_codes import error_from_code
 
+_logger = logging.getLogger(__name__)
+
 MARKERS_AT_ONCE_MAX: Final = 500
 
 PartitionErrors = Mapping[TopicPartition, MillstreamError | None]
@@ -185,8 +187,6 @@ def _retryable(error: MillstreamError) -> MillstreamError:
     """Turn an unknown topic into a retryable error: the leader may not know it yet, and deletion is decided here."""
     return NotLeader(str(error)) if isinstance(error, UnknownTopic | UnknownTopicId) else error
 
-
-_logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX: Final = 1000
 PAUSE_S: Final = 1.0

@@ -36,7 +36,6 @@ from millstream.broker.transactions.transaction import (
     Initialized,
     InitRequest,
     LastBatch,
-    Member,
     ProducerRef,
     Transaction,
     TransactionDescription,
@@ -63,6 +62,8 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NO_PRODUCER_ID, ProducerId
 from millstream.core.topic import TopicPartition
+
+_logger = logging.getLogger(__name__)
 
 _MAY_PREPARE = frozenset({TransactionState.EMPTY, TransactionState.ONGOING})
 
@@ -109,7 +110,7 @@ class Batches:
         attempt = attempt_of(who.transactional_id)
         if attempt is None:
             raise InvalidRequest(f"{who.transactional_id!r} does not belong to a batch")
-        transaction = self._require_member(Member(*who))
+        transaction = self._require_member(who)
         if attempt.batch <= self.last_batch_of(attempt.query):
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
         if transaction.state is TransactionState.PREPARED:
@@ -118,7 +119,7 @@ class Batches:
             raise InvalidTransactionState(f"{who.transactional_id!r} is {transaction.state.value}")
         return [transaction_record(transaction.prepared(now_ms=self._clock.now_ms()))], None
 
-    def complete(self, query: str, batch: int, members: tuple[Member, ...]) -> Outcome[bool]:
+    def complete(self, query: str, batch: int, members: tuple[ProducerRef, ...]) -> Outcome[bool]:
         """Commit all members together, and abort every other attempt up to this batch; return False if that was done
         before.
 
@@ -137,7 +138,7 @@ class Batches:
                 raise InvalidTransactionState(f"{member.transactional_id!r} is {transaction.state.value}, not prepared")
             committed = transaction.ending(commit=True, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms())
             records.append(transaction_record(committed))
-        return records + self._abort_superseded(query, batch, but=named), True
+        return records + self._abort_superseded(query, batch, except_ids=named), True
 
     def abort(self, query: str, batch: int, run: str = "") -> Outcome[int]:
         """Abort every undecided attempt at one batch; return their number. A named run may begin no further attempt."""
@@ -194,12 +195,12 @@ class Batches:
             if attempt is not None:
                 yield attempt.batch, self._transactions[transactional_id]
 
-    def _abort_superseded(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
+    def _abort_superseded(self, query: str, batch: int, except_ids: Collection[str] = ()) -> list[StateRecord]:
         """Build the records that abort every attempt up to a batch."""
         return [
             self._ending_record(one, f"batch {batch} is committed without it")
             for number, one in self._attempts_of(query)
-            if number <= batch and one.transactional_id not in but and one.state not in ENDING
+            if number <= batch and one.transactional_id not in except_ids and one.state not in ENDING
         ]
 
     def _ending_record(self, transaction: Transaction, reason: str) -> StateRecord:
@@ -207,7 +208,7 @@ class Batches:
             return transaction_tombstone(transaction.transactional_id)
         return transaction_record(self._abort(transaction, reason))
 
-    def _require_member(self, member: Member) -> Transaction:
+    def _require_member(self, member: ProducerRef) -> Transaction:
         transaction = self._transactions.get(member.transactional_id)
         if transaction is None or transaction.producer_id != member.producer_id:
             raise InvalidProducerMapping(f"{member.transactional_id!r} has no producer id {member.producer_id}")
@@ -218,8 +219,6 @@ class Batches:
             )
         return transaction
 
-
-_logger = logging.getLogger(__name__)
 
 _SWEEP: Final = "sweep"
 

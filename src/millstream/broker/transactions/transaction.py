@@ -120,14 +120,6 @@ class LastBatch(NamedTuple):
     ended_run: str = ""
 
 
-class Member(NamedTuple):
-    """One prepared transaction of a batch."""
-
-    transactional_id: str
-    producer_id: ProducerId
-    epoch: int
-
-
 def attempt_of(transactional_id: str) -> Attempt | None:
     """Parse a transactional id of this form; return None for all others. The query may contain slashes."""
     if not transactional_id.startswith(BATCH_PREFIX):
@@ -146,7 +138,7 @@ def placement_of(transactional_id: str) -> str:
     return transactional_id if attempt is None else attempt.query
 
 
-def check_members(query: str, batch: int, members: tuple[Member, ...]) -> None:
+def check_members(query: str, batch: int, members: tuple[ProducerRef, ...]) -> None:
     """Raise unless every member is an attempt at this batch of this query."""
     if not query or not 0 <= batch <= _BATCH_MAX:
         raise InvalidRequest(f"a batch has a query and a number from 0 on, not {query!r} and {batch}")

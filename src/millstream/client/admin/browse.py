@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -31,13 +30,6 @@ from millstream.protocol.wire.client import Client
 Right = tuple[Operation, ResourceType, str]
 
 
-class TopicsPage(NamedTuple):
-    """Some topics with the numbers of all nodes, and how many topics all pages have."""
-
-    topics: list[ListedTopic]
-    total: int
-
-
 async def topics_page(
     client: Client,
     *,
@@ -49,8 +41,9 @@ async def topics_page(
     offset: int = 0,
     limit: int = 100,
     partitions: bool = False,
-) -> TopicsPage:
-    """Return a page of the topics that the client may describe, on request with the size of each partition.
+) -> ListTopicsResponse:
+    """Return a page of the topics that the client may describe, with the numbers of all nodes, on request with the size
+    of each partition.
 
     In a cluster, an order by counts of nodes needs every topic of every node, up to `PAGE_MAX`.
     """
@@ -68,17 +61,13 @@ async def topics_page(
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         node, first = await _first_response(client, nodes, request)
         others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit, partitions=partitions)
-        found = await gather_or_cancel(list_or_nothing(client, one, others) for one in nodes if one != node)
+        found = await gather_or_cancel(list_if_reachable(client, one, others) for one in nodes if one != node)
         summed = _sum([first, *found])
-        return TopicsPage([summed[one.name] for one in first.topics], first.total)
+        return ListTopicsResponse(topics=[summed[one.name] for one in first.topics], total=first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
-    found = await gather_or_cancel(list_or_nothing(client, node, every) for node in nodes)
+    found = await gather_or_cancel(list_if_reachable(client, node, every) for node in nodes)
     topics = sorted(_sum(found).values(), key=lambda one: getattr(one, order), reverse=descending)
-    return TopicsPage(topics[offset : offset + limit], max(one.total for one in found))
-
-
-async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
-    return await request_private(client, node, request)
+    return ListTopicsResponse(topics=topics[offset : offset + limit], total=max(one.total for one in found))
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
@@ -92,10 +81,10 @@ async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
     return found
 
 
-async def list_or_nothing(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
+async def list_if_reachable(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
     """Return what one node lists; nothing if it does not respond, so that one dead node does not hide all others."""
     try:
-        return await list_topics(client, node, request)
+        return await request_private(client, node, request)
     except (BrokerUnreachable, RequestTimedOut):
         return ListTopicsResponse()
 
@@ -106,11 +95,11 @@ async def _first_response(
     """Ask one node after the other: each knows all topics."""
     for node in nodes[:-1]:
         try:
-            return node, await list_topics(client, node, request)
+            return node, await request_private(client, node, request)
         except (BrokerUnreachable, RequestTimedOut):
             continue
     last = nodes[-1] if nodes else None
-    return last, await list_topics(client, last, request)
+    return last, await request_private(client, last, request)
 
 
 def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
@@ -152,7 +141,7 @@ async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool]
     principal = ""
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        found = await request_private(client, None, ListRightsRequest(asked=part))
+        found = await request_private(client, None, ListRightsRequest(rights=part))
         allowed += found.allowed
         principal = found.principal
     return allowed, principal

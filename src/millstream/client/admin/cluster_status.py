@@ -29,13 +29,13 @@ class DamagedOffsets(NamedTuple):
 
     topic: str
     partition: int
-    first: int
-    next_offset: int
+    start: int
+    end: int
     is_repaired: bool = False
     """Whether they are being fetched from other replicas."""
 
     def __str__(self) -> str:
-        return f"{self.topic}-{self.partition}: the disk lost the offsets {self.first} to {self.next_offset - 1}"
+        return f"{self.topic}-{self.partition}: the disk lost the offsets {self.start} to {self.end - 1}"
 
     @property
     def advice(self) -> str:
@@ -54,7 +54,7 @@ class DamagedOffsets(NamedTuple):
         return (
             "the other offsets are intact and served; restore these from a copy, if you have one, and move a group "
             f"past them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "
-            f"--to {self.next_offset}"
+            f"--to {self.end}"
         )
 
 
@@ -102,7 +102,7 @@ async def _find_status(client: Client, node: NodeId | None = None) -> dict[str, 
 
 def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
     return [
-        DamagedOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
+        DamagedOffsets(one["topic"], one["partition"], one["start"], one["end"], one["repair"])
         for one in status["damage"]
     ]
 
@@ -118,6 +118,16 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
             return None
         lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in wanted]
     return sorted(lost)
+
+
+async def find_lost(client: Client, topic: str, partition: int, offset: int) -> DamagedOffsets | None:
+    """Return the damage at an offset that readers skip; None if there is none, or a replica may restore it."""
+    from millstream.client.admin.topics import find_topic
+
+    for one in await find_damage(client, await find_topic(client, topic), [partition]) or ():
+        if one.start <= offset < one.end and not one.is_repaired:
+            return one
+    return None
 
 
 async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:

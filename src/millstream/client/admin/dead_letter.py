@@ -17,6 +17,7 @@ from uuid import UUID
 
 from millstream.client.admin.browse import allowed_rights, existing_topics
 from millstream.client.admin.position import EARLIEST_TIMESTAMP
+from millstream.client.admin.topics import find_topic as find_existing_topic
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import (
     Conflict,
@@ -32,6 +33,7 @@ from millstream.core.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from millstream.core.headers import LETTER_PREFIX, LETTER_PUBLISHED, LETTER_REDRIVEN
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.subscription import (
     ATTEMPTS,
@@ -53,7 +55,7 @@ from millstream.protocol.private.subscriptions import (
     stored_letters,
 )
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+from millstream.protocol.wire.error_codes import TRANSIENT
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -89,24 +91,10 @@ class DeadLetterProducer:
     async def partitions_of(self, topic: str) -> int:
         """Return a topic's number of partitions without creating it."""
         if topic not in self._partitions:
-            found = await self._client.metadata([topic])
-            if topic not in found.topics:
-                error = error_from_code(found.errors.get(topic, 3), None, about=f"topic {topic!r}")
-                if isinstance(error, UnknownTopic):
-                    raise UnknownTopic(
-                        f"topic {topic!r} does not exist; create it with: millstream topic create {topic}, "
-                        "or name another one with --to-topic"
-                    )
-                raise error
-            self._partitions[topic] = len(found.topics[topic].partitions)
+            advice = f"create it with: millstream topic create {topic}, or name another one with --to-topic"
+            self._partitions[topic] = len((await find_existing_topic(self._client, topic, advice=advice)).partitions)
         return self._partitions[topic]
 
-
-PREFIX = "dlq-"
-
-REDRIVEN = "dlq-redriven"
-
-FIRST_PUBLISHED = "dlq-timestamp"
 
 BATCH = 500
 
@@ -381,10 +369,10 @@ class DeadLetterClient:
         """Publish a letter's message to a topic, in its original partition if it is the original topic."""
         headers = headers_of(letter)
         partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
-        times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
-        published = headers.get(FIRST_PUBLISHED) or str(letter.record.timestamp_ms)
-        kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
-        story = ((REDRIVEN, str(times + 1).encode()), (FIRST_PUBLISHED, published.encode()))
+        times = int(headers[LETTER_REDRIVEN]) if headers.get(LETTER_REDRIVEN, "").isdigit() else 0
+        published = headers.get(LETTER_PUBLISHED) or str(letter.record.timestamp_ms)
+        kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(LETTER_PREFIX))
+        story = ((LETTER_REDRIVEN, str(times + 1).encode()), (LETTER_PUBLISHED, published.encode()))
         # Its original time could be too old for the topic: rejected, or deleted before anyone reads it.
         record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
         await self.check_target(topic)
@@ -571,7 +559,10 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
         if DEAD_LETTER_TOPIC not in described["settings"]:
             raise TopicNotAuthorized(f"you may not describe the dead letter topic of subscription {name!r}")
         raise NotFound(f"subscription {name!r} has no dead letter topic")
-    raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
+    raise NotFound(
+        f"no subscription is called {name!r} or has it as its dead letter topic; `millstream dlq list` and GET "
+        "/v1/dead-letters list the topics"
+    )
 
 
 async def check_no_open_letters(client: Client, topic: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from millstream.client.admin.mirrors import MirrorClient
-from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
-from millstream.client.admin.topics import find_topic, offsets_at
+from millstream.client.admin.position import LATEST_TIMESTAMP
+from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 from millstream.core.errors import (
     GroupNotAuthorized,
     GroupNotEmpty,
@@ -22,7 +23,7 @@ from millstream.core.errors import (
     UnknownGroup,
     UnknownTopic,
 )
-from millstream.core.ids import PartitionIndex
+from millstream.core.ids import OffsetRange, PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import build_request
@@ -199,7 +200,7 @@ async def _find_group(client: Client, name: str) -> Group:
 
 
 def _unknown_group(name: str) -> UnknownGroup:
-    return UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+    return UnknownGroup(f"group {name!r} does not exist; `millstream group list` and GET /v1/groups list those that do")
 
 
 async def _describe_newer(client: Client, name: str, kind: str) -> Group | None:
@@ -279,22 +280,15 @@ async def progress_of(client: Client, group: Group) -> list[Progress]:
         by_topic.setdefault(where.topic, []).append(where.partition)
     progress: list[Progress] = []
     for topic in sorted(by_topic):
-        bounds = await _bounds(client, topic, sorted(by_topic[topic]))
+        bounds: dict[int, OffsetRange] = {}
+        # The offsets of a topic that was deleted are still listed.
+        with suppress(UnknownTopic):
+            bounds = await offset_bounds(client, topic, by_topic[topic])
         for index in sorted(by_topic[topic]):
             where = TopicPartition(topic, PartitionIndex(index))
             start, end = bounds.get(index, (None, None))
             progress.append(Progress(where, committed.get(where), start, end))
     return progress
-
-
-async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[int, tuple[int | None, int | None]]:
-    try:
-        starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
-        ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
-    except UnknownTopic:
-        # The topic was deleted; the group's offsets are still listed.
-        return {}
-    return {index: (starts[index].offset, ends[index].offset) for index in partitions}
 
 
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
+from millstream.client.admin.cluster_status import find_lost
 from millstream.client.admin.messages import ReadRecord, find_message, read_record, utc
 from millstream.client.admin.position import LATEST_TIMESTAMP
 from millstream.client.admin.position import parse_position as position_of
 from millstream.client.admin.topics import find_topic
-from millstream.core.errors import InvalidRequest, NotFound, OffsetOutOfRange, TopicNotAuthorized, UnknownTopic
+from millstream.core.errors import (
+    CorruptBatch,
+    InvalidRequest,
+    NotFound,
+    OffsetOutOfRange,
+    TopicNotAuthorized,
+    UnknownTopic,
+)
 from millstream.core.ids import message_id
 from millstream.protocol.private.subscriptions import message_trace
 from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers
@@ -30,9 +39,9 @@ class Position(NamedTuple):
 
 
 def parse_position(text: str) -> Position:
-    """Parse `topic/partition/offset`; the topic may be an id, as in message ids."""
+    """Parse `topic/partition/offset`, or with `@` before the offset, as shown; the topic may be an id."""
     topic, _, rest = text.partition("/")
-    partition, _, offset = rest.partition("/")
+    partition, _, offset = rest.replace("@", "/").partition("/")
     if not topic or not _is_number(partition) or not _is_number(offset):
         raise InvalidRequest(f"a position must be TOPIC/PARTITION/OFFSET, as in orders/0/4711, not {text!r}")
     return Position(topic, int(partition), int(offset))
@@ -57,14 +66,27 @@ def lacks_history(document: dict[str, Any]) -> bool:
     return is_unfinished or document["published_ms"] is None
 
 
-async def find_by_id(client: Client, wanted: str, topic: str, since: str, until: str = "end") -> list[Position]:
-    """Find the messages of a topic with an id in a time range, by reading that part of the log."""
+async def find_by_id(
+    client: Client, wanted: str, topic: str, since: str, until: str = "end", *, note: Callable[[str], None]
+) -> list[Position]:
+    """Find the messages of a topic with an id in a time range, by reading that part of the log.
+
+    What the disk of a broker has lost of it is noted.
+    """
     found = await find_topic(client, topic)
     places: list[Position] = []
     for partition in sorted(found.partitions):
         offset, end = [await _offset_at(client, topic, partition, when) for when in (since, until)]
         while offset < end and len(places) < FOUND_MAX:
-            response = await client.fetch(topic, partition, offset, max_bytes=FETCH_BYTES, max_wait_ms=0)
+            try:
+                response = await client.fetch(topic, partition, offset, max_bytes=FETCH_BYTES, max_wait_ms=0)
+            except CorruptBatch:
+                lost = await find_lost(client, topic, partition, offset)
+                if lost is None:
+                    raise
+                note(f"{lost}, so they are not searched.")
+                offset = lost.end
+                continue
             before = offset
             for header in iterate_whole_headers(response.records):
                 offset = max(offset, header.next_offset)

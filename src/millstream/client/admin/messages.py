@@ -43,8 +43,8 @@ async def decode_record(client: Client, topic: str, record: Record) -> DecodedRe
 
     try:
         framed = unframe(record.value, schema_header(record.headers, "value"))
-        found = await codecs_of(client).named(framed, f"{topic}-value")
-        return DecodedRecord(str(found.schema.id or found.schema.guid), found.codec.decode_json(framed))
+        schema, value = await codecs_of(client).decode_json(framed, f"{topic}-value")
+        return DecodedRecord(str(schema.id or schema.guid), value)
     except MillstreamError:
         return None
 
@@ -151,11 +151,11 @@ async def find_message(
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
         raise NotFound(_no_message(where, offset, start, end)) from None
     except CorruptBatch:
-        from millstream.client.admin.cluster_status import find_damage
+        from millstream.client.admin.cluster_status import find_lost
 
-        for lost in await find_damage(client, topic, [partition]) or ():
-            if lost.first <= offset < lost.next_offset:
-                raise NotFound(f"{lost}; {lost.advice}") from None
+        lost = await find_lost(client, topic.name, partition, offset)
+        if lost is not None:
+            raise NotFound(f"{lost}; {lost.advice}") from None
         raise
     for header in iterate_whole_headers(response.records):
         if not header.base_offset <= offset <= header.last_offset:

@@ -15,19 +15,19 @@ from millstream.core.ids import NodeId
 from millstream.core.regex import compile_regex
 from millstream.protocol.private.message import Request, Response, request_private
 from millstream.protocol.private.mirror_messages import (
+    AlterMirrorRequest,
+    CreateMirrorRequest,
+    DeleteMirrorRequest,
     FailoverRequest,
     FailoverResponse,
-    MirrorChanges,
-    MirrorDeletion,
-    MirrorNames,
-    NewMirror,
+    ListMirrorsRequest,
     ReverseRequest,
     ReverseResponse,
     SwitchRequest,
 )
 from millstream.protocol.wire.client import Client
 
-SETTLE_LOOK_S: Final = 0.5
+SETTLE_CHECK_S: Final = 0.5
 
 R = TypeVar("R", bound=Response)
 
@@ -39,12 +39,12 @@ class MirrorClient:
         self._client = client
 
     async def create(self, name: str, settings: Mapping[str, str], *, is_enabled: bool = True) -> None:
-        await self._request(None, NewMirror(name=name, settings=dict(settings), enabled=is_enabled))
+        await self._request(None, CreateMirrorRequest(name=name, settings=dict(settings), enabled=is_enabled))
 
     async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
         """Wait until a mirror has compared the topics; return why it does not run by then, and what is not mirrored."""
         loop = asyncio.get_running_loop()
-        started, backoff = loop.time(), Backoff(max_s=SETTLE_LOOK_S)
+        started, backoff = loop.time(), Backoff(max_s=SETTLE_CHECK_S)
         while True:
             (described,) = await self.describe([name])
             is_late = loop.time() - started > wait_s
@@ -56,14 +56,14 @@ class MirrorClient:
 
     async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
         """Change settings; None resets one to its default."""
-        await self._request(None, MirrorChanges(name=name, settings=dict(settings)))
+        await self._request(None, AlterMirrorRequest(name=name, settings=dict(settings)))
 
     async def set_enabled(self, name: str, *, is_enabled: bool) -> None:
-        await self._request(None, MirrorChanges(name=name, enabled=is_enabled))
+        await self._request(None, AlterMirrorRequest(name=name, enabled=is_enabled))
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a mirror without copies; one that is the way back after a failover only with `force`."""
-        await self._request(None, MirrorDeletion(name=name, force=force))
+        await self._request(None, DeleteMirrorRequest(name=name, force=force))
 
     async def fail_over(
         self, name: str, topics: Sequence[str] | None = None, *, is_planned: bool = False
@@ -115,11 +115,11 @@ class MirrorClient:
                     "be written to"
                 )
                 raise RequestTimedOut(f"mirror {name!r} was not idle within {wait_s:g} s ({why})")
-            await asyncio.sleep(SETTLE_LOOK_S)
+            await asyncio.sleep(SETTLE_CHECK_S)
 
     async def original_of(self, copy: str) -> dict[str, str] | None:
         """Return the mirror that writes a topic, and the topic of its source; None if it is not a copy."""
-        for one in (await self._request(None, MirrorNames())).mirrors:
+        for one in (await self._request(None, ListMirrorsRequest())).mirrors:
             if copy in one["copies"]:
                 return {"mirror": one["name"], "topic": copy.removeprefix(one["settings"]["rename"])}
         return None
@@ -129,7 +129,7 @@ class MirrorClient:
 
         `problems` are the notes that something is not mirrored.
         """
-        body = MirrorNames(names=None if names is None else list(names))
+        body = ListMirrorsRequest(names=None if names is None else list(names))
         responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
         by_name: dict[str, list[dict[str, Any]]] = {}
         for response in responses:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -25,22 +26,27 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, LandSettings, Pipeline, PipelineKind, Rule
 from millstream.core.setting import HIDDEN
-from millstream.protocol.private.message import NODE_STATUS_KEY, Request, decode_document, encode, request_document
+from millstream.protocol.private.message import NODE_STATUS_KEY, Request, Response, request_document, request_private
 from millstream.protocol.private.pipeline_messages import (
     LOCAL_TABLES,
+    AlterPipelineRequest,
     CancelRunRequest,
+    ChangeRulesRequest,
+    ChangeRulesResponse,
+    CreatePipelineRequest,
+    CreatePipelineResponse,
     DeletePipelineRequest,
-    JobRuns,
-    NewPipeline,
-    PipelineChanges,
-    PipelineNames,
-    RuleChanges,
+    JobRunsRequest,
+    ListPipelinesRequest,
+    NewRule,
     RunLogRequest,
     StartRunRequest,
 )
 from millstream.protocol.wire.admin_requests import NODE_RESOURCE, describe_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
+
+R = TypeVar("R", bound=Response)
 
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
@@ -59,21 +65,6 @@ _FAULTS: Final = "audit_faults"
 """The gauge with the findings of a ledger's last audit."""
 
 
-class PipelineMade(NamedTuple):
-    """A pipeline that was declared."""
-
-    pipeline_id: UUID
-    notes: list[str]
-    """Notes for its owner, such as missing topics."""
-
-
-class RulesChanged(NamedTuple):
-    """The number of rules after a change."""
-
-    rules: int
-    notes: list[str]
-
-
 class PipelineClient:
     """Declares, changes and describes pipelines."""
 
@@ -89,13 +80,13 @@ class PipelineClient:
         rules: Iterable[Rule] = (),
         is_enabled: bool = True,
         validate_only: bool = False,
-    ) -> PipelineMade:
+    ) -> CreatePipelineResponse:
         """Declare a pipeline; discard the offsets that an earlier one of the same name left behind."""
-        body = NewPipeline(
+        body = CreatePipelineRequest(
             name=name,
             kind=str(kind),
             settings=dict(settings),
-            rules=list(rules),
+            rules=NewRule.of(rules),
             enabled=is_enabled,
             validate_only=True,
         )
@@ -103,7 +94,7 @@ class PipelineClient:
         if not validate_only:
             await self._forget_progress(name)
             response = await self._request(None, msgspec.structs.replace(body, validate_only=False))
-        return PipelineMade(UUID(response["pipeline_id"]), response.get("notes", []))
+        return response
 
     async def _forget_progress(self, name: str) -> None:
         """Delete the offsets of an earlier pipeline of this name; other groups are untouched."""
@@ -127,16 +118,15 @@ class PipelineClient:
 
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
         """Change settings; None restores a default. Return notes for the owner."""
-        body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
-        notes: list[str] = (await self._request(None, body)).get("notes", [])
-        return notes
+        body = AlterPipelineRequest(name=name, settings=dict(settings), validate_only=validate_only)
+        return list((await self._request(None, body)).notes)
 
     async def start(self, name: str) -> None:
         """Start it; a parked pipeline is retried."""
-        await self._request(None, PipelineChanges(name=name, enabled=True))
+        await self._request(None, AlterPipelineRequest(name=name, enabled=True))
 
     async def stop(self, name: str) -> None:
-        await self._request(None, PipelineChanges(name=name, enabled=False))
+        await self._request(None, AlterPipelineRequest(name=name, enabled=False))
 
     async def delete(self, name: str) -> None:
         """Delete it and its offsets; what it has written stays."""
@@ -155,11 +145,10 @@ class PipelineClient:
 
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
-    ) -> RulesChanged:
+    ) -> ChangeRulesResponse:
         """Add or replace rules, and delete others."""
-        body = RuleChanges(name=name, put=list(rules), delete=list(gone), validate_only=validate_only)
-        response = await self._request(None, body)
-        return RulesChanged(response["rules"], response.get("notes", []))
+        body = ChangeRulesRequest(name=name, put=NewRule.of(rules), delete=list(gone), validate_only=validate_only)
+        return await self._request(None, body)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return pipelines with their `state` and the report of the node that runs them, and with rules if named.
@@ -167,12 +156,12 @@ class PipelineClient:
         Every node is asked, and the newest version is returned. A node that does not respond is skipped as long as
         another does; `notes` say so for pipelines that it may be running.
         """
-        body = PipelineNames(names=None if names is None else list(names))
+        body = ListPipelinesRequest(names=None if names is None else list(names))
         responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
         found: dict[str, dict[str, Any]] = {}
         local: dict[str, list[bool]] = defaultdict(list)
         for response in responses:
-            for described in response["pipelines"]:
+            for described in response.pipelines:
                 if (is_local := described.get("local_tables")) is not None:
                     local[described["name"]].append(is_local)
                 found[described["name"]] = _merge_reports(found.get(described["name"]), described)
@@ -190,8 +179,8 @@ class PipelineClient:
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""
-        found: list[dict[str, Any]] = (await self._request(None, JobRuns(name=name, limit=limit)))["runs"]
-        return found
+        response = await self._request(None, JobRunsRequest(name=name, limit=limit))
+        return [msgspec.to_builtins(run) for run in response.runs]
 
     async def request_run(self, name: str) -> None:
         """Request a run of a job now; if one is in progress, the next follows it."""
@@ -200,10 +189,10 @@ class PipelineClient:
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
         responses = await self._request_all(CancelRunRequest(name=name))
-        found = [response["run"] for response in responses if response["run"]]
+        found = [response.run for response in responses if response.run]
         if not found:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
-        return int(found[0])
+        return found[0]
 
     async def run_log(self, name: str, run: int = 0) -> dict[str, Any]:
         """Return the end of a run's output, from the node that has it: `run`, `text` and `is_truncated`.
@@ -211,28 +200,28 @@ class PipelineClient:
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
         responses = await self._request_all(RunLogRequest(name=name, run=run))
-        found = [response for response in responses if response["run"]]
+        found = [response for response in responses if response.run]
         if not found:
             what = f"run {run}" if run else "the last run"
             raise NotFound(f"no node has a log of {what} of job {name!r}; see `millstream pipeline runs {name}`")
-        newest = max(response["run"] for response in found)
-        texts = [response for response in found if response["run"] == newest]
+        newest = max(response.run for response in found)
+        texts = [response for response in found if response.run == newest]
         return {
             "run": newest,
-            "text": "".join(response["text"] for response in texts),
-            "is_truncated": any(response["is_truncated"] for response in texts),
+            "text": "".join(response.text for response in texts),
+            "is_truncated": any(response.is_truncated for response in texts),
         }
 
-    async def _request_all(self, request: Request[Any]) -> list[dict[str, Any]]:
+    async def _request_all(self, request: Request[R]) -> list[R]:
         """Ask every node; those that do not respond are skipped as long as another does."""
         responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, request))
         if failed and not responses:
             raise failed[0]
         return responses
 
-    async def _request(self, node: NodeId | None, request: Request[Any]) -> dict[str, Any]:
+    async def _request(self, node: NodeId | None, request: Request[R]) -> R:
         try:
-            return decode_document(await self._client.private(node, request.KEY, encode(request)))
+            return await request_private(self._client, node, request)
         except SubscriptionExists as error:
             # Its code stands for any name that is taken.
             raise PipelineExists(str(error)) from None
@@ -248,6 +237,13 @@ def _merge_reports(known: dict[str, Any] | None, described: dict[str, Any]) -> d
     # A node on which it waits reports why; another node may be running it.
     report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
     return {**newest, "report": report, "lag": lags[-1] if lags else None}
+
+
+def shown_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run as lists show it: how long it took, or takes so far, and the progress that its code reported."""
+    ended_ms = run["ended_ms"] or time.time() * 1000
+    progress = {key: value for key, value in run["progress"].items() if key != "pin"}
+    return {**run, "took_s": max(0.0, ended_ms - run["started_ms"]) / 1000, "progress": progress}
 
 
 async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
-from millstream.core.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest, InvalidSetting
+from millstream.core.setting import parse_duration_ms
 
 EARLIEST_TIMESTAMP = -2
 LATEST_TIMESTAMP = -1
@@ -19,8 +19,6 @@ POSITION_HELP = (
 )
 
 _NAMES = {"start": "start", "earliest": "start", "beginning": "start", "end": "end", "latest": "end"}
-_AGO = re.compile(r"(\d+)\s*(ms|s|m|h|d|w)\Z")
-_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 
 
 class Kind(Enum):
@@ -49,14 +47,14 @@ class Position:
 
 
 _OFFSET_DIGITS_MAX = 18
-_AGE_DIGITS_MAX = 9
-"""Larger numbers do not fit into 64 bits, in milliseconds."""
 
 
 def parse_age_ms(text: str) -> int | None:
-    """Parse a duration such as 15m or 7d; None if the text is not a duration."""
-    ago = _AGO.match(text)
-    return None if ago is None or len(ago[1]) > _AGE_DIGITS_MAX else int(ago[1]) * _UNIT_MS[ago[2]]
+    """Parse a duration with a unit, such as 15m or 7d; None if the text is not one."""
+    try:
+        return None if text.strip()[-1:].isdigit() else parse_duration_ms(text, name="age")
+    except InvalidSetting:
+        return None
 
 
 def parse_position(text: str, *, now_ms: int | None = None) -> Position:

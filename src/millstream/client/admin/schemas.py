@@ -15,15 +15,15 @@ from millstream.core.schema import PROTOBUF
 from millstream.protocol.private.message import Request, request_private
 from millstream.protocol.private.schema_messages import (
     CheckResponse,
-    CheckSchema,
-    Configure,
-    DeleteSubject,
-    GetSchema,
-    GetSettings,
-    GetSubject,
-    ListSubjects,
-    LookupSchema,
-    RegisterSchema,
+    CheckSchemaRequest,
+    ConfigureRequest,
+    DeleteSubjectRequest,
+    GetSchemaRequest,
+    GetSettingsRequest,
+    GetSubjectRequest,
+    ListSubjectsRequest,
+    LookupSchemaRequest,
+    RegisterSchemaRequest,
     RegistryResponse,
     SchemaMessage,
     SchemaResponse,
@@ -35,7 +35,7 @@ from millstream.protocol.wire.client import Client
 
 R = TypeVar("R", bound=RegistryResponse)
 
-_EXAMINING: Final = (RegisterSchema, LookupSchema, CheckSchema)
+_EXAMINING: Final = (RegisterSchemaRequest, LookupSchemaRequest, CheckSchemaRequest)
 """Requests that wait until a schema is examined; other requests should not queue behind them."""
 
 
@@ -45,26 +45,26 @@ class SchemaClient:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def register(self, request: RegisterSchema) -> SchemaMessage:
+    async def register(self, request: RegisterSchemaRequest) -> SchemaMessage:
         """Register a schema as the next version of a subject, unless a version has it already."""
         return _found((await self._request(request)).schema)
 
-    async def lookup(self, request: LookupSchema) -> SchemaMessage:
+    async def lookup(self, request: LookupSchemaRequest) -> SchemaMessage:
         """Find the version of a subject that has a schema."""
         return _found((await self._request(request)).schema)
 
-    async def check(self, request: CheckSchema) -> list[str]:
+    async def check(self, request: CheckSchemaRequest) -> list[str]:
         """Return why a schema is incompatible with a subject; empty if it is compatible."""
         return list((await self._request(request)).reasons)
 
-    async def try_out(self, request: CheckSchema) -> CheckResponse:
+    async def try_out(self, request: CheckSchemaRequest) -> CheckResponse:
         """Return why a schema is incompatible with a subject, which may be new, and the schema for a codec."""
         return await self._request(msgspec.structs.replace(request, compiled=True))
 
-    async def get(self, request: GetSchema) -> SchemaResponse:
+    async def get(self, request: GetSchemaRequest) -> SchemaResponse:
         return await self._request(request)
 
-    async def subjects(self, request: ListSubjects) -> SubjectsResponse:
+    async def subjects(self, request: ListSubjectsRequest) -> SubjectsResponse:
         return await self._request(request)
 
     async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
@@ -72,28 +72,28 @@ class SchemaClient:
         found: list[SchemaMessage] = []
         while True:
             page = await self.subjects(
-                ListSubjects(prefix=prefix, deleted=deleted, schemas=True, latest_only=True, offset=len(found))
+                ListSubjectsRequest(prefix=prefix, deleted=deleted, schemas=True, latest_only=True, offset=len(found))
             )
             if not page.schemas:
                 return found
             found += page.schemas
 
-    async def subject(self, request: GetSubject) -> SubjectResponse:
+    async def subject(self, request: GetSubjectRequest) -> SubjectResponse:
         """Return the versions of a subject, or one of them."""
         return await self._request(request)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
-        return _found((await self.subject(GetSubject(subject=subject, version=version, deleted=deleted))).schema)
+        return _found((await self.subject(GetSubjectRequest(subject=subject, version=version, deleted=deleted))).schema)
 
-    async def delete(self, request: DeleteSubject) -> list[int]:
+    async def delete(self, request: DeleteSubjectRequest) -> list[int]:
         """Delete a subject or one of its versions; return the numbers of those deleted."""
         return list((await self._request(request)).versions)
 
     async def settings(self, subject: str = "", *, default_to_global: bool = False) -> SettingsResponse:
         """Return configuration and mode of a subject or context."""
-        return await self._request(GetSettings(subject=subject, default_to_global=default_to_global))
+        return await self._request(GetSettingsRequest(subject=subject, default_to_global=default_to_global))
 
-    async def configure(self, request: Configure) -> SettingsResponse:
+    async def configure(self, request: ConfigureRequest) -> SettingsResponse:
         """Change configuration or mode; return what was set before."""
         return await self._request(request)
 

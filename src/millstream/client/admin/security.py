@@ -14,9 +14,9 @@ from millstream.protocol.messages.codec import build_request
 from millstream.protocol.private.message import request_private
 from millstream.protocol.private.security_messages import (
     TOKEN_LIFETIME_MS,
+    CreateTokenRequest,
     CreateTokenResponse,
     ListTokensRequest,
-    NewToken,
     RevokeTokenRequest,
     ScopeRule,
     SecretsRequest,
@@ -86,7 +86,7 @@ async def create_token(
     client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lifetime_ms: int = TOKEN_LIFETIME_MS
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
-    request = NewToken(owner=owner, lifetime_ms=lifetime_ms, scope=[ScopeRule.of(acl) for acl in scope])
+    request = CreateTokenRequest(owner=owner, lifetime_ms=lifetime_ms, scope=[ScopeRule.of(acl) for acl in scope])
     return await request_private(client, None, request)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.position import Kind, Position, parse_position
 from millstream.client.admin.topics import offsets_at
@@ -22,6 +22,22 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
         **sums,
         "paused": described["settings"][PAUSED] == "true",
     }
+
+
+def push_problems(described: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the subscriptions whose endpoint does not accept messages from some nodes, each with a sentence."""
+    found = []
+    for one in described:
+        failing = [row for row in one.get("push", ()) if row["state"] in _PUSH_FAILING]
+        if failing:
+            states = ", ".join(f"{row['state']} (node {row['node']})" for row in failing)
+            text = f"Push of subscription {one['name']} is {states}"
+            reason = next((row["last_error"] for row in failing if row["last_error"]), "")
+            found.append((one["name"], f"{text}: {reason[:200]}." if reason else f"{text}."))
+    return found
+
+
+_PUSH_FAILING: Final = ("failing", "down", "parked")
 
 
 def topics_text(described: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from millstream.core.errors import BatchRejected, BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.tasks import cancel_and_wait
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_records
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
-LOOK_S = 5.0
+CHECK_INTERVAL_S = 5.0
 """The shortest interval at which a follower looks for new partitions."""
 
 REACH_FACTOR = 4
@@ -74,6 +75,7 @@ class Tailer:
         self._topic = topic
         self._patience_s = patience_s
         self._note = note
+        self._noted: set[str] = set()
         self._is_whole = is_whole
         """Whether it reads the whole topic, so that new partitions belong to it."""
         self.lost: list[str] = []
@@ -151,13 +153,11 @@ class Tailer:
                 if any(one.has_moved for one in polled):
                     # The leader may not be elected yet.
                     await asyncio.sleep(_RETRY_S)
-                elif loop.time() - looked < LOOK_S:
+                elif loop.time() - looked < CHECK_INTERVAL_S:
                     continue
                 by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
         finally:
-            for poll in polls.values():
-                poll.cancel()
-            await asyncio.gather(*polls.values(), return_exceptions=True)
+            await cancel_and_wait(*polls.values())
 
     async def _poll(self, places: Sequence[TopicPartition], limits: FetchLimits) -> _Polled:
         async def fetch() -> _Fetched:
@@ -201,10 +201,16 @@ class Tailer:
     def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
         """Skip an unreadable batch, and note it."""
         offsets = f"{where}: the batch at offsets {header.base_offset} to {header.last_offset} cannot be read ({error})"
-        self.lost.append(offsets)
         reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
         at = header.next_offset
-        self._note(f"{offsets}; continuing at {at}. Move a group past it with: {reset} --to {at}.")
+        self._record_lost(offsets, f"{offsets}; continuing at {at}. Move a group past it with: {reset} --to {at}.")
+
+    def _record_lost(self, offsets: str, note: str) -> None:
+        """Record offsets that were skipped; they are noted once, although `last` may pass them several times."""
+        self.lost.append(offsets)
+        if note not in self._noted:
+            self._noted.add(note)
+            self._note(note)
 
     async def _retry_while_unreachable(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Send a request; retry for a while if the broker is unreachable, for example during a restart."""
@@ -235,8 +241,7 @@ class Tailer:
         """Skip offsets that the broker's disk lost, and record them; return False if it reports no damage there."""
         passed = await step_over_damage(self._client, self._topic, self._positions)
         for one in passed:
-            self.lost.append(str(one))
-            self._note(f"{one}; continuing at {one.next_offset}. Advice: {one.advice}.")
+            self._record_lost(str(one), f"{one}; continuing at {one.end}. Advice: {one.advice}.")
         return bool(passed)
 
     async def _start_over(self) -> None:
@@ -257,7 +262,7 @@ class Tailer:
 
 
 async def step_over_damage(client: Client, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
-    """Move positions past damage on the brokers' disks; return the damage that was skipped, if any."""
+    """Move positions past what the brokers' disks lost for good; return the damage that was skipped, if any."""
     from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic
 
@@ -265,7 +270,7 @@ async def step_over_damage(client: Client, topic: str, positions: dict[TopicPart
     passed: list[DamagedOffsets] = []
     for one in await find_damage(client, found, [where.partition for where in positions]) or ():
         where = TopicPartition(one.topic, PartitionIndex(one.partition))
-        if one.first <= positions[where] < one.next_offset:
-            positions[where] = Offset(one.next_offset)
+        if one.start <= positions[where] < one.end and not one.is_repaired:
+            positions[where] = Offset(one.end)
             passed.append(one)
     return passed

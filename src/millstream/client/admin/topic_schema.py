@@ -26,12 +26,12 @@ from millstream.core.errors import (
 from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_CONTEXT, IMPORT, READWRITE, QualifiedSubject, RegistryCode
 from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE
 from millstream.protocol.private.schema_messages import (
-    CheckSchema,
-    Configure,
-    DeleteSubject,
-    GetSubject,
-    ListSubjects,
-    RegisterSchema,
+    CheckSchemaRequest,
+    ConfigureRequest,
+    DeleteSubjectRequest,
+    GetSubjectRequest,
+    ListSubjectsRequest,
+    RegisterSchemaRequest,
     SchemaMessage,
     SettingsResponse,
 )
@@ -91,20 +91,20 @@ async def import_schemas(source: Client, topic: str, target: Client, *, context:
     places = {value.subject: _place(value.subject, context) for value in kept.schemas}
     contexts = sorted({place.context for place in places.values()})
     for one in contexts:
-        held = await registry.subjects(ListSubjects(prefix=str(QualifiedSubject(one, "")), deleted=True))
+        held = await registry.subjects(ListSubjectsRequest(prefix=str(QualifiedSubject(one, "")), deleted=True))
         if held.subjects:
             raise Conflict(f"context {one!r} has schemas already; import into an empty one (--context .NAME)")
     try:
         for one in contexts:
-            await registry.configure(Configure(subject=str(QualifiedSubject(one, "")), mode=IMPORT))
+            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(one, "")), mode=IMPORT))
         await _register(registry, kept.schemas, places)
     finally:
         for one in contexts:
-            await registry.configure(Configure(subject=str(QualifiedSubject(one, "")), reset_mode=True))
+            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(one, "")), reset_mode=True))
     for subject, config in kept.configs.items():
-        await registry.configure(Configure(subject=str(_place(subject, context)), config=config))
+        await registry.configure(ConfigureRequest(subject=str(_place(subject, context)), config=config))
     for subject, mode in kept.modes.items():
-        await registry.configure(Configure(subject=str(_place(subject, context)), mode=mode, force=True))
+        await registry.configure(ConfigureRequest(subject=str(_place(subject, context)), mode=mode, force=True))
     return len(kept.schemas)
 
 
@@ -112,7 +112,7 @@ async def _register(registry: SchemaClient, schemas: Iterable[_Value], places: M
     """Register schemas after those that they refer to, which have smaller ids; delete those that were deleted."""
     listed = sorted(schemas, key=lambda value: (value.id, value.version))
     for value in listed:
-        request = RegisterSchema(
+        request = RegisterSchemaRequest(
             subject=str(places[value.subject]),
             schema=value.schema,
             schema_type=value.schema_type or AVRO,
@@ -133,7 +133,7 @@ async def _register(registry: SchemaClient, schemas: Iterable[_Value], places: M
     for value in reversed(listed):
         if value.deleted:
             subject, version = str(places[value.subject]), str(value.version)
-            await registry.delete(DeleteSubject(subject=subject, version=version))
+            await registry.delete(DeleteSubjectRequest(subject=subject, version=version))
 
 
 async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_CONTEXT) -> tuple[int, list[str]]:
@@ -146,7 +146,7 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
     prefix = str(QualifiedSubject(context, ""))
     schemas: list[SchemaMessage] = []
     while page := (
-        await registry.subjects(ListSubjects(prefix=prefix, deleted=True, schemas=True, offset=len(schemas)))
+        await registry.subjects(ListSubjectsRequest(prefix=prefix, deleted=True, schemas=True, offset=len(schemas)))
     ).schemas:
         schemas += page
     records = _settings_records(None, await registry.settings(prefix))
@@ -155,7 +155,7 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
     records += [_schema_record(one) for one in sorted(schemas, key=lambda one: (one.id, one.version))]
     for record in records:
         await client.produce(topic, 0, encode_batch([record]))
-    everything = await registry.subjects(ListSubjects(prefix=":*:", deleted=True))
+    everything = await registry.subjects(ListSubjectsRequest(prefix=":*:", deleted=True))
     others = {QualifiedSubject.parse(subject).context for subject in everything.subjects} - {context}
     return len(schemas), sorted(others)
 
@@ -274,7 +274,7 @@ async def topic_schemas(client: Client, settings: Mapping[str, str | None]) -> d
 async def _subject(client: Client, subject: str) -> dict[str, Any]:
     schemas = SchemaClient(client)
     try:
-        versions = (await schemas.subject(GetSubject(subject=subject))).versions
+        versions = (await schemas.subject(GetSubjectRequest(subject=subject))).versions
         latest = await schemas.version(subject)
     except SchemaRegistryError as error:
         if error.code != RegistryCode.SUBJECT_NOT_FOUND:
@@ -308,7 +308,7 @@ class SchemaTrial:
 
 
 async def try_schema(
-    client: Client, new: CheckSchema, *, topic: str | None, since: Position | None, patience_s: float
+    client: Client, new: CheckSchemaRequest, *, topic: str | None, since: Position | None, patience_s: float
 ) -> SchemaTrial:
     """Check a schema against its subject, and read the messages of a topic with it; nothing is registered."""
     from millstream.protocol.schemas.codec import codec_of

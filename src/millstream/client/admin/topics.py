@@ -72,7 +72,7 @@ async def describe_topic(
 def _damage_of(lost: list[DamagedOffsets] | None, partition: int) -> list[dict[str, int]] | None:
     if lost is None:
         return None
-    return [{"start": one.first, "end": one.next_offset} for one in lost if one.partition == partition]
+    return [{"start": one.start, "end": one.end} for one in lost if one.partition == partition]
 
 
 _SET, _DELETE = 0, 1
@@ -89,7 +89,8 @@ async def find_topic(client: Client, name: str, *, advice: str | None = None) ->
     found = await client.metadata([name])
     if name in found.topics:
         return found.topics[name]
-    error = error_from_code(found.errors.get(name, 3), None, about=f"topic {name!r}")
+    needs = "DESCRIBE, which READ and WRITE include"
+    error = error_from_code(found.errors.get(name, 3), None, about=f"topic {name!r}", needs=needs)
     if isinstance(error, UnknownTopic):
         what_to_do = advice or f"create it with: millstream topic create {name}"
         raise UnknownTopic(f"topic {name!r} does not exist; {what_to_do}")

@@ -141,7 +141,8 @@ def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
     code, transactional_id, state = reader.int16(), reader.string(), reader.string()
     if code == _NOT_FOUND:
         raise UnknownTransaction(
-            f"transactional id {transactional_id!r} does not exist; millstream transaction list shows those that do"
+            f"transactional id {transactional_id!r} does not exist; `millstream transaction list` and GET "
+            "/v1/transactions list those that do"
         )
     if code:
         raise error_from_code(code, None, about=f"transactional id {transactional_id!r}")

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Final, Generic, NamedTuple, TypeVar, get_args
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
 from millstream.core.json_problem import plain_problem
+from millstream.core.tasks import cancel_and_wait
 from millstream.gateway.api.event_stream import event, send_events
 from millstream.gateway.api.problem import (
     CONTENT_TYPE,
@@ -34,15 +34,9 @@ from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
 
+_logger = logging.getLogger(__name__)
+
 S = TypeVar("S")
-
-
-class _Located(Protocol):
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def path(self) -> str: ...
 
 
 class PathTree(Generic[S]):
@@ -51,12 +45,12 @@ class PathTree(Generic[S]):
     def __init__(self) -> None:
         self._root: _Node[S] = _Node()
 
-    def add(self, route: _Located, served: S) -> None:
-        """Register a handler under the path and method of a route."""
+    def add(self, method: str, path: str, served: S) -> None:
+        """Register the handler of a method and path."""
         node = self._root
-        for segment in route.path.removeprefix("/").split("/"):
+        for segment in path.removeprefix("/").split("/"):
             node = node.below(segment)
-        node.routes[route.method] = served
+        node.routes[method] = served
 
     def find(self, method: str, raw_path: bytes) -> tuple[S, dict[str, str]]:
         """Return the handler of a method and path with the names in the path; raise `Refused` if there is none."""
@@ -117,8 +111,6 @@ def _path_text(raw_path: bytes) -> str:
     return PREFIX + raw_path.decode("ascii", "backslashreplace")
 
 
-_logger = logging.getLogger(__name__)
-
 QUERY_FIELDS_MAX: Final = 100
 
 PIECE_BYTES: Final = 64 * 1024
@@ -156,7 +148,7 @@ class Api:
     ) -> None:
         self._tree: PathTree[_Reader] = PathTree()
         for route in routes:
-            self._tree.add(route, _Reader(route))
+            self._tree.add(route.method, route.path, _Reader(route))
         self._services = services
         self._site = site
         self._callers = callers
@@ -219,8 +211,9 @@ class Api:
         scope, headers, receive, send = exchange
         route = reader.route
         lane = route.lane
-        self._pressure.enter(lane)
-        memory = RequestMemory(self._pressure, lane)
+        principal = services.principal
+        self._pressure.enter(lane, principal)
+        memory = RequestMemory(self._pressure, lane, principal)
         try:
             address = _address(scope.get("client"))
             request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory, address)
@@ -234,7 +227,7 @@ class Api:
                 await self._send_response(send, route, await route.handle(services, request))
         finally:
             memory.release()
-            self._pressure.leave(lane)
+            self._pressure.leave(lane, principal)
 
     async def _wait(
         self,
@@ -262,9 +255,7 @@ class Api:
         finally:
             if request.undelivered is not None and not is_delivered:
                 await request.undelivered()
-            disconnected.cancel()
-            with suppress(asyncio.CancelledError):
-                await disconnected
+            await cancel_and_wait(disconnected)
 
     async def _stream(
         self, response: StreamResponse, disconnected: asyncio.Future[None], scope: Scope, send: Send
@@ -278,9 +269,7 @@ class Api:
         try:
             await send_events(send, response.pieces, disconnected, stopping, lapsed)
         finally:
-            lapsed.cancel()
-            with suppress(asyncio.CancelledError):
-                await lapsed
+            await cancel_and_wait(lapsed)
 
     async def _last_event(self, callers: Callers, scope: Scope) -> bytes:
         """Wait until the caller of a stream is not authenticated any more; return the event that says so."""

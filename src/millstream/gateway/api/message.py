@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from millstream.client.admin.messages import decode_record, utc
+from millstream.core.headers import CONTENT_TYPE
 from millstream.core.ids import message_id
 from millstream.protocol.records.record import Headers, Record
 
@@ -120,6 +122,11 @@ async def decoded_members(client: Client, decode: Decode | None, topic: str, rec
     return {} if found is None else {"schema": found.named, "decoded": msgspec.Raw(found.value)}
 
 
+def decoded_bytes(members: Mapping[str, Any]) -> int:
+    """Return the memory that a decoded value takes until it is sent."""
+    return 2 * len(members.get("decoded", b""))
+
+
 def received(topic: str, topic_id: object, partition: int, record: Record, **more: Any) -> ReceivedMessage:
     return ReceivedMessage(**members_of(topic, topic_id, partition, record), **more)
 
@@ -138,7 +145,7 @@ def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None
 
 def declares_json(headers: Headers) -> bool:
     for name, value in headers:
-        if name == "content-type" and value is not None:
+        if name == CONTENT_TYPE and value is not None:
             media = value.partition(b";")[0].strip().lower()
             return media.endswith((b"/json", b"+json"))
     return False

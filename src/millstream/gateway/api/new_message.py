@@ -14,16 +14,21 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Meta
 
+from millstream.core.headers import (
+    BAGGAGE,
+    CONTENT_TYPE,
+    CORRELATION_ID,
+    DELIVER_AT,
+    MESSAGE_ID,
+    TRACEPARENT,
+    TRACESTATE,
+)
 from millstream.core.json_problem import plain_problem
 from millstream.gateway.api.message import declares_json
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.protocol.records.record import NewRecord
 
 BATCH_MAX: Final = 1000
-MESSAGE_ID: Final = "message-id"
-CORRELATION_ID: Final = "correlation-id"
-CONTENT_TYPE: Final = "content-type"
-DELIVER_AT: Final = "deliver-at"
 ID_LENGTH_MAX: Final = 1024
 DELAY_S_MAX: Final = 366 * 24 * 3600
 
@@ -95,7 +100,7 @@ class Placed(NamedTuple):
     id: bytes | None
 
 
-_OF_REQUEST: Final = (CORRELATION_ID, "traceparent", "tracestate", "baggage")
+_OF_REQUEST: Final = (CORRELATION_ID, TRACEPARENT, TRACESTATE, BAGGAGE)
 """Request headers that are stored with every message of the request."""
 
 _KNOWN: Final = {field.encode_name.encode() for field in msgspec.structs.fields(MessageHeaders)}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from http import HTTPStatus
 from itertools import chain
 from random import randrange
@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from millstream.client.publisher import Publisher
+from millstream.client.schemas import forget_codecs, use_codecs
 from millstream.core.errors import MillstreamError, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.subscription import Verb
@@ -22,8 +23,9 @@ from millstream.gateway.api.problem import RETRY_S, Refused
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import REQUESTS_MAX, Pressure
+from millstream.gateway.schema_worker import IsolatedCodecs, SchemaWorker
 from millstream.protocol.private.leasing import LeaseRequests
-from millstream.protocol.private.subscription_messages import Receive, ReceiveResponse
+from millstream.protocol.private.subscription_messages import ReceiveRequest, ReceiveResponse
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, remaining
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -60,7 +62,7 @@ class Leasing:
         self._known_until = 0.0
         self._hung_until: dict[NodeId, float] = {}
 
-    async def receive(self, request: Receive) -> list[LeasedMessage]:
+    async def receive(self, request: ReceiveRequest) -> list[LeasedMessage]:
         """Lease messages, waiting for some if there are none now; raise if no node could be asked."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait_ms / 1000
@@ -101,7 +103,7 @@ class Leasing:
                 async with asyncio.timeout(GIVE_BACK_S):
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
-    async def _confirm_leases(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
+    async def _confirm_leases(self, request: ReceiveRequest, messages: list[LeasedMessage]) -> list[LeasedMessage]:
         """Keep the messages whose leases still hold, however long the responses were on their way."""
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
@@ -110,7 +112,7 @@ class Leasing:
             raise
 
     async def _receive_available(
-        self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
+        self, nodes: Sequence[NodeId], request: ReceiveRequest, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
         """Ask one node after the other for messages that are available, up to the limits of the request."""
         messages: list[LeasedMessage] = []
@@ -142,7 +144,7 @@ class Leasing:
         return [node for node in turned if node not in self._hung_until] or turned
 
     async def _receive_first(
-        self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
+        self, nodes: Sequence[NodeId], request: ReceiveRequest, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
         """Ask all nodes at once and return the first messages; nothing if none has any."""
         receiving = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
@@ -167,7 +169,7 @@ class Leasing:
             await self.return_messages(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
-    async def _receive_from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
+    async def _receive_from(self, node: NodeId, request: ReceiveRequest) -> list[LeasedMessage]:
         pool = await self._client.pool_for(node)
         try:
             leased = await self._requests.receive(pool, request, timeout_s=RESPONSE_S + request.wait_ms / 1000)
@@ -187,7 +189,7 @@ class Leasing:
         await self._settle_rest(request, unpacked)
         return unpacked.messages
 
-    async def _settle_rest(self, request: Receive, unpacked: ReadRecords) -> None:
+    async def _settle_rest(self, request: ReceiveRequest, unpacked: ReadRecords) -> None:
         """Return messages leased beyond the requested bytes, and release those that cannot be read."""
         name, worker = request.subscription, request.worker
         try:
@@ -211,7 +213,7 @@ class Leasing:
         return self._nodes
 
 
-def _count_fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
+def _count_fitting(messages: Sequence[LeasedMessage], request: ReceiveRequest) -> int:
     """Count the messages within the request's limits, at least one; compressed batches hold more than their size."""
     left_bytes = request.max_bytes
     for count, message in enumerate(messages[: request.max_records]):
@@ -245,8 +247,11 @@ class Services:
         pressure: Pressure | None = None,
         gateway: Services | None = None,
         credentials: Credentials | None = None,
+        principal: str = "",
     ) -> None:
         self.kafka_address = kafka_address
+        self.principal = principal
+        """Whose rights they have; empty for the node's own, and where everyone may do everything."""
         self._gateway = gateway
         self._starting = starting
         self.client = _connect(kafka_address, credentials)
@@ -257,13 +262,16 @@ class Services:
         self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
         self.subscriptions = SubscriptionClient(self.client)
         self.reader: RecordReader = RecordReader() if gateway is None else gateway.reader
+        self.schema_worker: SchemaWorker = SchemaWorker() if gateway is None else gateway.schema_worker
+        for client in (self.client, self.publishing):
+            use_codecs(client, IsolatedCodecs(client, self.schema_worker, principal))
         self.leasing = Leasing(self.client, self.reader)
         self.pressure = pressure or Pressure()
         self.stopping: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future() if gateway is None else gateway.stopping
         )
 
-    def acting_for(self, credentials: Credentials) -> Services:
+    def acting_for(self, principal: str, credentials: Credentials) -> Services:
         """Return services with the rights of a caller; limits and memory are shared."""
         return Services(
             self.kafka_address,
@@ -271,6 +279,7 @@ class Services:
             pressure=self.pressure,
             gateway=self,
             credentials=credentials,
+            principal=principal,
         )
 
     def check_started(self) -> None:
@@ -294,15 +303,17 @@ class Services:
             self.stopping.set_result(None)
 
     async def close(self) -> None:
-        """Wait until published messages are acknowledged, then close all connections."""
-        if self._gateway is None:
-            self.stop()
-            self.reader.close()
-        await self.publisher.close()
-        await self.leasing.close()
-        await self.status.close()
-        for client in (self.publishing, self.reading, self.client):
-            await client.close()
+        """Wait until published messages are acknowledged, then close all connections, even if something fails."""
+        async with AsyncExitStack() as closing:
+            if self._gateway is None:
+                self.stop()
+                self.reader.close()
+                closing.push_async_callback(self.schema_worker.close)
+            for client in (self.client, self.reading, self.publishing):
+                closing.push_async_callback(client.close)
+                closing.callback(forget_codecs, client)
+            for part in (self.status, self.leasing, self.publisher):
+                closing.push_async_callback(part.close)
 
 
 def _connect(kafka_address: str, credentials: Credentials | None) -> Client:

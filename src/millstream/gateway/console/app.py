@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl
 
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
+from millstream.core.tasks import cancel_and_wait
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send, host_of
 from millstream.gateway.api.event_stream import send_events
 from millstream.gateway.api.problem import Refused, refusal_of, stopped
@@ -117,7 +118,7 @@ class ConsoleApp:
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
         for route in ROUTES:
-            self._tree.add(route, route)
+            self._tree.add(route.method, route.path, route)
 
     def start(self) -> None:
         self.history.start()
@@ -166,8 +167,8 @@ class ConsoleApp:
             raise refuse_read_only()
         async with self._acting_for(exchange, signed_in) as (services, principal):
             pressure = self._services.pressure
-            pressure.enter(route.lane)
-            memory = RequestMemory(pressure, route.lane)
+            pressure.enter(route.lane, principal)
+            memory = RequestMemory(pressure, route.lane, principal)
             try:
                 form = await self._form(exchange, memory) if route.method == "POST" else {}
                 visit = Visit(
@@ -202,7 +203,7 @@ class ConsoleApp:
                 if route.method == "POST":
                     self.recent.clear()
                 memory.release()
-                pressure.leave(route.lane)
+                pressure.leave(route.lane, principal)
 
     @asynccontextmanager
     async def _acting_for(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[tuple[Services, str]]:
@@ -223,9 +224,7 @@ class ConsoleApp:
             try:
                 yield Acting(services, lapsed)
             finally:
-                lapsed.cancel()
-                with suppress(asyncio.CancelledError):
-                    await lapsed
+                await cancel_and_wait(lapsed)
 
     def _site_of(self, exchange: _Exchange) -> str:
         host = exchange.headers.get(b"host", b"").decode("ascii", "replace")
@@ -304,11 +303,7 @@ class ConsoleApp:
             else:
                 await self._respond(exchange, visit, signed_in, response, gone)
         finally:
-            for one in (gone, lapsed):
-                if one is not None:
-                    one.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await one
+            await cancel_and_wait(*(one for one in (gone, lapsed) if one is not None))
 
     async def _until_lapsed(self, exchange: _Exchange, signed_in: SignedIn, callers: Callers) -> bytes:
         await callers.until_lapsed(self._credential_of(exchange, signed_in))
@@ -482,9 +477,7 @@ async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> R
             raise ClientDisconnected
         return working.result()
     finally:
-        for one in (working, gone):
-            one.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await cancel_and_wait(working, gone)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

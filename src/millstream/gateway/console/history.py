@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from millstream.client.admin.browse import list_or_nothing, node_sums
+from millstream.client.admin.browse import list_if_reachable, node_sums
 from millstream.client.admin.groups import SHARE, lag_of_groups
 from millstream.client.admin.subscriptions import summary_of
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import OWN_PREFIX
-from millstream.core.tasks import gather_or_cancel
+from millstream.core.tasks import gather_or_cancel, wait_up_to
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.browse_messages import PAGE_MAX, ListedTopic, ListTopicsRequest
 from millstream.protocol.wire.group_offsets import list_groups
@@ -233,7 +233,7 @@ class History:
         return sorted(busy, key=lambda one: -(one[1].bytes_in + one[1].bytes_out))[:number]
 
     async def _run(self) -> None:
-        await self._wait_for_visit(FULL_S)
+        await wait_up_to(FULL_S, self._visited)
         while True:
             started = time.monotonic()
             try:
@@ -249,12 +249,7 @@ class History:
                 pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
                 await asyncio.sleep(max(1.0, pause_s - (time.monotonic() - started)))
             else:
-                await self._wait_for_visit(max(FULL_S, self._full_cost_s / UNVISITED_COST_MAX))
-
-    async def _wait_for_visit(self, patience_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._visited.wait()
+                await wait_up_to(max(FULL_S, self._full_cost_s / UNVISITED_COST_MAX), self._visited)
 
     async def _sample(self, now: float) -> None:
         used = time.thread_time()
@@ -263,7 +258,7 @@ class History:
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
-        responses = await gather_or_cancel(list_or_nothing(client, node, request) for node in nodes)
+        responses = await gather_or_cancel(list_if_reachable(client, node, request) for node in nodes)
         sums = await node_sums(client)
         self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
         self._add(([one for response in responses for one in response.topics]), now, is_full=is_full)

@@ -31,7 +31,10 @@ def number(value: float | None) -> str:
     """Show a number with separators."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.1f}"
+    if isinstance(value, int) or value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    # A rate below 0.1 must not look like none.
+    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2f}" if value >= 0.01 else "<0.01"
 
 
 def size(value: float | None) -> str:
@@ -39,6 +42,8 @@ def size(value: float | None) -> str:
     if value is None:
         return "–"
     for unit in _SIZES:
+        if 0 < value < 1 and unit == "B":
+            return "<1 B"
         if value < 1024 or unit == _SIZES[-1]:
             return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
         value /= 1024

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.client.admin.tailer import Fetched, step_over_damage
+from millstream.client.admin.tailer import Fetched, Message, step_over_damage
 from millstream.core.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange
 from millstream.core.ids import Offset, OffsetRange, PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -24,7 +24,7 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.protocol.filter.filter import Filter, Messages
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
-from millstream.protocol.records.record import AbortedBatches, Record
+from millstream.protocol.records.record import AbortedBatches
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition, FetchLimits
 
@@ -37,17 +37,10 @@ TAILS_PER_PERSON_MAX: Final = 8
 TAILS_MAX: Final = 200
 
 
-class Match(NamedTuple):
-    """A message and its partition."""
-
-    partition: int
-    record: Record
-
-
 class Step(NamedTuple):
     """What was found in one response, and the offset to continue at."""
 
-    matches: list[Match]
+    matches: list[Message]
     next_offset: int
 
 
@@ -77,17 +70,13 @@ class Searches:
         """End the process that evaluates filters."""
         await self._worker.stop()
 
-    @asynccontextmanager
-    async def admitted(self, person: str) -> AsyncIterator[None]:
+    def admitted(self, person: str) -> AbstractAsyncContextManager[None]:
         """Count a search; refuse one too many."""
-        with _counted(self._running, person, SEARCHES_PER_PERSON_MAX, SEARCHES_MAX, "searches"):
-            yield
+        return _counted(self._running, person, SEARCHES_PER_PERSON_MAX, SEARCHES_MAX, "searches")
 
-    @asynccontextmanager
-    async def following(self, person: str) -> AsyncIterator[None]:
+    def following(self, person: str) -> AbstractAsyncContextManager[None]:
         """Count a live tail; refuse one too many."""
-        with _counted(self._tails, person, TAILS_PER_PERSON_MAX, TAILS_MAX, "live tails"):
-            yield
+        return _counted(self._tails, person, TAILS_PER_PERSON_MAX, TAILS_MAX, "live tails")
 
     async def read(
         self,
@@ -99,7 +88,7 @@ class Searches:
         *,
         limit: int | None = None,
         places: dict[int, int] | None = None,
-    ) -> AsyncGenerator[list[Match], None]:
+    ) -> AsyncGenerator[list[Message], None]:
         """Yield committed messages in the ranges that match, a step at a time; an empty list reports progress.
 
         `places` is kept up to date with where each partition continues.
@@ -208,10 +197,10 @@ class Searches:
         wanted: list[OffsetRange],
         progress: Progress,
         limit: int | None,
-    ) -> tuple[list[Match], int | None]:
+    ) -> tuple[list[Message], int | None]:
         """Read the records at some offsets, ascending; also return where to continue if there are too many."""
         batches, aborted = fetched.response.records, AbortedBatches(fetched.response.aborted)
-        found: list[Match] = []
+        found: list[Message] = []
         size = at = 0
         for header in iterate_whole_headers(batches):
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
@@ -235,7 +224,7 @@ class Searches:
                 if read.oversized:
                     progress.skip(f"{topic.name}-{fetched.partition} at {read.next_offset - 1}: {read.oversized}")
                 for record in read.records:
-                    found.append(Match(fetched.partition, record))
+                    found.append(Message(fetched.partition, record))
                     size += message_bytes(record)
                     if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
                         return found, record.offset + 1
@@ -255,8 +244,8 @@ async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) ->
         return await services.reading.fetch_many(places, limits)
 
 
-@contextmanager
-def _counted(running: Counter[str], person: str, each_max: int, all_max: int, noun: str) -> Iterator[None]:
+@asynccontextmanager
+async def _counted(running: Counter[str], person: str, each_max: int, all_max: int, noun: str) -> AsyncIterator[None]:
     if running[person] >= each_max or running.total() >= all_max:
         raise Refused(
             HTTPStatus.TOO_MANY_REQUESTS,

@@ -11,11 +11,12 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
 from millstream.core.errors import MillstreamError
+from millstream.core.tasks import cancel_and_wait
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.visit import Done, address
@@ -114,9 +115,7 @@ class Task:
                     else:
                         self._finish(STOPPED, "Stopped, because the session of the user who started it has ended.")
                 finally:
-                    acting.cancel()
-                    with suppress(asyncio.CancelledError, Exception):
-                        await acting
+                    await cancel_and_wait(acting)
         except asyncio.CancelledError:
             self._finish(STOPPED, "Stopped, because the gateway is shutting down.")
             raise
@@ -170,9 +169,7 @@ class Tasks:
 
     async def close(self) -> None:
         tasks = [one.running for one in self._tasks.values() if one.running is not None]
-        for one in tasks:
-            one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
     def _forget(self) -> None:
         """Drop tasks that ended long ago, and the oldest beyond the limit."""

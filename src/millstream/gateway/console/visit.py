@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from millstream.client.admin.browse import Right, allowed_rights, note_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.setting import Setting
 from millstream.core.topic import INTERNAL_TOPICS
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
@@ -248,6 +249,22 @@ def done(to: str, text: str, *words: object) -> Done:
     """Return the response to a change: what happened, and the command that does the same."""
     said = command(*words)
     return Done(to, f"{text} ({said})" if text.endswith(".") else f"{text}: {said}")
+
+
+def setting_rows(described: Mapping[str, Any], declared: Mapping[str, Setting]) -> list[dict[str, Any]]:
+    """Return the settings of a resource with their meanings and defaults, those that were changed first."""
+    settings, overrides = described["settings"], described["overrides"]
+    return [
+        {
+            "name": name,
+            "value": settings[name],
+            "is_override": name in overrides,
+            "default": declared[name].default if name in declared else None,
+            "meaning": declared[name].description if name in declared else "",
+            "fixed": name in declared and declared[name].is_fixed,
+        }
+        for name in sorted(settings, key=lambda name: (name not in overrides, name))
+    ]
 
 
 def address(*parts: object) -> str:

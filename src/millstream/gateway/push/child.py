@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -18,15 +17,23 @@ from uuid import uuid4
 import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.push_board import PushBoard, PushReport
+from millstream.broker.push_board import PushBoard
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.child_process import SupervisedChild
+from millstream.core.child_process import SupervisedChild, read_events, spawn_module
 from millstream.core.errors import MillstreamError
 from millstream.core.setting import seal_problem
 from millstream.core.subscription import Subscription
-from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
+from millstream.core.tasks import cancel_and_wait
+from millstream.gateway.push.push_messages import (
+    LINE_BYTES_MAX,
+    PushCommand,
+    PushOptions,
+    PushReports,
+    PushSubscription,
+    push_subscription,
+)
 from millstream.protocol.wire.credentials import child_environment
 
 _logger = logging.getLogger(__name__)
@@ -34,11 +41,6 @@ _logger = logging.getLogger(__name__)
 MODULE = "millstream.gateway.push.process"
 STOP_S: Final = 10.0
 """How long stopping may take: slightly longer than the process gives messages in flight."""
-REPORT_BYTES_MAX: Final = 64 * 1024 * 1024
-
-
-class _Reports(msgspec.Struct, frozen=True):
-    reports: list[PushReport]
 
 
 class PushChild(SupervisedChild):
@@ -56,8 +58,8 @@ class PushChild(SupervisedChild):
         private_addresses: bool,
         release_worker: Callable[[str], None],
         security: SecurityState | None = None,
-        log_level: str = "info",
-        log_format: str = "text",
+        log_level: str,
+        log_format: str,
     ) -> None:
         super().__init__()
         self._kafka_address = kafka_address
@@ -94,27 +96,26 @@ class PushChild(SupervisedChild):
 
     async def _spawn(self) -> Process:
         self._worker = f"push/{self._node_id}/{uuid4().hex[:8]}"
-        # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
-        # order.
-        return await asyncio.create_subprocess_exec(
-            *self._command(),
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,
-            limit=REPORT_BYTES_MAX,
-            env=child_environment(),
+        options = PushOptions(
+            kafka=self._kafka_address,
+            worker=self._worker,
+            private_addresses=self._private_addresses,
+            log_level=self._log_level,
+            log_format=self._log_format,
         )
+        argument = msgspec.json.encode(options).decode()
+        return await spawn_module(MODULE, argument, limit=LINE_BYTES_MAX, env=child_environment())
 
     async def _wait_for_exit(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
             self._send_subscriptions(process), name="send subscriptions to the push process"
         )
         try:
-            await self._read_reports(process)
+            async for line in read_events(process, PushReports, name=self.name):
+                self._board.take(line.reports)
             return await process.wait()
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await cancel_and_wait(sending)
             self._board.clear()
             self._board.restarts = self.restarts
             # Messages that it has not returned go to other workers at once.
@@ -127,25 +128,11 @@ class PushChild(SupervisedChild):
         with suppress(ConnectionError):
             while self._pushed and not self._stopping.is_set():
                 self._news.clear()
-                line = msgspec.json.encode({"subscriptions": self._pushed})
-                process.stdin.write(line + b"\n")
+                process.stdin.write(msgspec.json.encode(PushCommand(self._pushed)) + b"\n")
                 await process.stdin.drain()
                 await self._news.wait()
             self._is_dismissed = True
             process.stdin.close()
-
-    async def _read_reports(self, process: Process) -> None:
-        if process.stdout is None:
-            return
-        while True:
-            try:
-                line = await process.stdout.readline()
-                if not line:
-                    return
-                self._board.take(msgspec.json.decode(line, type=_Reports).reports)
-            except ValueError as error:
-                # Lines that are too long fail too; reading continues after them.
-                _logger.warning("a report of the push process cannot be read", extra={"error": str(error)})
 
     def _refresh(self) -> None:
         """Follow a change of the subscriptions."""
@@ -174,16 +161,8 @@ class PushChild(SupervisedChild):
         """Return why messages cannot be pushed with the rights of the subscription's owner; empty if they can."""
         if self._security is None:
             return ""
+        if not subscription.topics:
+            return "it is a share group: its topics are those of its consumers, which its owner may not be able to read"
         topics = ((Operation.READ, ResourceType.TOPIC, topic) for topic in subscription.topics)
         needs = [(Operation.READ, ResourceType.GROUP, subscription.name), *topics]
         return owner_refusal(self._security, subscription.owner, needs)
-
-    def _command(self) -> list[str]:
-        options = {
-            "kafka": self._kafka_address,
-            "worker": self._worker,
-            "private_addresses": self._private_addresses,
-            "log_level": self._log_level,
-            "log_format": self._log_format,
-        }
-        return [sys.executable, "-m", MODULE, msgspec.json.encode(options).decode()]

@@ -43,6 +43,8 @@ class EndpointResponse(NamedTuple):
     retry_after_s: float | None = None
     is_unsent: bool = False
     """Whether no connection was made, so that the endpoint cannot have received the message."""
+    is_refused: bool = False
+    """Whether this node does not push to the address, so that the endpoint was not contacted."""
 
     @property
     def verdict(self) -> Verdict:
@@ -55,7 +57,11 @@ class EndpointResponse(NamedTuple):
     @property
     def reason(self) -> str:
         """Return, in one line, why the message was not accepted."""
-        outcome = f"the endpoint returned {self.status}" if self.status else "the endpoint did not respond"
+        if self.is_refused:
+            return self.text
+        outcome = f"the endpoint returned {self.status}"
+        if not self.status:
+            outcome = "the endpoint cannot be reached" if self.is_unsent else "the endpoint did not respond"
         return f"{outcome}: {self.text}" if self.text else outcome
 
     def delay_ms(self, attempt: int, *, backoff_min_ms: int, backoff_max_ms: int) -> int | None:

@@ -14,13 +14,10 @@ from urllib.parse import quote_from_bytes
 
 import msgspec
 
+from millstream.core.headers import CONTENT_TYPE, CORRELATION_ID, MESSAGE_ID, TRACEPARENT, TRACESTATE
 from millstream.core.push import BINARY, RAW
 from millstream.protocol.private.subscriptions import LeasedMessage
 
-CONTENT_TYPE: Final = "content-type"
-CORRELATION_ID: Final = "correlation-id"
-MESSAGE_ID: Final = "message-id"
-TRACE: Final = ("traceparent", "tracestate")
 STRUCTURED_TYPE: Final = b"application/cloudevents+json; charset=utf-8"
 DEFAULT_TYPE: Final = "millstream.message"
 
@@ -78,7 +75,7 @@ def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: b
         "time": _time(record.timestamp_ms),
         "subject": "" if record.key is None else _text(record.key),
         "correlationid": _text(headers.get(CORRELATION_ID, b"")),
-        "traceparent": _text(headers.get(TRACE[0], b"")),
+        "traceparent": _text(headers.get(TRACEPARENT, b"")),
     }
     for name, text in made.items():
         if text and not found.get(name):
@@ -106,7 +103,7 @@ def _raw(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -
     ]
     if record.key is not None:
         lines.append((b"message-key", _quoted(record.key)))
-    kept = (CONTENT_TYPE, MESSAGE_ID, CORRELATION_ID, *TRACE)
+    kept = (CONTENT_TYPE, MESSAGE_ID, CORRELATION_ID, TRACEPARENT, TRACESTATE)
     lines += [
         (b"message-header-" + name.encode(), _quoted(value))
         for name, value in headers.items()
@@ -154,7 +151,7 @@ def _id_of(message: LeasedMessage, headers: dict[str, bytes]) -> bytes:
 
 
 def _trace(headers: dict[str, bytes]) -> Headers:
-    return [(name.encode(), _header_value(headers[name])) for name in TRACE if headers.get(name)]
+    return [(name.encode(), _header_value(headers[name])) for name in (TRACEPARENT, TRACESTATE) if headers.get(name)]
 
 
 def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:

@@ -14,21 +14,27 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.push_board import PushReport
 from millstream.core.heap import freeze_heap
 from millstream.core.log_format import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.setting import parse_address
 from millstream.core.subscription import AT_MOST_ONCE
+from millstream.core.tasks import cancel_and_wait, wait_up_to
 from millstream.gateway.api.message import message_bytes
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader
-from millstream.gateway.push.push_subscription import PushSubscription
+from millstream.gateway.push.push_messages import (
+    LINE_BYTES_MAX,
+    PushCommand,
+    PushOptions,
+    PushReports,
+    PushSubscription,
+)
 from millstream.gateway.push.pusher import Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
 from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
-from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscription_messages import ReceiveRequest
 from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import adopt_node_credentials
@@ -45,29 +51,6 @@ RATES_S: Final = 2.0
 RESPONSE_S: Final = 30.0
 WAITING_MAX: Final = 10_000
 """The most subscriptions that are pushed, each with a connection while it waits for messages."""
-LINE_BYTES_MAX: Final = 64 * 1024 * 1024
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker's options for the process."""
-
-    kafka: str
-    worker: str
-    private_addresses: bool
-    log_level: str
-    log_format: str
-
-
-class PushCommand(msgspec.Struct, frozen=True):
-    """A line from the broker: every subscription to push."""
-
-    subscriptions: list[PushSubscription]
-
-
-class Reports(msgspec.Struct, frozen=True):
-    """A line to the broker: the state of every subscription."""
-
-    reports: list[PushReport]
 
 
 class BrokerConnections:
@@ -85,7 +68,7 @@ class BrokerConnections:
         frame = await channel.exchange(key, 0, [body], timeout_s=RESPONSE_S)
         return frame[response_body_at(key, 0, frame) :]
 
-    async def receive(self, wanted: Receive) -> ReadRecords:
+    async def receive(self, wanted: ReceiveRequest) -> ReadRecords:
         """Receive messages from this node, within limits; a cancelled call leaves nothing leased."""
         leased = await self._requests.receive(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + RESPONSE_S)
         if leased.response.error:
@@ -106,7 +89,7 @@ class BrokerConnections:
 class PushProcess:
     """All pushers of this node."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PushOptions) -> None:
         self._options = options
         self._line = BrokerConnections(options.kafka)
         self._client = Client.connect(options.kafka, client_id="push", timeout_s=RESPONSE_S)
@@ -145,13 +128,11 @@ class PushProcess:
 
     async def report(self) -> bytes:
         """Return changed reports as a line; rates change even when nothing happens."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RATES_S if self._has_rates else None):
-                await self._news.wait()
+        await wait_up_to(RATES_S if self._has_rates else None, self._news)
         self._news.clear()
         reports = [pusher.report() for pusher in self._pushers.values()]
         self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
-        return msgspec.json.encode(Reports(reports)) + b"\n"
+        return msgspec.json.encode(PushReports(reports)) + b"\n"
 
     def _start_pusher(self, known: str, declared: PushSubscription) -> None:
         worker = self._options.worker
@@ -187,7 +168,7 @@ class PushProcess:
             sys.exit(1)
 
 
-async def push(options: Options) -> None:
+async def push(options: PushOptions) -> None:
     """Push until the broker closes the pipe."""
     loop = asyncio.get_running_loop()
     heard = asyncio.StreamReader(limit=LINE_BYTES_MAX)
@@ -201,8 +182,7 @@ async def push(options: Options) -> None:
             await process.declare(msgspec.json.decode(line, type=PushCommand).subscriptions)
         await process.end()
     finally:
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
+        await cancel_and_wait(reporting)
         if not transport.is_closing():
             transport.abort()
 
@@ -217,7 +197,7 @@ async def _report_changes(process: PushProcess, output: asyncio.StreamWriter) ->
 
 def main() -> None:
     """Run with the broker's options."""
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=PushOptions)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
     adopt_node_credentials()

@@ -16,7 +16,6 @@ from contextlib import suppress
 from time import monotonic, time
 from typing import Final
 
-from millstream.broker.push_board import PushReport
 from millstream.client import settling
 from millstream.client.message import Lease
 from millstream.core.backoff import Backoff
@@ -24,14 +23,17 @@ from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE, Verb
+from millstream.core.tasks import wait_up_to
 from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push.endpoint import Endpoint, EndpointResponse, Verdict
 from millstream.gateway.push.event import content_of
-from millstream.gateway.push.push_subscription import PushSubscription
+from millstream.gateway.push.push_messages import PushSubscription
 from millstream.gateway.push.sender import Sender
-from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscription_messages import PushReport, ReceiveRequest
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
+
+_logger = logging.getLogger(__name__)
 
 SETTLE_RETRY_S: Final = 5.0
 SETTLE_S: Final = 10.0
@@ -130,8 +132,6 @@ class Statistics:
         )
 
 
-_logger = logging.getLogger(__name__)
-
 WAIT_MS: Final = 30_000
 
 RECEIVE_BYTES: Final = 4 * 1024 * 1024
@@ -151,7 +151,7 @@ REASON_LENGTH_MAX: Final = 500
 _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
 """Outcomes that the endpoint causes, independent of the message."""
 
-ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
+ReceiveFrom = Callable[[ReceiveRequest], Awaitable[ReadRecords]]
 """Leases messages from this node on its own connection."""
 
 
@@ -261,7 +261,7 @@ class Pusher:
 
     async def _lease(self, room: int) -> ReadRecords:
         """Lease some messages, unless `stop` comes first."""
-        wanted = Receive(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
+        wanted = ReceiveRequest(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
         taking = asyncio.ensure_future(self._receive(wanted))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -306,9 +306,7 @@ class Pusher:
 
     async def _wait(self, seconds: float | None) -> None:
         self._changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        await wait_up_to(seconds, self._changed)
 
     # -- sending them ----------------------------------------------------------------------------------------
 
@@ -345,7 +343,7 @@ class Pusher:
                 self._record_response(endpoint, message, response, began)
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, response):
                     break
-                await self._await_rest(endpoint)
+                await wait_up_to(endpoint.rest_left(self._now), self._stopping)
                 if self._stopping.is_set() and not sent:
                     await self._return_message(message, sent)
                     return
@@ -394,11 +392,6 @@ class Pusher:
             self._probe = asyncio.current_task()
         return self._probe is asyncio.current_task()
 
-    async def _await_rest(self, endpoint: Endpoint) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(endpoint.rest_left(self._now)):
-                await self._stopping.wait()
-
     async def _settle(self, endpoint: Endpoint, message: LeasedMessage, response: EndpointResponse) -> None:
         if response.verdict is Verdict.ACCEPTED:
             await self._settler.settle(message, Verb.ACCEPT)
@@ -426,10 +419,8 @@ class Pusher:
         while True:
             await self._busy.wait()
             self._redeclared.clear()
-            with suppress(TimeoutError):
-                # A changed lease duration takes effect at once.
-                async with asyncio.timeout(self.declared.lease_ms / 3000):
-                    await self._redeclared.wait()
+            # A changed lease duration takes effect at once.
+            await wait_up_to(self.declared.lease_ms / 3000, self._redeclared)
             if self.declared.delivery == AT_MOST_ONCE:
                 continue
             soon = monotonic() + self.declared.lease_ms / 2000

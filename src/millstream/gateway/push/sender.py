@@ -165,7 +165,7 @@ class Sender:
         except TimeoutError:
             return EndpointResponse(0, f"no response within {self._target.timeout_s:g} s")
         except PolicyViolation as refused:
-            return EndpointResponse(0, str(refused))
+            return EndpointResponse(0, str(refused), is_refused=True)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
             self._addresses.forget()
             return EndpointResponse(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))

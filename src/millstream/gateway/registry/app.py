@@ -30,16 +30,18 @@ from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
 from millstream.protocol.private.schema_messages import (
-    CheckSchema,
-    Configure,
-    DeleteSubject,
-    GetSchema,
-    GetSubject,
-    ListSubjects,
-    LookupSchema,
-    RegisterSchema,
+    CheckSchemaRequest,
+    ConfigureRequest,
+    DeleteSubjectRequest,
+    GetSchemaRequest,
+    GetSubjectRequest,
+    ListSubjectsRequest,
+    LookupSchemaRequest,
+    RegisterSchemaRequest,
     SchemaMessage,
 )
+
+_logger = logging.getLogger(__name__)
 
 INVALID_BODY: Final = 400
 MISSING_BODY: Final = 422
@@ -196,12 +198,12 @@ async def _types(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _contexts(client: SchemaClient, request: RegistryRequest) -> Any:
-    return request.page((await client.subjects(ListSubjects(prefix=":*:", deleted=True))).contexts)
+    return request.page((await client.subjects(ListSubjectsRequest(prefix=":*:", deleted=True))).contexts)
 
 
 async def _subjects(client: SchemaClient, request: RegistryRequest) -> Any:
     listed = await client.subjects(
-        ListSubjects(
+        ListSubjectsRequest(
             prefix=request.prefix,
             deleted=request.flag("deleted"),
             deleted_only=request.flag("deletedOnly"),
@@ -214,7 +216,7 @@ async def _subjects(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
     listed = await client.subjects(
-        ListSubjects(
+        ListSubjectsRequest(
             prefix=request.prefix,
             deleted=request.flag("deleted"),
             schemas=True,
@@ -226,12 +228,12 @@ async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
     return [_version_document(schema) for schema in listed.schemas]
 
 
-def _by_id(request: RegistryRequest) -> GetSchema:
+def _by_id(request: RegistryRequest) -> GetSchemaRequest:
     number = request.names["id"]
     if not (_NUMBER.fullmatch(number) and 0 <= int(number) <= NUMBER_MAX):
         raise SchemaRegistryError("HTTP 404 Not Found", code=404)
     subject = request.qualified(request.text("subject"))
-    return GetSchema(id=int(number), subject=subject, format=_format(request), deleted=request.flag("deleted"))
+    return GetSchemaRequest(id=int(number), subject=subject, format=_format(request), deleted=request.flag("deleted"))
 
 
 async def _schema(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -268,33 +270,35 @@ async def _schema_versions(client: SchemaClient, request: RegistryRequest) -> An
 
 
 async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(GetSchema(guid=request.names["guid"].lower(), format=_format(request)))
+    found = await client.get(GetSchemaRequest(guid=request.names["guid"].lower(), format=_format(request)))
     if found.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
     return {**found.schema.as_confluent(), "guid": found.schema.guid}
 
 
 async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(GetSchema(guid=request.names["guid"].lower()))
+    found = await client.get(GetSchemaRequest(guid=request.names["guid"].lower()))
     return [{"context": context, "id": number} for context, number in found.ids]
 
 
 async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
-    asked = LookupSchema(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
+    asked = LookupSchemaRequest(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
     return _version_document(await client.lookup(asked))
 
 
 async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
     body: _Schema = request.decode(_Schema)
     number = body.id if body.id is not None and body.id > 0 else None
-    made = await client.register(RegisterSchema(**_sent(request), id=number, version=body.version or None))
+    made = await client.register(RegisterSchemaRequest(**_sent(request), id=number, version=body.version or None))
     # Without the text: clients expect the text that they sent, a descriptor in the case of Protobuf.
     return {"id": made.id, "version": made.version, "guid": made.guid}
 
 
 async def _versions(client: SchemaClient, request: RegistryRequest) -> Any:
     found = await client.subject(
-        GetSubject(subject=request.subject, deleted=request.flag("deleted"), deleted_only=request.flag("deletedOnly"))
+        GetSubjectRequest(
+            subject=request.subject, deleted=request.flag("deleted"), deleted_only=request.flag("deletedOnly")
+        )
     )
     return request.page(found.versions)
 
@@ -304,7 +308,7 @@ async def _find_version(client: SchemaClient, request: RegistryRequest, *, delet
     # The latest version is one that is not deleted, whatever else is asked for.
     deleted = deleted and version not in ("latest", "-1")
     return await client.subject(
-        GetSubject(subject=request.subject, version=version, deleted=deleted, format=_format(request))
+        GetSubjectRequest(subject=request.subject, version=version, deleted=deleted, format=_format(request))
     )
 
 
@@ -322,7 +326,7 @@ async def _referenced_by(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
     keys, values = request.query.get("key", ()), request.query.get("value", ())
-    asked = GetSubject(
+    asked = GetSubjectRequest(
         subject=request.subject,
         metadata=dict(zip(keys, values, strict=False)),
         deleted=request.flag("deleted"),
@@ -335,11 +339,11 @@ async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _delete_subject(client: SchemaClient, request: RegistryRequest) -> Any:
-    return await client.delete(DeleteSubject(subject=request.subject, permanent=request.flag("permanent")))
+    return await client.delete(DeleteSubjectRequest(subject=request.subject, permanent=request.flag("permanent")))
 
 
 async def _delete_version(client: SchemaClient, request: RegistryRequest) -> Any:
-    asked = DeleteSubject(
+    asked = DeleteSubjectRequest(
         subject=request.subject, version=request.names["version"], permanent=request.flag("permanent")
     )
     return (await client.delete(asked))[0]
@@ -348,7 +352,7 @@ async def _delete_version(client: SchemaClient, request: RegistryRequest) -> Any
 async def _check(client: SchemaClient, request: RegistryRequest) -> Any:
     version, is_verbose = request.names.get("version"), request.flag("verbose")
     try:
-        reasons = await client.check(CheckSchema(**_sent(request), version=version))
+        reasons = await client.check(CheckSchemaRequest(**_sent(request), version=version))
     except SchemaRegistryError as error:
         is_unknown = error.code in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.VERSION_NOT_FOUND)
         if is_unknown and version in (None, "latest", "-1"):
@@ -386,12 +390,12 @@ async def _set_config(client: SchemaClient, request: RegistryRequest) -> Any:
         config[LEVEL] = ""
     elif isinstance(level, str):
         config[LEVEL] = level.upper()
-    await client.configure(Configure(subject=request.subject, config=config))
+    await client.configure(ConfigureRequest(subject=request.subject, config=config))
     return sent
 
 
 async def _reset_config(client: SchemaClient, request: RegistryRequest) -> Any:
-    before = await client.configure(Configure(subject=request.subject, reset_config=True))
+    before = await client.configure(ConfigureRequest(subject=request.subject, reset_config=True))
     if before.config is None and request.names.get("subject"):
         raise SchemaRegistryError(f"Subject '{request.subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
     return before.config or {LEVEL: DEFAULT_LEVEL}
@@ -410,12 +414,12 @@ async def _mode(client: SchemaClient, request: RegistryRequest) -> Any:
 async def _set_mode(client: SchemaClient, request: RegistryRequest) -> Any:
     body: _Mode = request.decode(_Mode)
     mode = body.mode.upper()
-    await client.configure(Configure(subject=request.subject, mode=mode, force=request.flag("force")))
+    await client.configure(ConfigureRequest(subject=request.subject, mode=mode, force=request.flag("force")))
     return {"mode": mode}
 
 
 async def _reset_mode(client: SchemaClient, request: RegistryRequest) -> Any:
-    before = await client.configure(Configure(subject=request.subject, reset_mode=True))
+    before = await client.configure(ConfigureRequest(subject=request.subject, reset_mode=True))
     if before.mode is None and request.names.get("subject"):
         raise SchemaRegistryError(f"Subject '{request.subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
     return {"mode": before.mode or "READWRITE"}
@@ -461,8 +465,6 @@ ROUTES: Final = (
 )
 
 
-_logger = logging.getLogger(__name__)
-
 PREFIX: Final = "/registry"
 CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
 _ACCEPTED: Final = (CONTENT_TYPE, "application/vnd.schemaregistry+json", JSON, "application/octet-stream")
@@ -482,7 +484,7 @@ class RegistryApp:
         self._prefix = prefix.encode()
         self._tree: PathTree[RegistryRoute] = PathTree()
         for route in ROUTES:
-            self._tree.add(route, route)
+            self._tree.add(route.method, route.path, route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -522,8 +524,8 @@ class RegistryApp:
         if _content_type(headers.get(b"accept", b"")) is None:
             raise Refused(HTTPStatus.NOT_ACCEPTABLE, "HTTP 406 Not Acceptable")
         pressure = services.pressure
-        pressure.enter(Lane.ADMIN)
-        memory = RequestMemory(pressure, Lane.ADMIN)
+        pressure.enter(Lane.ADMIN, services.principal)
+        memory = RequestMemory(pressure, Lane.ADMIN, services.principal)
         try:
             body = b""
             if scope["method"] in ("POST", "PUT"):
@@ -533,7 +535,7 @@ class RegistryApp:
             return await route.handle(SchemaClient(services.client), request)
         finally:
             memory.release()
-            pressure.leave(Lane.ADMIN)
+            pressure.leave(Lane.ADMIN, services.principal)
 
     async def _send_error(self, send: Send, code: int, message: str, more: Mapping[str, str] | None = None) -> None:
         status = code if code < 1000 else code // 100

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.core.errors import InvalidRequest, InvalidTransactionState, NotFound, TransactionRejected
-from millstream.core.ids import MESSAGE_ID_HEADER
+from millstream.core.headers import MESSAGE_ID
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets
@@ -265,7 +265,7 @@ class Replay:
         raise NotFound(f"no pipeline lands topic {self.order.topic!r} message by message, so it has no table to replay")
 
     def _landed_ends(self, table: Table, numbers: list[int]) -> Offsets:
-        from millstream.pipelines.lake.delta_table import open_table
+        from millstream.pipelines.lake.table import open_table
 
         opened = open_table(table.url, format=table.format)
         if opened.schema() is None:
@@ -280,7 +280,7 @@ def add_headers(headers: pa.Array, origins: pa.Array, ids: pa.Array) -> pa.Array
     flat = headers.flatten()
     lengths = pc.fill_null(pc.list_value_length(headers), 0).to_numpy().astype(np.int64)
     parents = np.repeat(np.arange(rows), lengths)
-    is_id = pc.fill_null(pc.equal(flat.field("key"), MESSAGE_ID_HEADER), False).to_numpy(zero_copy_only=False)
+    is_id = pc.fill_null(pc.equal(flat.field("key"), MESSAGE_ID), False).to_numpy(zero_copy_only=False)
     # An id without a value does not count.
     is_id &= pc.fill_null(pc.greater(pc.binary_length(flat.field("value")), 0), False).to_numpy(zero_copy_only=False)
     lacks_id = np.bincount(parents[is_id], minlength=rows) == 0
@@ -292,7 +292,7 @@ def add_headers(headers: pa.Array, origins: pa.Array, ids: pa.Array) -> pa.Array
     order[starts[:-1] + lengths] = len(flat) + np.arange(rows)
     order[(starts[:-1] + lengths + 1)[lacks_id]] = len(flat) + rows + np.flatnonzero(lacks_id)
     keys = pa.concat_arrays(
-        [flat.field("key"), *(pa.repeat(pa.scalar(name), rows) for name in (ORIGIN_HEADER, MESSAGE_ID_HEADER))]
+        [flat.field("key"), *(pa.repeat(pa.scalar(name), rows) for name in (ORIGIN_HEADER, MESSAGE_ID))]
     )
     values = pa.concat_arrays([flat.field("value"), origins, ids])
     taken = pa.array(order)

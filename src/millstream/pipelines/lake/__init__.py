@@ -1,4 +1,4 @@
 """Lake tables, Delta or plain Parquet: commits that carry the next offset of every partition.
 
-Start reading at `table.py`, the interface, then `delta_table.py`.
+Start reading at `table.py`.
 """

@@ -118,9 +118,11 @@ class DeltaLog:
                 configuration=self._configuration,
                 storage_options=dict(self.storage.options),
                 raise_if_key_not_exists=False,
+                # A retry would replace the columns of a table that another run has created at the same time.
+                commit_properties=deltalake.CommitProperties(max_commit_retries=0),
             )
         except DeltaError:
-            # Another run may have created it at the same time.
+            # Another run may have created it.
             if self.refresh() is None:
                 raise
 

@@ -30,7 +30,6 @@ from deltalake.transaction import RemoveAction
 from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
 from millstream.pipelines.lake.columns import APPEND_DAY, Place, values_at
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog, added
-from millstream.pipelines.lake.delta_table import DeltaTable, Mark, is_done, next_offset_key, next_offsets
 from millstream.pipelines.lake.merging import (
     DELETED,
     DEPTH_MAX,
@@ -48,7 +47,15 @@ from millstream.pipelines.lake.merging import (
 )
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, compact
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import GRACE, TopicPartition
+from millstream.pipelines.lake.table import (
+    GRACE,
+    LakeTable,
+    Mark,
+    TopicPartition,
+    is_done,
+    next_offset_key,
+    next_offsets,
+)
 from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream.pipelines.lake.task_writer import (
     GROUP_BYTES,
@@ -92,8 +99,8 @@ class StoredBucket(NamedTuple):
     bytes: int
 
 
-class KeyedTable(DeltaTable):
-    """A `LakeTable` with one row per key."""
+class KeyedTable(LakeTable):
+    """A table with one row per key."""
 
     def __init__(self, storage: Storage, *, replaced_retention: timedelta = REPLACED_RETENTION) -> None:
         super().__init__(storage)
@@ -190,7 +197,7 @@ class KeyedTable(DeltaTable):
         requarantined: Sequence[ActiveFile] = (),
         mark: Mark | None = None,
     ) -> bool:
-        """Replace the files of merged buckets and advance atomically; see `LakeTable`."""
+        """Replace the files of merged buckets and advance atomically."""
         merging, self._merging = self._merging, None
         if not files:
             return super().commit(

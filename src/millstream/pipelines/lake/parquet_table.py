@@ -15,10 +15,9 @@ from typing import Any
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.columns import Place
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, first_name
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import GRACE, TopicPartition
+from millstream.pipelines.lake.table import GRACE, LakeTable, TopicPartition
 from millstream.pipelines.lake.table_file import Written
 
 
@@ -41,8 +40,8 @@ class FallbackFiles:
         return self._one.open_input_file(shown)
 
 
-class ParquetTable(DeltaTable):
-    """A `LakeTable` of plain files: a Delta table in the staging folder that moves its files."""
+class ParquetTable(LakeTable):
+    """A table of plain files: a Delta table in the staging folder that moves its files."""
 
     def __init__(self, storage: Storage, *, configuration: Mapping[str, str] = CONFIGURATION) -> None:
         staged = storage.staged()
@@ -55,7 +54,7 @@ class ParquetTable(DeltaTable):
         return found
 
     def commit(self, files: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]], **more: Any) -> bool:
-        """Add files and advance atomically; see `LakeTable`."""
+        """Commit as a Delta table does, and move the files."""
         is_mine = super().commit(files, offsets, **more)
         self._publish()
         return is_mine
@@ -67,7 +66,7 @@ class ParquetTable(DeltaTable):
         return Compacted()
 
     def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
-        """Make long columns double; see `LakeTable`.
+        """Make long columns double.
 
         A rewritten file takes the original's name when it is moved into place, atomically: readers see every row once
         at any time, in some files still under the old type.

@@ -22,6 +22,11 @@ from millstream.core.lake_url import check_lake_url
 STAGED: Final = "_staged"
 
 
+def environment_options() -> dict[str, str]:
+    """Return the options of this process's environment, for tasks on other machines that use the same object store."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 @dataclass(frozen=True)
 class Storage:
     """A folder of files. It is small and is sent to tasks; connections are made where it is used."""
@@ -44,7 +49,7 @@ class Storage:
     @classmethod
     def reached_from_here(cls, url: str) -> Storage:
         """Return the storage with the options of the environment, so that tasks on other machines can reach it."""
-        return cls.at(url, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+        return cls.at(url, environment_options())
 
     def table(self, version: int | None = None) -> DeltaTable:
         """Open the Delta table at a version or at its latest one."""

@@ -335,7 +335,7 @@ class TaskWriter(FileWriter):
     def write(self, batch: pa.RecordBatch) -> None:
         """Write rows in the order of their offsets; missing columns are null, unknown ones are refused.
 
-        Rows without a topic id get the writer's.
+        Without the column of the topic id, they get the writer's.
         """
         for partition, rows in _by_partition(shaped(self._with_topic(batch), self._schema)):
             if partition != self._partition:
@@ -347,13 +347,9 @@ class TaskWriter(FileWriter):
                 self._end_group()
 
     def _with_topic(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        if TOPIC_ID not in self._schema.names or not self._topic_id:
+        if TOPIC_ID not in self._schema.names or TOPIC_ID in batch.schema.names:
             return batch
-        if TOPIC_ID not in batch.schema.names:
-            return batch.append_column(TOPIC_ID, pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch)))
-        at = batch.schema.get_field_index(TOPIC_ID)
-        topic_ids = batch.column(at)
-        return batch.set_column(at, TOPIC_ID, topic_ids.fill_null(self._topic_id)) if topic_ids.null_count else batch
+        return batch.append_column(TOPIC_ID, pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch)))
 
     @property
     def held_bytes(self) -> int:

@@ -9,12 +9,12 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 from uuid import UUID
 
@@ -22,17 +22,18 @@ import msgspec
 
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
-from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
 from millstream.client.admin.backlog import Backlogs, Reader, reader_of
 from millstream.client.admin.groups import describe_group
 from millstream.client.admin.pipelines import PipelineClient, storage_in
-from millstream.core.child_process import SupervisedChild
+from millstream.core.child_process import SupervisedChild, read_events, spawn_module
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownGroup, UnknownPipeline
 from millstream.core.pipeline import GROUP_PREFIX, Pipeline, PipelineKind
 from millstream.core.scratch import REMOVE_S_MAX, remove_left_behind
+from millstream.core.tasks import cancel_and_wait, wait_up_to
 from millstream.pipelines.runtime.driver_messages import (
     DRIVER_CLIENT,
     AssignedPipeline,
@@ -41,6 +42,7 @@ from millstream.pipelines.runtime.driver_messages import (
     Options,
 )
 from millstream.pipelines.runtime.spark_session import DIED, missing_packages
+from millstream.protocol.private.pipeline_messages import PipelineReport, PipelineState
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import child_environment
 
@@ -53,11 +55,11 @@ STOP_S: Final = 12.0
 """How long stopping may take: slightly longer than the driver gives its steps and Java."""
 BACKOFF_S_MIN: Final = 1.0
 PARK_PAUSE_S: Final = 5.0
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """How often to check whether missing packages have been installed."""
 SILENT_S: Final = 60.0
 """A driver sends something every few seconds; one that is silent for this long is considered hung."""
-SILENT_LOOKS: Final = 6
+SILENCE_CHECKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 SPARE_S: Final = 30.0
 """How long the start of a spare driver is delayed at most, until all pipelines have done a step: two starts at once
@@ -184,10 +186,7 @@ class PipelineChild(SupervisedChild):
     async def _wait_until_needed(self) -> None:
         while not self._is_called_for and not self._stopping.is_set():
             self._news.clear()
-            try:
-                async with asyncio.timeout(LOOK_S if self._idle_reason else None):
-                    await self._news.wait()
-            except TimeoutError:
+            if not await wait_up_to(CHECK_INTERVAL_S if self._idle_reason else None, self._news):
                 self._refresh()
 
     async def _spawn(self) -> Process:
@@ -200,17 +199,8 @@ class PipelineChild(SupervisedChild):
         return await self._start(self._options)
 
     async def _start(self, options: Options) -> Process:
-        command = [sys.executable, "-m", self._module, options.argument]
-        # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
-        # order.
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,
-            limit=LINE_BYTES_MAX,
-            env={**(child_environment() or os.environ), **options.environment},
-        )
+        environment = {**(child_environment() or os.environ), **options.environment}
+        return await spawn_module(self._module, options.argument, limit=LINE_BYTES_MAX, env=environment)
 
     async def _maintain_spare(self) -> None:
         """Start a driver without pipelines once the other one has settled, and again if it ends.
@@ -223,9 +213,7 @@ class PipelineChild(SupervisedChild):
         stem, suffix = os.path.splitext(self._options.log)
         log = f"{stem}-spare{self._promotions % 2}{suffix}"
         options = msgspec.structs.replace(self._options, log=log, is_spare=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._spare_s):
-                await self._settled.wait()
+        await wait_up_to(self._spare_s, self._settled)
         while True:
             try:
                 self._spare = spare = await self._start(options)
@@ -259,9 +247,7 @@ class PipelineChild(SupervisedChild):
             is_over = self._is_dismissed or self._stopping.is_set()
             return code
         finally:
-            for task in (sending, sparing):
-                task.cancel()
-            await asyncio.gather(sending, sparing, return_exceptions=True)
+            await cancel_and_wait(sending, sparing)
             if is_over:
                 await self._end_spare()
             # A hung Java process would stay behind; its group id is not reused while it runs.
@@ -299,16 +285,8 @@ class PipelineChild(SupervisedChild):
     async def _read_events(self, process: Process) -> None:
         if process.stdout is None:
             return
-        while True:
-            try:
-                line = await self._read_line(process, process.stdout)
-                if not line:
-                    return
-                event = msgspec.json.decode(line, type=DriverEvent)
-            except ValueError as error:
-                # Lines that are too long fail too; reading continues after them.
-                _logger.warning("a report of the driver cannot be read", extra={"error": str(error)})
-                continue
+        read_line = partial(self._read_line, process, process.stdout)
+        async for event in read_events(process, DriverEvent, name=self.name, read_line=read_line):
             self._driver_reports.apply(event)
             if event.is_well:
                 self._stepped.add(event.ended)
@@ -324,9 +302,9 @@ class PipelineChild(SupervisedChild):
     async def _read_line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
         """Return the driver's next line; kill a driver that stays silent."""
         # Checked several times, so that a broker that was itself suspended reads what was sent meanwhile.
-        for _ in range(SILENT_LOOKS):
+        for _ in range(SILENCE_CHECKS):
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
+                async with asyncio.timeout(self._silent_s / SILENCE_CHECKS):
                     return await stream.readline()
         _logger.error("the pipeline driver hangs and is killed", extra={"pid": process.pid})
         self._driver_reports.apply(
@@ -427,7 +405,7 @@ class PipelineChild(SupervisedChild):
 
 
 LAG_CLIENT_ID: Final = "millstream-pipeline-lag"
-LAG_LOOK_S: Final = 5.0
+LAG_INTERVAL_S: Final = 5.0
 PAUSE_S_MIN: Final = 1.0
 """The minimum time between measurements, however often something changes."""
 SHARE_MAX: Final = 10
@@ -474,7 +452,7 @@ class LagWatch:
                     await self._measure_lags(client)
             except (MillstreamError, OSError) as error:
                 _logger.debug("the lag of pipelines is unknown", extra={"error": str(error)})
-                await asyncio.sleep(LAG_LOOK_S)
+                await asyncio.sleep(LAG_INTERVAL_S)
 
     async def _measure_lags(self, client: Client) -> None:
         backlogs = Backlogs(client)
@@ -489,7 +467,7 @@ class LagWatch:
                 self._take(dict(self._lags))
             took_s = time.monotonic() - started
             await asyncio.sleep(min(max(PAUSE_S_MIN, took_s * SHARE_MAX), PAUSE_S_MAX))
-            await self._wait(LAG_LOOK_S - PAUSE_S_MIN)
+            await self._wait(LAG_INTERVAL_S - PAUSE_S_MIN)
 
     def _readers(self, declared: Iterable[Pipeline]) -> list[Reader]:
         known = self._read
@@ -500,13 +478,8 @@ class LagWatch:
         return [reader for reader in self._read.values() if reader is not None]
 
     async def _wait(self, seconds: float | None) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return
-        finally:
-            self._news.clear()
+        await wait_up_to(seconds, self._news)
+        self._news.clear()
 
 
 GROUPS_CLIENT_ID: Final = "millstream-pipeline-groups"
@@ -681,7 +654,7 @@ class DriverReports:
         if report is not None:
             return self._with_earlier(report)
         reason, at_ms = self._ended
-        state: State = "starting" if is_running or not reason else "retrying"
+        state: PipelineState = "starting" if is_running or not reason else "retrying"
         if idle_reason:
             state, reason, at_ms = "waiting", idle_reason, int(time.time() * 1000)
         blank = PipelineReport(name=pipeline.name, state=state, node=self._node)

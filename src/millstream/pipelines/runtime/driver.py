@@ -32,10 +32,11 @@ from millstream.pipelines.runtime.driver_messages import (
     AssignedPipeline,
     DriverCommand,
     DriverEvent,
+    EventWriter,
     Options,
 )
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, DriverContext, HeldClaim, Runner
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, CHECK_INTERVAL_S, Activity, Watch, activity_of
 from millstream.pipelines.source.access import NO_ACCESS, Access, TokenFiles, connection_access
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
@@ -43,6 +44,8 @@ from millstream.protocol.wire.credentials import NODE_CREDENTIALS, adopt_node_cr
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_logger = logging.getLogger(__name__)
 
 
 class Turns:
@@ -75,8 +78,6 @@ class Turns:
             self._turn.release()
 
 
-_logger = logging.getLogger(__name__)
-
 RESPONSE_S: Final = 30.0
 REPORT_S: Final = 0.5
 """The minimum time between reports."""
@@ -86,21 +87,6 @@ END_S: Final = 5.0
 """How long steps may take to notice that they are abandoned."""
 STUCK: Final = 71
 """The exit code of a driver that has to be replaced."""
-
-
-class EventWriter:
-    """Writes whole lines to the broker, from any thread."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def send(self, event: DriverEvent) -> None:
-        """Write a line at once."""
-        with self._lock, suppress(OSError, ValueError):
-            # A broker that is gone has closed the other pipe too, which ends this process.
-            self._stream.write(msgspec.json.encode(event) + b"\n")
-            self._stream.flush()
 
 
 class CommandReader:
@@ -169,7 +155,7 @@ class Driver:
         jobs: Mapping[PipelineKind, JobKind] = JOBS,
         report_s: float = REPORT_S,
         backoff_s: float = BACKOFF_S_MIN,
-        look_s: float = LOOK_S,
+        check_interval_s: float = CHECK_INTERVAL_S,
         cancel_s: float = CANCEL_S,
         access: Access | TokenFiles = NO_ACCESS,
         leave: Callable[[int], None] = os._exit,
@@ -195,7 +181,13 @@ class Driver:
         self._over = threading.Event()
         self._reporter = threading.Thread(target=self._report_periodically, name="reports", daemon=True)
         self._reporter.start()
-        watch = Watch(self._runners, self._activity, self._request_replacement, look_s=look_s, cancel_s=cancel_s)
+        watch = Watch(
+            self._runners,
+            self._activity,
+            self._request_replacement,
+            check_interval_s=check_interval_s,
+            cancel_s=cancel_s,
+        )
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
     def declare(self, pipelines: list[AssignedPipeline]) -> None:

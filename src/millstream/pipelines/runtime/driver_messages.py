@@ -13,9 +13,9 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.errors import RequestTimedOut
 from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.protocol.private.pipeline_messages import PipelineReport
 
 DRIVER_CLIENT: Final = "pipelines-node-"
 """The prefix of drivers' client ids; the node id follows."""
@@ -148,6 +148,21 @@ class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool
 
 
+class EventWriter:
+    """Writes whole lines to the broker, from any thread."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, event: DriverEvent | JobEvent) -> None:
+        """Write a line at once."""
+        with self._lock, suppress(OSError, ValueError):
+            # A broker that is gone has closed the other pipe too, which ends this process.
+            self._stream.write(msgspec.json.encode(event) + b"\n")
+            self._stream.flush()
+
+
 class Pipes:
     """The pipes to the process that has started this one."""
 
@@ -155,8 +170,7 @@ class Pipes:
         """Take the pipes; `leave` ends this process and its children once the other process has ended."""
         self._leave = leave
         self._commands = commands
-        self._events = events
-        self._lock = threading.Lock()
+        self.send: Callable[[JobEvent], None] = EventWriter(events).send
         self._responses: SimpleQueue[JobResponse] = SimpleQueue()
 
     def take_order(self) -> JobOrder:
@@ -164,11 +178,6 @@ class Pipes:
         order = msgspec.json.decode(self._commands.readline(), type=JobOrder)
         threading.Thread(target=self._listen, name="read responses", daemon=True).start()
         return order
-
-    def send(self, event: JobEvent) -> None:
-        with self._lock, suppress(OSError, ValueError):
-            self._events.write(msgspec.json.encode(event) + b"\n")
-            self._events.flush()
 
     def keep_pin(self, pin: Mapping[str, Any]) -> None:
         """Store which messages the run takes; raise if that fails."""
@@ -178,7 +187,7 @@ class Pipes:
         except Empty:
             is_stored = False
         if not is_stored:
-            raise RequestTimedOut("the input of the run could not be stored in the catalog; it is tried again later")
+            raise RequestTimedOut("the input of the run could not be stored in the catalog; it is retried later")
 
     def _listen(self) -> None:
         for line in self._commands:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from millstream.core.child_process import kill_session
 from millstream.core.errors import GroupNotEmpty, MillstreamError
@@ -112,7 +112,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     )
     limit_python(parse_memory(settings.python_memory, name="python.memory"))
     if order.kind is not PipelineKind.JOB:
-        _run_pipeline(pipeline, order, pipes, _Resources(spark, link, access))
+        _run_pipeline(pipeline, order, pipes, spark, link, access)
     api = JobApi(
         RunContext(
             spark=spark,
@@ -144,13 +144,9 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         claim.leave()
 
 
-class _Resources(NamedTuple):
-    spark: SparkSession
-    link: Link
-    access: Access
-
-
-def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Resources) -> NoReturn:
+def _run_pipeline(
+    pipeline: Pipeline, order: JobOrder, pipes: Pipes, spark: SparkSession, link: Link, access: Access
+) -> NoReturn:
     """Run a pipeline of another kind as the shared driver would; raise once it is parked."""
     from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
     from millstream.pipelines.runtime.driver import Driver
@@ -166,7 +162,7 @@ def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Re
             pipes.send(JobEvent(failed=event.failed))
 
     def claim(group: str, on_lost: Callable[[], None]) -> HeldClaim:
-        return Claim(around.link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
+        return Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
 
     options = Options(
         kafka=order.kafka,
@@ -180,7 +176,7 @@ def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Re
         log_level=order.log_level,
         log_format="text",
     )
-    driver = Driver(options, around.spark, take, claim, access=around.access)
+    driver = Driver(options, spark, take, claim, access=access)
     pipes.send(JobEvent(started=True))
     driver.declare([AssignedPipeline(pipeline)])
     raise PipelineParked(parked.get())
@@ -328,7 +324,7 @@ def main() -> None:
 
     if os.getsid(0) == os.getpid():
         # Workers that outlive Java would print a traceback after the last line of the code.
-        kill_session(os.getpid(), but=os.getpid())
+        kill_session(os.getpid(), except_pid=os.getpid())
     remove_scratch()
     # No thread of the code may keep the process alive; its parent ends what is left.
     os._exit(code)

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -28,21 +27,29 @@ import msgspec
 
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
-from millstream.broker.pipelines.report_board import JobLog, PipelineBoard, PipelineReport, State
+from millstream.broker.pipelines.report_board import JobLog, PipelineBoard
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
 from millstream.client.admin.security import create_token, revoke_token
-from millstream.core.backoff import delay_after
-from millstream.core.child_process import kill_session, memory_of_session
+from millstream.core.backoff import Backoff, delay_after
+from millstream.core.child_process import (
+    environment_without_settings,
+    kill_session,
+    memory_of_session,
+    read_events,
+    spawn_module,
+)
 from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
-from millstream.core.tasks import within
+from millstream.core.private_file import write_private
+from millstream.core.tasks import cancel_and_wait, wait_up_to, within
 from millstream.pipelines.runtime.driver_messages import LAG, LOST, ROWS_READ, JobEvent, JobOrder, JobResponse, Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WEIGHTS
 from millstream.pipelines.source.access import TOKEN_MS, connection_access
+from millstream.protocol.private.pipeline_messages import PipelineReport, PipelineState
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
@@ -53,7 +60,7 @@ FOLDER: Final = "jobs"
 """In the data folder: the output of runs, and the packages of jobs."""
 PACKAGES: Final = "packages"
 STOP_S: Final = 5.0
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 CHECK_S: Final = 0.5
 """How often the memory of a run is measured."""
 PROGRESS_S: Final = 10.0
@@ -72,7 +79,6 @@ SETTLED_S: Final = 60.0
 OVERHEAD_BYTES: Final = 1024**3
 """The memory of Java outside its heap, and of the Python processes before the code begins."""
 PIN: Final = "pin"
-_SECRETS: Final = ("MILLSTREAM_", "_MILLSTREAM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +173,7 @@ class JobsChild:
             while not self._stopping.is_set():
                 self._news.clear()
                 self._apply_declared(group)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S if self._idle_reason else None):
-                        await self._news.wait()
+                await wait_up_to(CHECK_INTERVAL_S if self._idle_reason else None, self._news)
             for job in self._jobs.values():
                 job.leave()
 
@@ -264,7 +268,7 @@ class _Job:
         """Set to end the attempt in progress."""
         self._run: JobRun | None = None
         self._last: JobRun | None = None
-        self._state: State = "starting"
+        self._state: PipelineState = "starting"
         self._error = ""
         self._error_ms = 0
         self._failing_ms = 0
@@ -344,12 +348,12 @@ class _Job:
     # -- the task -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        failures = 0
+        backoff = Backoff(first_s=1.0, max_s=60.0)
         try:
             while not self._is_over:
                 try:
                     await self._await_and_run()
-                    failures = 0
+                    backoff.reset()
                 except UnknownPipeline:
                     return
                 except Exception as error:
@@ -362,8 +366,7 @@ class _Job:
                         exc_info=None if known else error,
                     )
                     self._set_state("retrying")
-                    await self._wait(delay_after(failures, first_s=1.0, max_s=60.0))
-                    failures += 1
+                    await self._wait(backoff.take_s())
         finally:
             self.ended.set()
             self._child._news.set()
@@ -480,7 +483,7 @@ class _Job:
         self._set_state("retrying")
         tries = self._failures if settings.continuous else run.attempt - 1
         self._end_attempt.clear()
-        await self._wait(delay_after(tries, first_s=settings.retry_ms / 1000, max_s=RETRY_S_MAX), self._end_attempt)
+        await wait_up_to(delay_after(tries, first_s=settings.retry_ms / 1000, max_s=RETRY_S_MAX), self._end_attempt)
         if self._is_over and not self._is_stopped:
             self._run = None
             return
@@ -499,7 +502,7 @@ class _Job:
         self._last = over
         self._run = None
         self._next_ms = 0
-        failures = 0
+        backoff = Backoff(first_s=1.0, max_s=30.0)
         while True:
             try:
                 await self._child.declared.update_run(run, over)
@@ -509,8 +512,7 @@ class _Job:
                 _logger.warning("the end of a run is not stored yet", extra={"error": str(failed)})
                 if self.is_leaving:
                     return
-                await asyncio.sleep(delay_after(failures, first_s=1.0, max_s=30.0))
-                failures += 1
+                await backoff.pause()
         _logger.info(
             "a run of a job is over", extra={"pipeline": self.pipeline.name, "run": run.number, "state": str(state)}
         )
@@ -524,11 +526,13 @@ class _Job:
             return _Outcome(error="it was stopped")
         self._set_state("starting")
         log = self._child.log_of(run.pipeline_id, run.number)
-        began = datetime.now(UTC).isoformat(timespec="seconds")
-        header = f"--- run {run.number}, attempt {run.attempt}, on node {run.node} at {began}, code {run.code_hash}\n"
+        began = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        header = f"--- run {run.number}, attempt {run.attempt}, on node {run.node} at {began}\n"
         await asyncio.to_thread(log.write, header.encode())
         try:
             packages = await self._packages(settings)
+            # Only now: the hash includes the packages.
+            await asyncio.to_thread(log.write, f"--- code {(self._run or run).code_hash}\n".encode())
             async with self._access() as access:
                 outcome = await self._in_process(run, settings, log, packages, access)
         except PackagesFailed as error:
@@ -565,7 +569,7 @@ class _Job:
         async def renew() -> None:
             async with Client.connect(self._child.options.kafka, client_id="millstream-jobs", timeout_s=10.0) as client:
                 token = await create_token(client, owner=self.pipeline.owner.principal, lifetime_ms=TOKEN_MS)
-            await asyncio.to_thread(_write_secret, path, token.token)
+            await asyncio.to_thread(write_private, path, token.token.encode(), replace=True)
             made.append(token.token_id)
 
         async def keep_renewing() -> None:
@@ -579,8 +583,7 @@ class _Job:
         try:
             yield replace(base, token_file=str(path)).as_options()
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            await cancel_and_wait(renewing)
             await asyncio.to_thread(path.unlink, missing_ok=True)
             with suppress(MillstreamError, OSError):
                 async with Client.connect(
@@ -612,15 +615,7 @@ class _Job:
             access=dict(access),
             log_level=options.log_level,
         )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._child.module),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-            limit=LINE_BYTES_MAX,
-            env=clean_environment(),
-        )
+        process = await spawn_module(self._child.module, stderr=PIPE, limit=LINE_BYTES_MAX, env=clean_environment())
         watching = _Watching(self, process, settings)
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[Any]] = [
@@ -695,16 +690,11 @@ class _Job:
         await self._child.declared.park(self.pipeline, reason)
         self._is_stopped = True
 
-    async def _wait(self, seconds: float | None, event: asyncio.Event | None = None) -> None:
+    async def _wait(self, seconds: float | None) -> None:
         """Wait for a while, or until something has changed."""
-        awaited = event or self._news
-        if event is None:
-            self._news.clear()
-            if self._is_over:
-                return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await awaited.wait()
+        self._news.clear()
+        if not self._is_over:
+            await wait_up_to(seconds, self._news)
 
     def _record_error(self, error: str) -> None:
         self._error = error[:ERROR_LENGTH_MAX]
@@ -716,7 +706,7 @@ class _Job:
         self._error, self._error_ms = run.error, run.ended_ms if run.error else 0
         self._failing_ms = (self._failing_ms or run.ended_ms) if run.state is RunState.FAILED else 0
 
-    def _set_state(self, state: State) -> None:
+    def _set_state(self, state: PipelineState) -> None:
         self._state = state
         self._child.changed()
 
@@ -757,16 +747,7 @@ class _Watching:
 
     async def read_events(self) -> None:
         """Read what the process reports until it ends."""
-        stream = self._process.stdout
-        while stream is not None:
-            try:
-                line = await stream.readline()
-                if not line:
-                    return
-                event = msgspec.json.decode(line, type=JobEvent)
-            except ValueError as error:
-                _logger.warning("a report of a job cannot be read", extra={"error": str(error)})
-                continue
+        async for event in read_events(self._process, JobEvent, name="a job"):
             if event.started:
                 self._job.began()
             if event.report is not None:
@@ -846,18 +827,7 @@ async def _wait_or_kill(process: Process) -> int:
         return await process.wait()
 
 
-def _write_secret(path: Path, text: str) -> None:
-    """Replace a file that only this user can read."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    new.replace(path)
-
-
 def clean_environment() -> dict[str, str]:
-    """Return the environment of the code, without the node's own settings, which may contain passwords."""
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
+    """Return the environment of the code."""
     # Arrow's allocator would otherwise take a gigabyte of `python.memory` at once.
-    return {"MIMALLOC_ARENA_EAGER_COMMIT": "0", **inherited}
+    return {"MIMALLOC_ARENA_EAGER_COMMIT": "0", **environment_without_settings()}

@@ -13,7 +13,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JOBS, Job, JobContext, JobKind
 from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally, stall_s_of
 from millstream.pipelines.runtime.spark_session import kill_java
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch, activity_of
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, CHECK_INTERVAL_S, Watch, activity_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -129,7 +129,7 @@ class ManualRunWatch:
         spark: SparkSession,
         leave: Callable[[str], None],
         *,
-        look_s: float = LOOK_S,
+        check_interval_s: float = CHECK_INTERVAL_S,
         cancel_s: float = CANCEL_S,
     ) -> None:
         """Watch a run; `leave` ends the process, the only way to end a step that hangs although Java has ended."""
@@ -138,7 +138,11 @@ class ManualRunWatch:
         self._leave = leave
         self._over = threading.Event()
         self._watch = Watch(
-            lambda: [running], lambda: activity_of(spark), self._end_run, look_s=look_s, cancel_s=cancel_s
+            lambda: [running],
+            lambda: activity_of(spark),
+            self._end_run,
+            check_interval_s=check_interval_s,
+            cancel_s=cancel_s,
         )
 
     def __enter__(self) -> None:

@@ -16,14 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream.broker.pipelines.report_board import PipelineReport, RecentBatch, State
 from millstream.core.backoff import delay_after
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
+from millstream.protocol.private.pipeline_messages import PipelineReport, PipelineState, RecentBatch
 from millstream.protocol.wire.group_offsets import GroupMember
+
+_logger = logging.getLogger(__name__)
 
 WINDOW_S: Final = 60.0
 """The window of the rate."""
@@ -113,8 +115,6 @@ class Progress:
         self.is_working = False
         self.sign()
 
-
-_logger = logging.getLogger(__name__)
 
 FAILURES_MAX: Final = 10
 """Failures in a row, over some minutes, that park a pipeline when their cause is unknown."""
@@ -215,7 +215,7 @@ class Runner:
         self._is_begun = False
         """Whether a step is working, not only waiting."""
         self.progress = Progress()
-        self._state: State = "starting"
+        self._state: PipelineState = "starting"
         self._error = ""
         self._error_ms = 0
 
@@ -423,6 +423,6 @@ class Runner:
         self._error = reason_of(error, name=self.name)
         self._error_ms = int(time.time() * 1000)
 
-    def _set_state(self, state: State) -> None:
+    def _set_state(self, state: PipelineState) -> None:
         self._state = state
         self._around.changed()

@@ -210,13 +210,16 @@ def _end_with(java: Any) -> None:
 HOW: Final = "install them with `make spark`, or with pip install '.[spark]' in a clone"
 """How to install them."""
 _PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
+_PACKAGES_WITHOUT_SPARK: Final = ("pyspark", "pyarrow", "deltalake")
+"""What reads topics and tables in one process: of pyspark only the types, which need neither Java nor pandas."""
 
 
-def missing_packages() -> str:
+def missing_packages(*, starts_spark: bool = True) -> str:
     """Return, as a sentence, what has to be installed to run pipelines; empty if nothing is missing."""
     importlib.invalidate_caches()  # it may have been installed since this process was started
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    needed = _PACKAGES if starts_spark else _PACKAGES_WITHOUT_SPARK
+    missing = [name for name in needed if find_spec(name) is None]
     if not missing:
         return ""
-    named = ", ".join(missing)
-    return f"pipelines run on Spark, and packages are missing ({named}); {HOW}"
+    reason = "pipelines run on Spark" if starts_spark else "this starts no Spark, but uses its Python packages"
+    return f"{reason}, and packages are missing ({', '.join(missing)}); {HOW}"

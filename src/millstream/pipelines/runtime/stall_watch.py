@@ -20,6 +20,8 @@ from millstream.pipelines.runtime.runner import Progress
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_logger = logging.getLogger(__name__)
+
 _COUNTED: Final = frozenset({"sum", "size"})
 """Spark metrics that grow only when rows are processed; times may grow by themselves."""
 
@@ -105,9 +107,7 @@ def _each(sequence: Any) -> Iterator[Any]:
         yield iterator.next()
 
 
-_logger = logging.getLogger(__name__)
-
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 CANCEL_S: Final = 240.0
 """How long a cancelled or ending pipeline may take to end: requests to a silent object store are retried for three
 minutes, which takes no slot."""
@@ -158,7 +158,7 @@ class Watch:
         activity: Callable[[], Activity],
         replace: Callable[[str, str], None],
         *,
-        look_s: float = LOOK_S,
+        check_interval_s: float = CHECK_INTERVAL_S,
         cancel_s: float = CANCEL_S,
         orphan_s: float = ORPHAN_S,
         java_s: float = JAVA_S,
@@ -168,7 +168,7 @@ class Watch:
         self._working = working
         self._activity = activity
         self._replace = replace
-        self._look_s = look_s
+        self._check_interval_s = check_interval_s
         self._cancel_s = cancel_s
         self._orphan_s = orphan_s
         self._java_s = java_s
@@ -184,7 +184,7 @@ class Watch:
 
     def run(self, over: threading.Event) -> None:
         """Watch until `over` is set."""
-        while not over.wait(self._look_s):
+        while not over.wait(self._check_interval_s):
             self.look()
         self._asking.shutdown(wait=False)
 
@@ -192,7 +192,7 @@ class Watch:
         """Check all pipelines once."""
         now = self._clock()
         # A process or machine that was suspended has not hung for that long.
-        passed_s = min(now - self._looked, 2 * self._look_s)
+        passed_s = min(now - self._looked, 2 * self._check_interval_s)
         self._looked = now
         self._seen = {one: self._seen.get(one, _Observation()) for one in self._working()}
         if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
@@ -207,7 +207,7 @@ class Watch:
         if self._response is None:
             self._response = self._asking.submit(self._activity)
         try:
-            self._known = self._response.result(self._look_s)
+            self._known = self._response.result(self._check_interval_s)
         except TimeoutError:
             self._silent_s += passed_s
             if self._silent_s >= self._java_s:

@@ -24,6 +24,7 @@ from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SCRAM_MECHANISMS
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, NotAuthorized
+from millstream.core.private_file import write_private
 from millstream.core.tasks import within
 from millstream.protocol.wire.credentials import NO_CREDENTIALS, PLAIN, Credentials, client_tls, node_tls
 
@@ -192,12 +193,7 @@ class TokenFiles:
     def _create(self, owner: str) -> None:
         made = self.link.call(create_token(self.link.client, owner=owner, lifetime_ms=TOKEN_MS))
         path = Path(self._folder, f"token-{sha256(owner.encode()).hexdigest()[:16]}")
-        new = path.with_suffix(".new")
-        with suppress(FileNotFoundError):
-            new.unlink()
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(made.token)
-        os.replace(new, path)
+        write_private(path, made.token.encode(), replace=True)
         now = time.time()
         self._made[owner] = made.token_id, str(path), now + (made.expires_ms / 1000 - now) / 2
 

@@ -18,15 +18,14 @@ from millstream.client.admin.pipelines import PipelineClient, storage_of
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import UPSERT, LandSettings, PipelineKind
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
-from millstream.pipelines.lake.delta_table import open_table
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, no_messages_since_error
 from millstream.pipelines.source.options import FromLake, Offsets, Position, ReadOptions, StartingTimestamp, Timestamps
 from millstream.pipelines.source.ranges import Range, Table
 from millstream.pipelines.source.rows import shaped
 from millstream.pipelines.source.shape import Shape
-from millstream.protocol.private.pipeline_messages import PipelineNames
+from millstream.protocol.private.pipeline_messages import ListPipelinesRequest
 
 _LAKE_NAMES = {"timestampType": "timestamp_type"}
 
@@ -165,7 +164,7 @@ def all_landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings
 
 async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
     client = link.client
-    if not await client.serves(PipelineNames.KEY):
+    if not await client.serves(ListPipelinesRequest.KEY):
         return []
     found = []
     root = lake

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.setting import suggestion
+from millstream.core.setting import parse_duration_ms, suggestion
 from millstream.pipelines.source.access import ACCESS_OPTIONS, NO_ACCESS, Access, may_write, parse_access
 from millstream.protocol.records.arrow import NAMES
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
@@ -216,9 +216,6 @@ DEFAULTS_VARIABLE: Final = "_MILLSTREAM_SOURCE"
 SAMPLE_VARIABLE: Final = "_MILLSTREAM_SAMPLE"
 """In a dry run, how many messages of a partition are read; nothing is written."""
 
-_DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
-_UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
@@ -343,7 +340,9 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
         fail_on_unreadable=found.flag("failOnUnreadable", fails),
         offsets_max=found.maybe_number("maxOffsetsPerTrigger"),
         offsets_min=found.maybe_number("minOffsetsPerTrigger"),
-        trigger_delay_ms=_duration_ms(found.text("maxTriggerDelay") or "15m"),
+        trigger_delay_ms=parse_duration_ms(
+            found.text("maxTriggerDelay") or "15m", name="option maxTriggerDelay", unit="ms"
+        ),
         min_partitions=found.maybe_number("minPartitions"),
         records_per_task_max=found.maybe_number("maxRecordsPerPartition"),
         include_headers=found.flag("includeHeaders", False),
@@ -609,10 +608,3 @@ def _columns(text: str | None) -> dict[str, bool] | None:
             raise InvalidSetting(f"option columns has {given!r}: only key and value take a type, and it is string")
         found[name] = bool(kind)
     return found
-
-
-def _duration_ms(text: str) -> int:
-    match = _DURATION.match(text)
-    if match is None:
-        raise InvalidSetting(f"option maxTriggerDelay must be a time such as 15m or 90s, not {text!r}")
-    return int(match[1]) * _UNIT_MS[match[2]]

@@ -35,6 +35,8 @@ from millstream.pipelines.source.shape import Shape
 from millstream.pipelines.source.spark_errors import iterate_without_traceback, without_traceback
 from millstream.protocol.wire.group_offsets import commit_offsets
 
+_logger = logging.getLogger(__name__)
+
 _UNBOUND: Final = 2**63 - 1
 
 
@@ -134,9 +136,6 @@ class PushDown:
     def __call__(self, filters: list[Filter]) -> Iterable[Filter]:
         """Return the conditions that Spark has to check itself."""
         return [one for one in filters if not self._bounds.take(one)]
-
-
-_logger = logging.getLogger(__name__)
 
 
 class TopicReader(DataSourceReader):

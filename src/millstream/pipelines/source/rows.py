@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.client.admin.cluster_status import find_damage
-from millstream.client.admin.topics import find_topic
+from millstream.client.admin.cluster_status import find_lost
 from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
 from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import NO_TIMESTAMP_MS
@@ -36,6 +35,8 @@ from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS, Batches, Skip, UnreadableBatch, decode_columns, find_batches
 from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition
+
+_logger = logging.getLogger(__name__)
 
 # The nesting depth of JSON texts, checked before parsing: parsers recurse for every level.
 #
@@ -142,8 +143,6 @@ def _value_if_fitting(value: Any, kind: pa.DataType) -> Any:
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError):
         return None
 
-
-_logger = logging.getLogger(__name__)
 
 _WAIT_MS = 500
 
@@ -322,10 +321,9 @@ def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> i
 
 def _skip_damage(link: Link, one: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
     """Return the offset after what the broker's disk lost; raise while another replica may restore it."""
-    topic = link.call(find_topic(link.client, one.topic))
-    for lost in link.call(find_damage(link.client, topic, [one.partition])) or ():
-        if lost.first <= position < lost.next_offset and not lost.is_repaired:
-            end = min(lost.next_offset, one.end)
-            skip(UnreadableBatch(position, end, NO_TIMESTAMP_MS, "the disk of the broker lost them"))
-            return end
-    raise error
+    lost = link.call(find_lost(link.client, one.topic, one.partition, position))
+    if lost is None:
+        raise error
+    end = min(lost.end, one.end)
+    skip(UnreadableBatch(position, end, NO_TIMESTAMP_MS, "the disk of the broker lost them"))
+    return end

@@ -24,12 +24,11 @@ from millstream.core.topic import SCHEMA_VALUE
 from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import ReadOptions
-from millstream.protocol.private.schema_messages import GetSubject
+from millstream.protocol.private.schema_messages import GetSubjectRequest
 from millstream.protocol.schemas.codec import (
     AvroCodec,
     JsonCodec,
     ProtobufCodec,
-    codec_of,
     is_map,
     is_repeated,
     to_json,
@@ -194,13 +193,14 @@ async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions)
     typed: list[TypedSchema] = []
     others: dict[str, tuple[int, ...]] = {}
     for one in subjects:
-        for number in (await schemas.subject(GetSubject(subject=one))).versions:
-            response = await schemas.subject(GetSubject(subject=one, version=str(number), format=COMPILED))
+        for number in (await schemas.subject(GetSubjectRequest(subject=one))).versions:
+            response = await schemas.subject(GetSubjectRequest(subject=one, version=str(number), format=COMPILED))
             if response.schema is not None:
-                codec = codec_of(response.schema.schema_type, response.schema.schema)
+                registered = RegisteredCodec(response.schema)
+                codec = registered.codec
                 there = codec.message_indexes() if isinstance(codec, ProtobufCodec) else {}
                 if message is None or message in there:
-                    typed.append(typed_schema(RegisteredCodec(response.schema, codec), there.get(message or "", (0,))))
+                    typed.append(typed_schema(registered, there.get(message or "", (0,))))
                 others |= there
     if message is not None and not typed:
         known = f"; there are: {', '.join(others)}" if others else ""

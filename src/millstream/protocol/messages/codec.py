@@ -426,13 +426,6 @@ def write_response(api_key: int, version: int, correlation_id: int, response: An
     return response_head(api_key, version, correlation_id, len(body)) + body
 
 
-def write_request(correlation_id: int, client_id: str | None, request: Any) -> bytes:
-    """Build the frame of a request, including its size."""
-    head = request_head(request.__api_key__, request.__version__, correlation_id, client_id)
-    body = write_entity(request)
-    return _INT32.pack(len(head) + len(body)) + head + body
-
-
 def request_head(api_key: int, version: int, correlation_id: int, client_id: str | None) -> bytes:
     """Build the header of a request, without the frame's size."""
     writer = Writer(flexible=is_flexible(api_key, version), buffer=bytearray())

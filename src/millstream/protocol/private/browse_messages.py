@@ -69,7 +69,7 @@ class ListRightsRequest(Request[ListRightsResponse], frozen=True, kw_only=True):
     """Operations on resources, each as `[operation, resource type, name]`, with Kafka's numbers."""
 
     KEY: ClassVar = 32191
-    asked: list[tuple[int, int, str]]
+    rights: list[tuple[int, int, str]]
 
 
 class NoteReadingRequest(Request[Response], frozen=True, kw_only=True):

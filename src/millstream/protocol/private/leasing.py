@@ -28,7 +28,7 @@ from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionMessages,
     PartitionSettles,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
     SettledRange,
     SettleRequest,
@@ -65,11 +65,13 @@ class Leased(NamedTuple):
 class _PendingReceive:
     """One request, in its own task so that its response outlives the caller."""
 
-    def __init__(self, pool: Pool, request: Receive, timeout_s: float) -> None:
+    def __init__(self, pool: Pool, request: ReceiveRequest, timeout_s: float) -> None:
         self.pool = pool
         self.request = request
         self._channel: Channel | None = None
         self.task = asyncio.get_running_loop().create_task(self._exchange(timeout_s))
+        # The error of a request whose caller has given up does not matter, and the program may end before anyone asks.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _exchange(self, timeout_s: float) -> Leased:
         async with self.pool.borrowed() as channel:
@@ -93,7 +95,7 @@ class LeaseRequests:
         self._open: set[_PendingReceive] = set()
         self._returning: set[asyncio.Task[None]] = set()
 
-    async def receive(self, pool: Pool, request: Receive, *, timeout_s: float) -> Leased:
+    async def receive(self, pool: Pool, request: ReceiveRequest, *, timeout_s: float) -> Leased:
         """Request messages from one node, which responds within the request's wait unless something is wrong."""
         pending = _PendingReceive(pool, request, timeout_s + LATE_S)
         self._open.add(pending)
@@ -114,7 +116,7 @@ class LeaseRequests:
         for pending in self._open:
             pending.withdraw()
 
-    def return_leases(self, pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:
+    def return_leases(self, pool: Pool, request: ReceiveRequest, partitions: list[PartitionMessages]) -> None:
         """Return leases to the node that granted them; leases that cannot be returned expire."""
         if partitions:
             self._begin(_return(pool, request, partitions))
@@ -147,7 +149,7 @@ async def _return_late(pending: _PendingReceive) -> None:
         await _return(pending.pool, pending.request, pending.task.result().response.partitions)
 
 
-async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:
+async def _return(pool: Pool, request: ReceiveRequest, partitions: list[PartitionMessages]) -> None:
     settles = [
         PartitionSettles(
             part.topic,

@@ -17,14 +17,14 @@ Offsets = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
 
 
-class NewMirror(Request[Response], frozen=True, kw_only=True):
+class CreateMirrorRequest(Request[Response], frozen=True, kw_only=True):
     KEY: ClassVar = 32120
     name: str
     settings: dict[str, str] = msgspec.field(default_factory=dict)
     enabled: bool = True
 
 
-class MirrorChanges(Request[Response], frozen=True, kw_only=True):
+class AlterMirrorRequest(Request[Response], frozen=True, kw_only=True):
     """Changes of a mirror; None keeps a value."""
 
     KEY: ClassVar = 32121
@@ -33,7 +33,7 @@ class MirrorChanges(Request[Response], frozen=True, kw_only=True):
     enabled: bool | None = None
 
 
-class MirrorDeletion(Request[Response], frozen=True, kw_only=True):
+class DeleteMirrorRequest(Request[Response], frozen=True, kw_only=True):
     """A mirror to delete; one that is the way back after a failover only with `force`."""
 
     KEY: ClassVar = 32122
@@ -41,13 +41,13 @@ class MirrorDeletion(Request[Response], frozen=True, kw_only=True):
     force: bool = False
 
 
-class MirrorDescriptions(Response, frozen=True, kw_only=True):
+class ListMirrorsResponse(Response, frozen=True, kw_only=True):
     """Mirrors, each with its state on the node that responds."""
 
     mirrors: Sequence[dict[str, Any]] = ()
 
 
-class MirrorNames(Request[MirrorDescriptions], frozen=True, kw_only=True):
+class ListMirrorsRequest(Request[ListMirrorsResponse], frozen=True, kw_only=True):
     """Names of mirrors; None means all."""
 
     KEY: ClassVar = 32123
@@ -182,7 +182,7 @@ class ExposeRequest(Request[ExposeResponse], frozen=True, kw_only=True):
     """Whether clients must be able to read up to these offsets; otherwise it suffices that all replicas have them."""
 
 
-class CommitNotice(Request[Response], frozen=True, kw_only=True):
+class CommitNoticeRequest(Request[Response], frozen=True, kw_only=True):
     """Notifies the owner of a mirror that clients wait at a commit on this node."""
 
     KEY: ClassVar = 32133
@@ -217,6 +217,8 @@ class OfferResponse(Response, frozen=True, kw_only=True):
     queues: Sequence[QueueSnapshot] = ()
     has_more: bool = False
     """Whether queues were left out because the response would be too large."""
+    has_hidden: bool = False
+    """Whether subscriptions were left out because the client may not read them."""
 
 
 class OfferRequest(Request[OfferResponse], frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
-"""Private requests about pipelines."""
+"""Private requests about pipelines, and the reports that their drivers send to their node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final, Literal, get_args
 from uuid import UUID
 
 import msgspec
@@ -20,7 +20,7 @@ class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
     offsets: dict[int, int]
 
 
-class Landed(Request[Response], frozen=True, kw_only=True):
+class RecordLandedRequest(Request[Response], frozen=True, kw_only=True):
     """How far a pipeline has landed its topics, and where, according to its settings."""
 
     KEY: ClassVar = 32055
@@ -37,12 +37,31 @@ class CreatePipelineResponse(Response, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
-class NewPipeline(Request[CreatePipelineResponse], frozen=True, kw_only=True):
+class NewRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rule as it is sent: one whose condition is misspelt must not become a rule for all messages."""
+
+    name: str
+    topic: str
+    targets: tuple[str, ...]
+    condition: str = ""
+    subscription: str = ""
+
+    @classmethod
+    def of(cls, rules: Iterable[Rule]) -> list[NewRule]:
+        return msgspec.convert(list(rules), list[NewRule], from_attributes=True)
+
+
+def declared_rules(rules: Sequence[NewRule]) -> list[Rule]:
+    """Return the rules of a request."""
+    return msgspec.convert(rules, list[Rule], from_attributes=True)
+
+
+class CreatePipelineRequest(Request[CreatePipelineResponse], frozen=True, kw_only=True):
     KEY: ClassVar = 32050
     name: str
     kind: str
     settings: dict[str, str] = msgspec.field(default_factory=dict)
-    rules: Sequence[Rule] = ()
+    rules: Sequence[NewRule] = ()
     enabled: bool = True
     validate_only: bool = False
 
@@ -53,7 +72,7 @@ class AlterPipelineResponse(Response, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
-class PipelineChanges(Request[AlterPipelineResponse], frozen=True, kw_only=True):
+class AlterPipelineRequest(Request[AlterPipelineResponse], frozen=True, kw_only=True):
     """Changes of a pipeline; None keeps a value."""
 
     KEY: ClassVar = 32051
@@ -64,19 +83,19 @@ class PipelineChanges(Request[AlterPipelineResponse], frozen=True, kw_only=True)
     validate_only: bool = False
 
 
-class RuleChangeResponse(Response, frozen=True, kw_only=True):
+class ChangeRulesResponse(Response, frozen=True, kw_only=True):
     """The number of rules after the change, and remarks for the owner of the pipeline."""
 
     rules: int = 0
     notes: Sequence[str] = ()
 
 
-class RuleChanges(Request[RuleChangeResponse], frozen=True, kw_only=True):
+class ChangeRulesRequest(Request[ChangeRulesResponse], frozen=True, kw_only=True):
     """Rules to add or replace, and the names of rules to delete."""
 
     KEY: ClassVar = 32054
     name: str
-    put: Sequence[Rule] = ()
+    put: Sequence[NewRule] = ()
     delete: list[str] = msgspec.field(default_factory=list)
     validate_only: bool = False
 
@@ -85,7 +104,7 @@ class ListPipelinesResponse(Response, frozen=True, kw_only=True):
     pipelines: Sequence[dict[str, Any]] = ()
 
 
-class PipelineNames(Request[ListPipelinesResponse], frozen=True, kw_only=True):
+class ListPipelinesRequest(Request[ListPipelinesResponse], frozen=True, kw_only=True):
     """Names of pipelines; None means all."""
 
     KEY: ClassVar = 32053
@@ -109,8 +128,8 @@ class JobRunsResponse(Response, frozen=True, kw_only=True):
     runs: Sequence[RunDescription] = ()
 
 
-class JobRuns(Request[JobRunsResponse], frozen=True, kw_only=True):
-    """Asks for the last runs of a job."""
+class JobRunsRequest(Request[JobRunsResponse], frozen=True, kw_only=True):
+    """Requests the last runs of a job."""
 
     KEY: ClassVar = 32056
     name: str
@@ -146,7 +165,7 @@ class RunLogResponse(Response, frozen=True, kw_only=True):
 
 
 class RunLogRequest(Request[RunLogResponse], frozen=True, kw_only=True):
-    """Asks for the output of a run; 0 is the last run."""
+    """Requests the output of a run; 0 is the last run."""
 
     KEY: ClassVar = 32057
     name: str
@@ -168,3 +187,52 @@ class CancelRunResponse(Response, frozen=True, kw_only=True):
 class CancelRunRequest(Request[CancelRunResponse], frozen=True, kw_only=True):
     KEY: ClassVar = 32058
     name: str
+
+
+PipelineState = Literal["waiting", "idle", "starting", "running", "retrying", "parked", "stopped"]
+
+STATES: Final[tuple[PipelineState, ...]] = get_args(PipelineState)
+
+
+class RecentBatch(msgspec.Struct, frozen=True):
+    ended_ms: int
+    rows: int
+    """Messages read."""
+    seconds: float
+
+
+class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one pipeline, counted from the start of its driver."""
+
+    name: str
+    state: PipelineState
+    rows: int = 0
+    """Messages read."""
+    rows_per_s: float = 0.0
+    lag: int | None = None
+    """Messages not read yet; None before the first batch."""
+    batches: int = 0
+    recent: list[RecentBatch] = []
+    """The last batches, the latest first."""
+    restarts: int = 0
+    """Restarts after a failure."""
+    stalls: int = 0
+    """Batches cancelled because they made no progress."""
+    stalled_s: float = 0.0
+    """How long the running batch has made no progress."""
+    last_error: str = ""
+    last_error_ms: int = 0
+    failing_ms: int = 0
+    """Since when every step has failed; 0 otherwise."""
+    counts: dict[str, int] = {}
+    """Further counts by name: files, quarantined rows …"""
+    levels: dict[str, int] = {}
+    """Gauges by name, each valid until the next value: what the last audit of a ledger found …"""
+    facts: dict[str, str] = {}
+    """Further texts by name: the columns of tables …"""
+    node: int = -1
+    """The node whose driver runs it."""
+    run: int = 0
+    """The number of a job's last run."""
+    next_run_ms: int = 0
+    """When a job runs next; 0 if that is not known."""

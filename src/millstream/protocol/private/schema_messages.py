@@ -71,7 +71,7 @@ class SchemaResponse(RegistryResponse, frozen=True, kw_only=True):
     max_id: int = 0
 
 
-class RegisterSchema(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
+class RegisterSchemaRequest(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
     """Registers a schema; an id is given only in IMPORT mode. Version -1 compares it with the latest version only."""
 
     KEY: ClassVar = 32070
@@ -79,7 +79,7 @@ class RegisterSchema(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
     version: int | None = None
 
 
-class LookupSchema(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
+class LookupSchemaRequest(SchemaBody[SchemaResponse], frozen=True, kw_only=True):
     """Finds the version of a subject that has a schema."""
 
     KEY: ClassVar = 32071
@@ -94,7 +94,7 @@ class CheckResponse(RegistryResponse, frozen=True, kw_only=True):
     compiled: str = ""
 
 
-class CheckSchema(SchemaBody[CheckResponse], frozen=True, kw_only=True):
+class CheckSchemaRequest(SchemaBody[CheckResponse], frozen=True, kw_only=True):
     """Checks a schema against one version, or against those that the subject's level covers."""
 
     KEY: ClassVar = 32072
@@ -103,7 +103,7 @@ class CheckSchema(SchemaBody[CheckResponse], frozen=True, kw_only=True):
     """Whether the schema is returned as codecs need it; a subject without versions is then no error."""
 
 
-class GetSchema(Request[SchemaResponse], frozen=True, kw_only=True):
+class GetSchemaRequest(Request[SchemaResponse], frozen=True, kw_only=True):
     """Asks for a schema by its id in the context of a subject, or by its guid."""
 
     KEY: ClassVar = 32073
@@ -123,7 +123,7 @@ class SubjectsResponse(RegistryResponse, frozen=True, kw_only=True):
     contexts: Sequence[str] = ()
 
 
-class ListSubjects(Request[SubjectsResponse], frozen=True, kw_only=True):
+class ListSubjectsRequest(Request[SubjectsResponse], frozen=True, kw_only=True):
     """Asks for the subjects that start with a prefix, `:*:` standing for those of every context."""
 
     KEY: ClassVar = 32074
@@ -147,7 +147,7 @@ class SubjectResponse(RegistryResponse, frozen=True, kw_only=True):
     referrers: Sequence[int] = ()
 
 
-class GetSubject(Request[SubjectResponse], frozen=True, kw_only=True):
+class GetSubjectRequest(Request[SubjectResponse], frozen=True, kw_only=True):
     """Asks for the versions of a subject, or for one of them."""
 
     KEY: ClassVar = 32075
@@ -166,7 +166,7 @@ class DeletedResponse(RegistryResponse, frozen=True, kw_only=True):
     versions: Sequence[int] = ()
 
 
-class DeleteSubject(Request[DeletedResponse], frozen=True, kw_only=True):
+class DeleteSubjectRequest(Request[DeletedResponse], frozen=True, kw_only=True):
     """Deletes a subject, or one of its versions."""
 
     KEY: ClassVar = 32076
@@ -182,7 +182,7 @@ class SettingsResponse(RegistryResponse, frozen=True, kw_only=True):
     mode: str | None = None
 
 
-class GetSettings(Request[SettingsResponse], frozen=True, kw_only=True):
+class GetSettingsRequest(Request[SettingsResponse], frozen=True, kw_only=True):
     """Asks for the settings of a subject, or of the default context."""
 
     KEY: ClassVar = 32077
@@ -190,7 +190,7 @@ class GetSettings(Request[SettingsResponse], frozen=True, kw_only=True):
     default_to_global: bool = False
 
 
-class Configure(Request[SettingsResponse], frozen=True, kw_only=True):
+class ConfigureRequest(Request[SettingsResponse], frozen=True, kw_only=True):
     """Changes the configuration or the mode of a subject or context; the response has what was set before."""
 
     KEY: ClassVar = 32078

@@ -118,7 +118,7 @@ class CreateTokenResponse(Response, frozen=True, kw_only=True):
     """Whether it expires earlier than requested, with the token that it was created with."""
 
 
-class NewToken(Request[CreateTokenResponse], frozen=True, kw_only=True):
+class CreateTokenRequest(Request[CreateTokenResponse], frozen=True, kw_only=True):
     KEY: ClassVar = 32080
     owner: str = ""
     """The principal that it acts for; empty for the client's own."""

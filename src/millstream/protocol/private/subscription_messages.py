@@ -1,4 +1,4 @@
-"""Private requests about subscriptions and their messages."""
+"""Private requests about subscriptions and their messages, and the reports of push processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CREATE_KEY: Final = 32032
 
 
 class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The response to `Receive`; `error` is Kafka's code."""
+    """The response to `ReceiveRequest`; `error` is Kafka's code."""
 
     error: int
     message: str | None
@@ -37,7 +37,7 @@ class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
         return QuotaExceeded(reason, wait_s=self.throttle_ms / 1000)
 
 
-class Receive(Request[ReceiveResponse], frozen=True, array_like=True):
+class ReceiveRequest(Request[ReceiveResponse], frozen=True, array_like=True):
     """Requests messages of the partitions that the node leads."""
 
     KEY: ClassVar = RECEIVE_KEY
@@ -230,3 +230,35 @@ class AppendLetterRequest(Request[AppendLetterResponse], frozen=True, array_like
     batch: bytes
     node_id: int
     secret: str
+
+
+class PushState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of push to an endpoint, since its process was started or the settings were changed."""
+
+    state: str
+    """unused, up, failing, down, or parked: nothing is sent, for the reason in `last_error`."""
+    concurrency: int = 0
+    in_flight: int = 0
+    accepted: int = 0
+    refused: int = 0
+    failed: int = 0
+    unreachable: int = 0
+    accepted_per_s: float = 0.0
+    failed_per_s: float = 0.0
+    last_status: int = 0
+    last_error: str = ""
+    last_error_ms: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `subscription describe` shows."""
+        return {name: getattr(self, name) for name in PushState.__struct_fields__}
+
+
+class PushReport(PushState, frozen=True, kw_only=True):
+    """The same for one subscription, and how long its endpoint takes to respond."""
+
+    subscription: str
+    bounds: list[float]
+    cumulative: list[int]
+    requests: int
+    seconds: float

@@ -33,7 +33,7 @@ from millstream.protocol.private.subscription_messages import (
     ListSubscriptionsRequest,
     PartitionMessages,
     PartitionSettles,
-    Receive,
+    ReceiveRequest,
     ReceiveResponse,
     ReviveMessagesRequest,
     SeekSubscriptionRequest,
@@ -215,7 +215,7 @@ async def delivery_state(
     request = DeliveryStateRequest(subscription, topic, partition, offset, min(wait_ms, WAIT_MS_MAX))
 
     async def attempt(leader: NodeId) -> MessageDelivery:
-        about = f"{topic}-{partition} at {offset}"
+        about = f"{topic}-{partition} at {offset} in subscription {subscription!r}"
         response = await request_private(client, leader, request, waits=wait_ms > 0, about=about)
         return MessageDelivery(response.state, response.attempt, response.next_ms, response.is_final)
 
@@ -405,14 +405,14 @@ class SubscriptionClient:
         """Lease messages, from any node that has some."""
         nodes = await self._nodes()
         if len(nodes) == 1:
-            asked = Receive(name, worker, max_records, max_bytes, wait_ms)
+            asked = ReceiveRequest(name, worker, max_records, max_bytes, wait_ms)
             return await self.confirmed(name, worker, await self._receive_from(nodes[0], asked))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
             # A node without messages delays its response, so none is asked to wait long while others may have some.
             remaining_ms = max(0, int((deadline - loop.time()) * 1000))
-            request = Receive(name, worker, max_records, max_bytes, min(remaining_ms, _TURN_MS) // len(nodes))
+            request = ReceiveRequest(name, worker, max_records, max_bytes, min(remaining_ms, _TURN_MS) // len(nodes))
             messages, failed = await self._receive_from_all(nodes, request)
             messages = await self.confirmed(name, worker, messages)
             # Messages that were leased must not be dropped because another node is gone.
@@ -422,7 +422,7 @@ class SubscriptionClient:
                 return messages
 
     async def _receive_from_all(
-        self, nodes: Sequence[NodeId | None], request: Receive
+        self, nodes: Sequence[NodeId | None], request: ReceiveRequest
     ) -> tuple[list[LeasedMessage], MillstreamError | None]:
         """Ask one node after another, since all of them together must not give more than requested."""
         messages: list[LeasedMessage] = []
@@ -531,7 +531,7 @@ class SubscriptionClient:
                     refused.append(run)
         return refused
 
-    async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
+    async def _receive_from(self, node: NodeId | None, request: ReceiveRequest) -> list[LeasedMessage]:
         sent_at = monotonic()
         try:
             body = await self._client.private(node, RECEIVE_KEY, encode(request), waits=request.wait_ms > 0)
@@ -574,7 +574,7 @@ def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
     )
 
 
-def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | None:
+def remaining(request: ReceiveRequest, messages: Sequence[LeasedMessage]) -> ReceiveRequest | None:
     """Build the request to the next node from what earlier nodes have given; None if the limits are reached."""
     if not messages:
         return request

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, DecimalException
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urljoin
 
 import msgspec
@@ -30,6 +30,9 @@ from millstream.protocol.schemas.framing import Framed, read_indexes, write_inde
 REASON_CHARACTERS_MAX: Final = 300
 _PLAIN: Final[Mapping[str, Any]] = {}
 _NAMED: Final[Mapping[str, Any]] = {"return_named_type": True, "return_named_type_override": True}
+_AVRO_BYTES_MIN: Final = {"boolean": 1, "int": 1, "long": 1, "float": 4, "double": 8, "bytes": 1, "string": 1}
+_EMPTY_VALUES_MAX: Final = 8
+"""How many values without bytes each byte of an item may bring."""
 _BACKTRACK_MAX: Final = 100_000
 """Steps of a regular expression; one that takes more does not match."""
 _UNREADABLE: Final = (
@@ -145,12 +148,25 @@ class AvroCodec(Codec):
         """Return the value, with the name of its type beside each value of a union of several named types."""
         return self._read(framed, self._schema, options=_NAMED)
 
+    @cached_property
+    def _shape(self) -> _AvroShape:
+        return _AvroShape(self._plain)
+
     def _read(self, framed: Framed, schema: Any, reader: Any = None, options: Mapping[str, Any] = _PLAIN) -> Any:
         import fastavro
+        from fastavro import _read_py
 
+        if self._shape.holds_too_much:
+            raise SchemaMismatch(
+                "the Avro schema has an array or a map whose items consist of values that take no bytes, or a record "
+                "in itself: a few bytes could take all memory"
+            )
+        # The compiled decoder overflows the stack of the process for values that are nested too deeply; this one does
+        # not.
+        decode = _read_py.schemaless_reader if self._shape.is_recursive else fastavro.schemaless_reader
         stream = io.BytesIO(framed.content)
         try:
-            value = fastavro.schemaless_reader(stream, schema, reader, **options)
+            value = decode(stream, schema, reader, **options)
         except (*_UNREADABLE, fastavro.read.SchemaResolutionError) as error:
             raise _mismatch("it does not decode as Avro", error) from error
         left = len(framed.content) - stream.tell()
@@ -179,6 +195,73 @@ class AvroCodec(Codec):
             return self._converter(document)
         except (*_UNREADABLE, AttributeError) as error:
             raise _mismatch("the value does not fit the Avro schema", error) from error
+
+
+class _AvroSize(NamedTuple):
+    """What a value of a schema has at least, and at most without further bytes."""
+
+    bytes_min: int
+    empty_values: int
+    """The values inside that take no bytes."""
+
+
+class _AvroShape:
+    """What a schema, as fastavro parses it, lets a few bytes hold."""
+
+    def __init__(self, parsed: Any) -> None:
+        self.is_recursive = False
+        """Whether values may be nested in each other."""
+        self.holds_too_much = False
+        """Whether a few bytes may hold any number of values, or far more values than bytes."""
+        self._sizes: dict[str, _AvroSize] = {name: _AvroSize(size, 0) for name, size in _AVRO_BYTES_MIN.items()}
+        self._sizes["null"] = _AvroSize(0, 1)
+        self._around: dict[str, int] = {}
+        """The named types that are being examined, and in how many unions, arrays and maps each is."""
+        self._depth = 0
+        self._examine(parsed)
+
+    def _examine(self, schema: Any) -> _AvroSize:
+        if isinstance(schema, str):
+            return self._examine_named(schema)
+        if isinstance(schema, list):
+            branches = self._examine_within(schema)
+            return _AvroSize(1, max((one.empty_values for one in branches), default=0))
+        kind = schema["type"]
+        if kind in ("record", "error"):
+            return self._examine_record(schema)
+        if kind in ("array", "map"):
+            (item,) = self._examine_within([schema["items" if kind == "array" else "values"]])
+            # The key of a map takes a byte.
+            bytes_min = item.bytes_min + (kind == "map")
+            if not bytes_min or item.empty_values > _EMPTY_VALUES_MAX * bytes_min:
+                self.holds_too_much = True
+            return _AvroSize(1, 0)
+        if kind in ("enum", "fixed"):
+            found = self._sizes[schema["name"]] = _AvroSize(1 if kind == "enum" else schema["size"], 0)
+            return found
+        return self._examine(kind)
+
+    def _examine_named(self, name: str) -> _AvroSize:
+        if name in self._around:
+            self.is_recursive = True
+            self.holds_too_much = self.holds_too_much or self._around[name] == self._depth
+        return self._sizes.get(name, _AvroSize(0, 0))
+
+    def _examine_within(self, schemas: Sequence[Any]) -> list[_AvroSize]:
+        """Examine the schemas of values that a byte or more precedes."""
+        self._depth += 1
+        found = [self._examine(one) for one in schemas]
+        self._depth -= 1
+        return found
+
+    def _examine_record(self, schema: Mapping[str, Any]) -> _AvroSize:
+        name = schema["name"]
+        self._around[name] = self._depth
+        sizes = [self._examine(field["type"]) for field in schema["fields"]]
+        del self._around[name]
+        size = _AvroSize(sum(one.bytes_min for one in sizes), sum(one.empty_values for one in sizes))
+        self._sizes[name] = size
+        return size
 
 
 def _parse_avro(source: Any) -> Any:
@@ -375,7 +458,7 @@ class JsonCodec(Codec):
         try:
             value = msgspec.json.decode(framed.content)
         except (ValueError, RecursionError) as error:
-            raise _mismatch("it is not JSON", error) from error
+            raise _mismatch("the content is not JSON", error) from error
         self._validate(value)
         return value
 

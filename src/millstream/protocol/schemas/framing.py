@@ -23,6 +23,7 @@ ID_MAGIC, GUID_MAGIC = 0, 1
 PREFIX_BYTES: Final = 5
 GUID_BYTES: Final = 17
 INDEXES_MAX: Final = 64
+NO_SCHEMA_ID: Final = "it does not start with a schema id (a zero byte and four bytes)"
 _VARINT_BYTES_MAX: Final = 5
 
 
@@ -52,7 +53,7 @@ def unframe(payload: bytes, header: bytes | None = None) -> Framed:
             return Framed(number, None, payload, bytes(header[PREFIX_BYTES:]))
         raise SchemaMismatch("the header for the schema id holds neither an id nor a guid")
     if len(payload) < PREFIX_BYTES or payload[0] != ID_MAGIC:
-        raise SchemaMismatch("it does not start with a schema id (a zero byte and four bytes)")
+        raise SchemaMismatch(NO_SCHEMA_ID)
     return Framed(int.from_bytes(payload[1:PREFIX_BYTES], "big"), None, payload[PREFIX_BYTES:], None)
 
 

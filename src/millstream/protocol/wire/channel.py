@@ -23,6 +23,7 @@ from millstream.core.errors import (
     MillstreamError,
     ProtocolViolation,
     RequestTimedOut,
+    UnexpectedServer,
 )
 from millstream.protocol.messages import codec
 from millstream.protocol.messages.primitives import Buffer, Reader
@@ -66,6 +67,8 @@ class Channel(asyncio.BufferedProtocol):
         self._frame: memoryview | None = None
         self._filled = 0
         self._cause = "closed"
+        self._is_other_server = False
+        """Whether the server is probably not a broker, or not of the kind that this client expects."""
         self._has_ended_writing = False
         self._has_signed_in = False
         self._spelled = CLI_SPELLED
@@ -113,7 +116,16 @@ class Channel(asyncio.BufferedProtocol):
             ) from error
         except ssl.SSLError as error:
             reason = error.reason or str(error)
-            raise BrokerUnreachable(f"{address} does not speak TLS ({reason}); is it a TLS port?") from error
+            raise UnexpectedServer(
+                f"{address} does not speak TLS: {reason}; use its TLS port, or connect without TLS"
+            ) from error
+        except ConnectionError as error:
+            if tls is None or isinstance(error, ConnectionRefusedError):
+                raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
+            raise UnexpectedServer(
+                f"{address} closed the connection in the TLS handshake; if it expects plain text, "
+                f"connect without TLS ({credentials.spelled.tls}), or use its TLS port"
+            ) from error
         except OSError as error:
             raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
         channel._spelled = credentials.spelled
@@ -237,7 +249,12 @@ class Channel(asyncio.BufferedProtocol):
         frame = await self.exchange(_SASL_HANDSHAKE_KEY, 1, [body], timeout_s=timeout_s)
         offered = codec.read_response(_SASL_HANDSHAKE_KEY, 1, frame)
         if offered.error_code:
-            choices = ", ".join(offered.mechanisms) or "none"
+            if not offered.mechanisms:
+                raise AuthenticationFailed(
+                    f"the listener at {self.address} requires no authentication; connect without a user and a token "
+                    f"({self._spelled.identity})"
+                )
+            choices = ", ".join(offered.mechanisms)
             raise AuthenticationFailed(f"{self.address} does not support {mechanism}; it supports {choices}")
         version = self.version_for(_SASL_AUTHENTICATE_KEY, newest=2)
         request = codec.load_request_class(_SASL_AUTHENTICATE_KEY, version)
@@ -306,7 +323,8 @@ class Channel(asyncio.BufferedProtocol):
                 self._transport.close()
 
     def _closed_error(self) -> MillstreamError:
-        return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
+        lost = f"the connection to {self.address} was lost: {self._cause}"
+        return UnexpectedServer(lost) if self._is_other_server else BrokerUnreachable(f"{lost}; is the broker running?")
 
     # -- callbacks of asyncio -------------------------------------------------------------------------------
 
@@ -345,7 +363,8 @@ class Channel(asyncio.BufferedProtocol):
             if self.was_refused:
                 self._cause += f"; {self._needs_identity()}"
             elif not self.versions and self._ssl_object() is None:
-                self._cause += f"; if it uses TLS, pass the authority of its certificate ({self._spelled.tls})"
+                self._is_other_server = True
+                self._cause += f"; if it uses TLS, pass the authority of its certificate with {self._spelled.tls}"
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -369,7 +388,9 @@ class Channel(asyncio.BufferedProtocol):
         while self._filled - position >= _SIZE.size:
             (size,) = _SIZE.unpack_from(self._scratch, position)
             if not 4 <= size <= FRAME_BYTES_MAX:
-                raise ProtocolViolation(_not_kafka(bytes(self._scratch[position : position + _SIZE.size])))
+                self._is_other_server = not self.versions
+                head = bytes(self._scratch[position : position + _SIZE.size])
+                raise ProtocolViolation(_not_kafka(head, self._spelled.tls))
             start, end = position + _SIZE.size, position + _SIZE.size + size
             if end <= self._filled:
                 self._deliver(memoryview(bytes(self._scratch[start:end])))
@@ -404,12 +425,12 @@ def _new_buffer(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def _not_kafka(head: bytes) -> str:
+def _not_kafka(head: bytes, tls: str) -> str:
     """Return what kind of server responds, judging by the first bytes of a response that no broker sends."""
     if head == b"HTTP":
         return "an HTTP server responds there; use the Kafka address, which has another port than HTTP"
     if head[:2] in _TLS_HEADS:
-        return "a TLS server responds there, but this client does not use TLS"
+        return f"a TLS server responds there, but this client does not use TLS; pass {tls}"
     return f"the server there is not a Kafka broker: its response starts with {head!r}"
 
 

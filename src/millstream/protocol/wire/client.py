@@ -24,6 +24,8 @@ from millstream.core.errors import (
     MillstreamError,
     NotLeader,
     RequestTimedOut,
+    StorageFailure,
+    UnexpectedServer,
     UnknownTopic,
     UnsupportedVersion,
 )
@@ -52,6 +54,8 @@ BACKOFF_S_MAX: Final = 1.0
 ACKS_NONE: Final = 0
 PRODUCE_S_MIN: Final = 0.1
 """How long a last attempt may take, even if the time is nearly up."""
+INSPECTION_S: Final = 10.0
+"""How long a read waits while a broker determines which offsets its disk lost, or restores them from a replica."""
 
 _OF_MEMBERS: Final = frozenset({11, 14})
 """JoinGroup and SyncGroup, which wait for other members."""
@@ -266,12 +270,12 @@ class Client:
 
     # -- records --------------------------------------------------------------------------------------------
 
-    async def init_producer_id(self) -> tuple[int, int]:
-        """Return the id and epoch of a new idempotent producer."""
+    async def init_producer_id(self, topic: str | None = None) -> tuple[int, int]:
+        """Return the id and epoch of a new idempotent producer; an error names the topic that it is for."""
         request = build_request("init_producer_id", 5, transaction_timeout=timedelta(minutes=1))
         response = await self.send(None, request)
         if response.error_code:
-            raise no_producer_error(response.error_code)
+            raise no_producer_error(response.error_code, topic)
         return response.producer_id, response.producer_epoch
 
     async def produce(
@@ -333,7 +337,11 @@ class Client:
         min_bytes: int = 1,
         isolation: int = READ_UNCOMMITTED,
     ) -> FetchedPartition:
-        """Read from one partition; wait up to `max_wait_ms` for `min_bytes`."""
+        """Read from one partition; wait up to `max_wait_ms` for `min_bytes`.
+
+        Raise `CorruptBatch` where the disk has lost the offset, and `StorageFailure` if that is not known after
+        `INSPECTION_S`.
+        """
         wanted = TopicPartition(topic, PartitionIndex(partition))
         limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
 
@@ -341,7 +349,7 @@ class Client:
             leader = await self._find_leader(topic, partition)
             return fetch.single_partition(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
-        return await self._retrying(attempt)
+        return await self._while_inspected(lambda: self._retrying(attempt))
 
     async def fetch_many(
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
@@ -349,8 +357,14 @@ class Client:
         """Read from many partitions, with one concurrent request per leader.
 
         Partitions whose leader has moved are missing from the result; the next call finds the new one. So does one
-        after a leader could not be reached, which is raised.
+        after a leader could not be reached, which is raised. Partitions that a disk does not serve now are missing
+        while others have records; otherwise they are read again, up to `INSPECTION_S`.
         """
+        return await self._while_inspected(lambda: self._fetch_many_once(positions, limits))
+
+    async def _fetch_many_once(
+        self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchedPartition]:
 
         async def fetch(leader: NodeId, wanted: dict[TopicPartition, Offset]) -> dict[TopicPartition, Any]:
             try:
@@ -365,14 +379,21 @@ class Client:
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchedPartition] = {}
+        unserved: StorageFailure | None = None
         for response in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
             for partition, found in response.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
+                elif isinstance(found, StorageFailure):
+                    # In a cluster, another replica may lead by the next attempt.
+                    self._leaders.pop(partition, None)
+                    unserved = found
                 elif isinstance(found, MillstreamError):
                     raise found
                 else:
                     fetched[partition] = found
+        if unserved is not None and not any(found.records for found in fetched.values()):
+            raise unserved
         return fetched
 
     async def list_offsets(
@@ -393,7 +414,8 @@ class Client:
                 listed.update({where.partition: list_offsets.listed_in(found, where) for where in wanted})
             return listed
 
-        return await self._retrying(attempt)
+        # A lookup by time reads batches.
+        return await self._while_inspected(lambda: self._retrying(attempt))
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
         """Return the largest leader epoch of a partition up to the given one, and where it ends."""
@@ -457,7 +479,8 @@ class Client:
             return known
         response = await self._fetch_metadata([topic], create=create)
         if topic in response.errors:
-            raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}")
+            needs = "DESCRIBE, which READ and WRITE include"
+            raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}", needs=needs)
         partitions = response.topics[topic].partitions if topic in response.topics else {}
         if wanted.partition not in partitions:
             raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, but no partition {partition}")
@@ -603,15 +626,19 @@ class Client:
         addresses = dict.fromkeys([*nodes, *self._bootstrap])
         reasons: list[str] = []
         silent: RequestTimedOut | None = None
+        may_be_down = False
         for host, port in addresses:
             try:
                 await self._pool(host, port).shared()
             except (BrokerUnreachable, RequestTimedOut) as error:
                 reasons.append(str(error))
+                may_be_down |= not isinstance(error, UnexpectedServer)
                 silent = error if isinstance(error, RequestTimedOut) else silent
             else:
                 return self._pool(host, port)
         tried = _join_addresses(addresses) + ("" if silent else within)
+        if not may_be_down:
+            raise UnexpectedServer(f"no broker responded at {tried}: {'; '.join(reasons)}")
         raise BrokerUnreachable(f"no broker responded at {tried} ({'; '.join(reasons)}); {self._advice}") from silent
 
     def _pool(self, host: str, port: int) -> Pool:
@@ -645,6 +672,19 @@ class Client:
                     self._leaders[TopicPartition(topic.name, partition.partition)] = partition.leader_id
 
     # -- retries --------------------------------------------------------------------------------------------
+
+    async def _while_inspected(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Retry a read while a disk does not serve it: the first reader of damage is ahead of its inspection."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(self._timeout_s, INSPECTION_S)
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
+        while True:
+            try:
+                return await attempt()
+            except StorageFailure:
+                if loop.time() + backoff.next_s > deadline:
+                    raise
+            await backoff.pause()
 
     async def _retrying(self, attempt: Callable[[], Awaitable[T]], *, lost_is_transient: bool = True) -> T:
         """Retry transient failures with backoff and fresh metadata, while time is left."""

@@ -5,6 +5,7 @@ An error without an entry gets the code of its nearest ancestor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -88,6 +89,7 @@ CODES: Final[Mapping[type[errors.MillstreamError], int]] = {
     errors.UnknownSubscription: 69,
     errors.Conflict: 42,
     errors.PipelineExists: 92,
+    errors.AlreadyLanded: 68,
     errors.MirrorExists: 92,
     errors.MirrorInUse: 68,
     errors.GroupRejected: 27,
@@ -120,6 +122,9 @@ _ERRORS: Final[Mapping[int, type[errors.MillstreamError]]] = {
     103: errors.UnknownTopicId,
 }
 OFFSET_OUT_OF_RANGE: Final = 1
+_QUOTED: Final = re.compile(r"'[^']+'")
+_EXPLAINED: Final = {17: "a topic name has at most 249 characters: letters, digits, '.', '_' and '-'"}
+"""Explains codes that Kafka's responses carry without a message."""
 
 TRANSIENT: Final = (
     errors.NotLeader,
@@ -130,30 +135,42 @@ TRANSIENT: Final = (
 """Transient errors: the request may succeed with fresh metadata."""
 
 
-def error_from_code(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
-    """Build the error for a code other than 0; `about` says what was requested, where the message does not."""
+def error_from_code(code: int, message: str | None, *, about: str = "", needs: str = "") -> errors.MillstreamError:
+    """Build the error for a code other than 0.
+
+    `about` says what was requested, where the message does not name it, and `needs` which right that takes.
+    """
     kind = _ERRORS.get(code)
     is_denied = kind is not None and issubclass(kind, errors.NotAuthorized)
-    text = message or f"{'not authorized, ' if is_denied else ''}the broker responded with {code_name(code)}"
-    if about:
+    text = (
+        message
+        or _EXPLAINED.get(code)
+        or (f"not authorized; this needs {needs}" if is_denied and needs else None)
+        or f"{'not authorized, ' if is_denied else ''}the broker responded with {code_name(code)}"
+    )
+    names = _QUOTED.findall(about)
+    if about and not (names and all(name in (message or "") for name in names)):
         text = f"{about}: {text}"
     if code == OFFSET_OUT_OF_RANGE:
         return errors.OffsetOutOfRange(text, start=-1, end=-1)
     return errors.RequestRefused(text, code=code) if kind is None else kind(text)
 
 
-def no_producer_error(code: int) -> errors.MillstreamError:
+def no_producer_error(code: int, topic: str | None) -> errors.MillstreamError:
     """Build the error for a code with which a broker refuses an idempotent producer its id."""
-    is_denied = issubclass(_ERRORS.get(code, errors.MillstreamError), errors.NotAuthorized)
-    reason = "not authorized; it needs WRITE on a topic, or IDEMPOTENT_WRITE on the cluster" if is_denied else None
-    return error_from_code(code, reason, about="publishing")
+    if topic is not None:
+        return error_from_code(code, None, about=f"publish to {topic!r}", needs=f"WRITE on topic {topic!r}")
+    needs = "WRITE on a topic, or IDEMPOTENT_WRITE on the cluster"
+    return error_from_code(code, None, about="publishing", needs=needs)
 
 
 def no_coordinator_error(code: int, message: str | None, name: str) -> errors.MillstreamError:
     """Build the error for a code with which a broker refuses to name the coordinator of a group or transactional id."""
     rights: dict[type[errors.MillstreamError], str] = {
-        errors.GroupNotAuthorized: f"READ on group:{name}",
-        errors.TransactionNotAuthorized: f"WRITE on transactional_id:{name} or on a prefix of it",
+        errors.GroupNotAuthorized: f"DESCRIBE on group:{name}, which READ includes",
+        errors.TransactionNotAuthorized: (
+            f"DESCRIBE on transactional_id:{name} or on a prefix of it, which WRITE includes"
+        ),
     }
     needed = rights.get(_ERRORS.get(code, errors.MillstreamError))
     if needed is not None:

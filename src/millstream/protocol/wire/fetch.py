@@ -143,7 +143,7 @@ def _read_partition(
         reason = f"fetch from {topic}-{index}: the log reaches from {log_start} to {high_watermark}"
         return index, OffsetOutOfRange(reason, start=log_start, end=high_watermark)
     if code:
-        return index, error_from_code(code, None, about=f"fetch from {topic}-{index}")
+        return index, error_from_code(code, None, about=f"fetch from {topic}-{index}", needs=f"READ on topic {topic!r}")
     if records is None:
         records = memoryview(b"")
     return index, FetchedPartition(records, high_watermark, log_start, last_stable, tuple(aborted))

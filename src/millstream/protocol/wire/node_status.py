@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.ids import NodeId
-from millstream.core.tasks import within
+from millstream.core.tasks import wait_up_to
 from millstream.protocol.private.message import NODE_STATUS_KEY, request_document
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -89,8 +89,7 @@ class BrokerStatusPipe:
             # The socket accepts a request at any time; if the broker is gone, this process ends.
             with suppress(OSError):
                 self._line.send(QUESTION)
-        with suppress(TimeoutError):
-            await within(HEALTH_S, self._on_response.wait())
+        await wait_up_to(HEALTH_S, self._on_response)
         return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 

@@ -68,6 +68,8 @@ from millstream.core.errors import (
 )
 from millstream.protocol.messages.primitives import Reader, Writer
 
+_logger = logging.getLogger(__name__)
+
 NEWEST_VERSION = 3
 
 TopicPartitions = Sequence[tuple[str, Sequence[int]]]
@@ -137,9 +139,6 @@ def _read_version(reader: Reader) -> int:
 def _read_partitions(reader: Reader) -> TopicPartitions:
     count = max(0, reader.array_length(item_bytes_min=6))
     return [(reader.string(), reader.int32_array()) for _ in range(count)]
-
-
-_logger = logging.getLogger(__name__)
 
 
 def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[ConsumerGroup, list[StateRecord]]:
@@ -295,7 +294,7 @@ class ClassicMembers:
         if not group.supports_classic(request.protocol_type, [name for name, _ in request.protocols]):
             raise InconsistentProtocol(f"the members of group {group.group_id!r} know none of these protocols")
         member_id = request.member_id or f"{request.instance_id or request.client_id}-{self._context.new_suffix()}"
-        if not request.member_id and request.instance_id is None and request.knows_member_id_required:
+        if not request.member_id and request.instance_id is None and request.supports_member_id_required:
             later: Deferred[Joined] = Deferred()
             later.refuse(MemberIdRequired("join again with the assigned member id", member_id=member_id))
             return [], later
@@ -394,12 +393,14 @@ def _find_joining(
 
 
 def _to_subscription(request: JoinRequest, parsed: ProtocolSubscription) -> Subscription:
+    # An assignment would reveal whether a topic exists, and how many partitions it has.
+    topics = parsed.topics if request.may_describe is None else frozenset(filter(request.may_describe, parsed.topics))
     return Subscription(
         instance_id=request.instance_id,
         rack_id=parsed.rack_id,
         client_id=request.client_id,
         client_host=request.client_host,
-        topics=parsed.topics,
+        topics=topics,
         rebalance_timeout_ms=request.rebalance_timeout_ms,
         classic=ClassicSide(session_timeout_ms=request.session_timeout_ms, protocols=request.protocols),
     )

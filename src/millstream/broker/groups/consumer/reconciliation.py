@@ -59,6 +59,8 @@ from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRegex, UnreleasedInstance
 from millstream.core.regex import compile_regex
 
+_logger = logging.getLogger(__name__)
+
 EXPRESSIONS_KEPT_MAX: Final = 256
 """The number of expressions whose matches are cached."""
 
@@ -320,8 +322,6 @@ def _set_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: froze
     if numbers:
         into[topic_id] = numbers
 
-
-_logger = logging.getLogger(__name__)
 
 REFRESH_MS = 1000
 """The minimum interval at which new topics are matched against a group's expressions, so that many new topics cause one

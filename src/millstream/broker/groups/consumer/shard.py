@@ -289,7 +289,7 @@ class ConsumerShard:
         if who.generation < 0 and group.is_empty:
             return
         member = group.find(who.member_id)
-        if not member.speaks_classic and not request.knows_unknown_group:
+        if not member.speaks_classic and not request.supports_unknown_group:
             raise UnsupportedVersion("members of consumer groups commit with version 9 of OffsetCommit or later")
         if member.speaks_classic or who.generation >= member.epoch:
             _check_epoch(member, who.generation)

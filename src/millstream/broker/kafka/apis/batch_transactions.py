@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.transaction import Member, ProducerRef
+from millstream.broker.transactions.transaction import ProducerRef
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.message import Response
@@ -69,7 +69,8 @@ class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]
 
     async def handle(self, request: CompleteBatchRequest) -> CompleteBatchResponse:
         members = tuple(
-            Member(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch) for one in request.members
+            ProducerRef(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch)
+            for one in request.members
         )
         done_now = await self._transactions.complete_batch(request.query, request.batch, members)
         return CompleteBatchResponse(done_now=done_now)

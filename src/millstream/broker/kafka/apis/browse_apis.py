@@ -61,7 +61,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         self._topics = topics
 
     async def needs(self, request: ListTopicsRequest) -> Sequence[Need]:
-        """Nothing: topics that the client may not describe are omitted."""
+        """Require no right: topics that the client may not describe are omitted."""
         return []
 
     async def handle(self, request: ListTopicsRequest) -> ListTopicsResponse:
@@ -241,7 +241,7 @@ class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     """Returns the rights of the client itself.
 
-        {"asked": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
+        {"rights": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
         response: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
 
     `principal` is empty where clients are not authorized, and everything is allowed.
@@ -250,7 +250,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     changes = None
 
     async def needs(self, request: ListRightsRequest) -> Sequence[Need]:
-        """Nothing: everyone may know their own rights."""
+        """Require no right: everyone may know their own rights."""
         return []
 
     async def handle(self, request: ListRightsRequest) -> ListRightsResponse:
@@ -292,9 +292,9 @@ class NoteReading(PrivateApi[NoteReadingRequest, Response]):
 
 
 def _parse_needs(request: ListRightsRequest) -> list[Need]:
-    if len(request.asked) > RIGHTS_MAX:
+    if len(request.rights) > RIGHTS_MAX:
         raise InvalidRequest(f"a request asks for {RIGHTS_MAX} rights at most")
     try:
-        return [(Operation(operation), ResourceType(kind), name) for operation, kind, name in request.asked]
+        return [(Operation(operation), ResourceType(kind), name) for operation, kind, name in request.rights]
     except ValueError as error:
         raise InvalidRequest(str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 from kio.schema.errors import ErrorCode
@@ -20,6 +21,7 @@ from kio.static.primitive import i32
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Joined, JoinRequest, LeaveResult, LeavingMember, MemberRef, SyncRequest
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, VersionedApi, error_code
+from millstream.core.acl import Operation
 from millstream.core.errors import (
     CoordinatorLoading,
     GroupFull,
@@ -92,8 +94,9 @@ def _as_join(request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinRe
         protocol_type=message.protocol_type,
         protocols=tuple((protocol.name, protocol.metadata) for protocol in message.protocols),
         reason=message.reason,
-        knows_member_id_required=version >= _FIRST_WITH_MEMBER_ID_REQUIRED,
-        knows_skip_assignment=version >= _FIRST_WITH_SKIP_ASSIGNMENT,
+        supports_member_id_required=version >= _FIRST_WITH_MEMBER_ID_REQUIRED,
+        supports_skip_assignment=version >= _FIRST_WITH_SKIP_ASSIGNMENT,
+        may_describe=None if client.rights is None else partial(client.rights.topic, Operation.DESCRIBE),
     )
 
 

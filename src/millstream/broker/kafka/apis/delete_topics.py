@@ -63,12 +63,18 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
             try:
                 if named[identity] > 1:
                     raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
-                topic = self._find(wanted)
-                if self._service is not None:
-                    await self._service.check_no_open_letters(topic.name)
-                found[identity] = topic
+                found[identity] = self._find(wanted)
             except MillstreamError as error:
                 outcomes[identity] = error
+        # Only after all are found: a topic that was missing when rights were checked and is created meanwhile must not
+        # be deleted.
+        for identity, topic in tuple(found.items()):
+            try:
+                if self._service is not None:
+                    await self._service.check_no_open_letters(topic.name)
+            except MillstreamError as error:
+                outcomes[identity] = error
+                del found[identity]
         rest = iter(found.items())
         while some := dict(islice(rest, _AT_ONCE_MAX)):
             outcomes |= zip(some, await self._delete(tuple(some.values()), deadline), strict=True)

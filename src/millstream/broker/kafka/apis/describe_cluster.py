@@ -15,7 +15,7 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i8, i32
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.api import NO_THROTTLE, NOT_ASKED, Api, ClientInfo, cluster_operations
+from millstream.broker.kafka.api import NO_THROTTLE, NOT_REQUESTED, Api, ClientInfo, cluster_operations
 
 _BROKERS: Final = i8(1)
 _CONTROLLERS: Final = 2
@@ -56,7 +56,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
                 )
                 for node, host, port in self._membership.nodes_of(client.listener, client.reached_at)
             ),
-            cluster_authorized_operations=cluster_operations(client) if asked else NOT_ASKED,
+            cluster_authorized_operations=cluster_operations(client) if asked else NOT_REQUESTED,
         )
 
 

@@ -107,7 +107,9 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             # An undeclared group has the defaults, as in Kafka.
             shared = share_group_settings(self._subscriptions.get(name))
             return chain(consumer_group_settings(self._groups, name), shared)
-        raise InvalidRequest(f"resource type {resource.resource_type} has no settings; topics, nodes and groups have")
+        raise InvalidRequest(
+            f"resource type {resource.resource_type} has no settings; only topics, nodes and groups do"
+        )
 
 
 def check_group_name(name: str) -> None:

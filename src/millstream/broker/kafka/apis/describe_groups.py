@@ -22,7 +22,7 @@ from millstream.broker.groups.requests import GroupDescription
 from millstream.broker.kafka.api import (
     GROUP_OPERATIONS,
     NO_THROTTLE,
-    NOT_ASKED,
+    NOT_REQUESTED,
     ClientInfo,
     Versioned,
     VersionedApi,
@@ -43,7 +43,7 @@ class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]
         self._groups = groups
 
     async def handle(self, request: Versioned[DescribeGroupsRequest], client: ClientInfo) -> DescribeGroupsResponse:
-        operations = GROUP_OPERATIONS if request.message.include_authorized_operations else NOT_ASKED
+        operations = GROUP_OPERATIONS if request.message.include_authorized_operations else NOT_REQUESTED
         described = await asyncio.gather(
             *(self._describe(group_id, request.version, operations) for group_id in request.message.groups)
         )
@@ -52,7 +52,7 @@ class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]
     @staticmethod
     def refused(group_id: str, code: ErrorCode, _message: str) -> DescribedGroup:
         """Refuse to describe a group."""
-        return _error_group(group_id, code, None, NOT_ASKED, state="")
+        return _error_group(group_id, code, None, NOT_REQUESTED, state="")
 
     async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:
         try:
@@ -62,7 +62,7 @@ class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]
                 return _error_group(group_id, ErrorCode.none, None, operations)
             return _error_group(group_id, error_code(error), error_message(error), operations)
         except MillstreamError as error:
-            return _error_group(group_id, error_code(error), error_message(error), NOT_ASKED, state="")
+            return _error_group(group_id, error_code(error), error_message(error), NOT_REQUESTED, state="")
 
 
 def _build_group(group: GroupDescription, operations: i32) -> DescribedGroup:

@@ -9,7 +9,7 @@ are not stored as batches of the transaction, so its start offset is given as 0.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from kio.schema.describe_producers.v0.request import DescribeProducersRequest
 from kio.schema.describe_producers.v0.response import (
@@ -23,6 +23,7 @@ from kio.schema.types import ProducerId
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.transactional_offsets import PendingProducer
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.log.transactions import Producer
@@ -33,19 +34,12 @@ from millstream.core.topic import CONSUMER_OFFSETS, check_topic_name
 _NO_SEQUENCE: Final = -1
 
 
-class OffsetTransactions(Protocol):
-    """The groups of this node whose offsets transactions commit."""
-
-    async def pending_producers(self, index: int) -> list[PendingProducer]:
-        """Return the producers of undecided transactions with offsets in a partition of the offsets topic."""
-
-
 class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
     key = 61
     versions = (0, 0)
     changes = None
 
-    def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
+    def __init__(self, topics: Topics, groups: GroupCoordinator) -> None:
         self._topics = topics
         self._groups = groups
 

@@ -28,13 +28,15 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import (
     NO_THROTTLE,
-    NOT_ASKED,
+    NOT_REQUESTED,
     TOPIC_OPERATIONS,
     Api,
     ClientInfo,
     error_code,
     topic_named,
 )
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.partition_state import PartitionState
@@ -58,7 +60,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     async def handle(
         self, request: DescribeTopicPartitionsRequest, client: ClientInfo
     ) -> DescribeTopicPartitionsResponse:
-        names = self._remaining_names(request)
+        names = self._remaining_names(request, client.rights)
         left = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
         described: list[DescribeTopicPartitionsResponseTopic] = []
         for name in names:
@@ -81,10 +83,10 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     def failure(
         self, error: MillstreamError, request: DescribeTopicPartitionsRequest
     ) -> DescribeTopicPartitionsResponse:
-        return _response([_error_topic(topic.name, error, NOT_ASKED) for topic in request.topics], None)
+        return _response([_error_topic(topic.name, error, NOT_REQUESTED) for topic in request.topics], None)
 
-    def _remaining_names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
-        """Return the topics of this page and of those behind it, in order."""
+    def _remaining_names(self, request: DescribeTopicPartitionsRequest, rights: Rights | None) -> list[str]:
+        """Return the topics of this page and of those behind it, in order; of all topics, those that are visible."""
         cursor = request.cursor
         if cursor is not None and cursor.partition_index < 0:
             raise InvalidRequest(f"the cursor has partition {cursor.partition_index}")
@@ -93,7 +95,12 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
             if cursor is not None and cursor.topic_name not in names:
                 raise InvalidRequest(f"the cursor's topic {cursor.topic_name!r} is not among the requested ones")
         else:
-            names = [topic.name for topic in self._topics.all()]
+            # Not by the guard, since the cursor names the topic that follows.
+            names = [
+                topic.name
+                for topic in self._topics.all()
+                if rights is None or rights.topic(Operation.DESCRIBE, topic.name)
+            ]
         return names if cursor is None else [name for name in names if name >= cursor.topic_name]
 
     def _describe(self, topic: Topic, first: int, number: int) -> DescribeTopicPartitionsResponseTopic:

@@ -38,7 +38,7 @@ from millstream.core.errors import MillstreamError
 
 _PREFERRED, _UNCLEAN = 0, 1
 _AT_ONCE_MAX: Final = 16
-_Wanted = list[tuple[TopicName, list[i32]]]
+_RequestedPartitions = list[tuple[TopicName, list[i32]]]
 
 
 class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
@@ -69,7 +69,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, replica_election_results=tuple(results)
         )
 
-    def _requested_partitions(self, request: ElectLeadersRequest) -> _Wanted:
+    def _requested_partitions(self, request: ElectLeadersRequest) -> _RequestedPartitions:
         if request.topic_partitions is not None:
             return [(one.topic, list(one.partitions)) for one in request.topic_partitions]
         return [

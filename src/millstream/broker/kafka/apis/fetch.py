@@ -2,7 +2,7 @@
 
 Encoded by hand, since this is the hot path: stored batches are sent to the socket unchanged. The parts of a large
 response are read when they are sent, so a consumer costs the memory of one part, and receives one while the next is
-read.
+read. Records that have to be verified are read before that, and kept until they are sent.
 
 A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to advance, or for `max_wait`. The
 last stable offset advances only with the high watermark, so the same applies to `read_committed`.
@@ -73,10 +73,12 @@ class Position:
 class FetchSession:
     """The partitions of one client, in the order in which they are read next."""
 
-    __slots__ = ("by_id", "epoch", "positions", "session_id")
+    __slots__ = ("by_id", "epoch", "positions", "principal", "session_id")
 
-    def __init__(self, session_id: int, *, by_id: bool) -> None:
+    def __init__(self, session_id: int, principal: str, *, by_id: bool) -> None:
         self.session_id = session_id
+        self.principal = principal
+        """Whose it is: others could learn the names of its topics, or disturb it."""
         self.epoch = 1
         self.by_id = by_id
         self.positions: dict[PartitionKey, Position] = {}
@@ -108,7 +110,7 @@ class FetchSessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, positions: dict[PartitionKey, Position], *, by_id: bool) -> FetchSession | None:
+    def open(self, positions: dict[PartitionKey, Position], principal: str, *, by_id: bool) -> FetchSession | None:
         """Return a new session, or None when the request has nothing or too much to remember."""
         if not positions or len(positions) > PARTITIONS_MAX // 10:
             return None
@@ -116,15 +118,15 @@ class FetchSessions:
         session_id = secrets.randbelow(2**31 - 1) + 1
         while session_id in self._by_id:
             session_id = secrets.randbelow(2**31 - 1) + 1
-        session = FetchSession(session_id, by_id=by_id)
+        session = FetchSession(session_id, principal, by_id=by_id)
         session.update(positions, [])
         self._by_id[session_id] = session
         return session
 
-    def resume(self, session_id: int, epoch: int, *, by_id: bool) -> FetchSession | ErrorCode:
+    def resume(self, session_id: int, epoch: int, principal: str, *, by_id: bool) -> FetchSession | ErrorCode:
         """Return the session that a request continues, or the error code that makes the client open a new one."""
         session = self._by_id.get(session_id)
-        if session is None:
+        if session is None or session.principal != principal:
             return ErrorCode.fetch_session_id_not_found
         if session.epoch != epoch:
             return ErrorCode.invalid_fetch_session_epoch
@@ -134,9 +136,11 @@ class FetchSessions:
         self._by_id.move_to_end(session_id)
         return session
 
-    def close(self, session_id: int) -> None:
-        """Forget a session; an unknown one is ignored."""
-        self._by_id.pop(session_id, None)
+    def close(self, session_id: int, principal: str) -> None:
+        """Forget a session; an unknown one, and another principal's, is ignored."""
+        session = self._by_id.get(session_id)
+        if session is not None and session.principal == principal:
+            del self._by_id[session_id]
 
     def _make_room(self, partitions: int) -> None:
         held = sum(len(session.positions) for session in self._by_id.values())
@@ -169,17 +173,20 @@ READ_BYTES_MAX = 64 * 1024
 READ_ALL_BYTES_MAX = 1024 * 1024
 """In a response of this size, everything else is."""
 
+HELD_BYTES_MAX = 4 * 1024 * 1024
+"""A response with this many bytes in memory gets no more records: verified bytes are kept until they are sent."""
+
 READ_COMMITTED = 1
 
 _NO_PREFERRED_REPLICA = -1
 
-_WANTED = struct.Struct(">iqi")
+_PARTITION = struct.Struct(">iqi")
 
-_WANTED_WITH_START = struct.Struct(">iq8xi")
+_PARTITION_WITH_START = struct.Struct(">iq8xi")
 
-_WANTED_WITH_EPOCH = struct.Struct(">iiq8xi")
+_PARTITION_WITH_EPOCH = struct.Struct(">iiq8xi")
 
-_WANTED_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
+_PARTITION_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
 
 # A partition up to its records, with no aborted transactions and no preferred replica; the latter with compact lengths.
 _PLAIN = struct.Struct(">ihqqqii")
@@ -345,16 +352,17 @@ class Fetch:
         self, request: _Request, header: RequestHeader, client: ClientInfo
     ) -> _Context | ErrorCode:
         by_id = header.version >= FIRST_WITH_TOPIC_IDS
+        principal = "" if client.rights is None else client.rights.principal
         bytes_max = min(request.max_bytes, self._bytes_max)
         if self._quota.is_limiting:
             bytes_max = self._quota.allowance(client, bytes_max)
         if request.session_epoch in (SESSIONLESS_EPOCH, FIRST_EPOCH):
-            self._sessions.close(request.session_id)
+            self._sessions.close(request.session_id, principal)
             session = None
             if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
-                session = self._sessions.open(request.positions, by_id=by_id)
+                session = self._sessions.open(request.positions, principal, by_id=by_id)
             return _Context(request, request.positions, session, False, client, bytes_max)
-        resumed = self._sessions.resume(request.session_id, request.session_epoch, by_id=by_id)
+        resumed = self._sessions.resume(request.session_id, request.session_epoch, principal, by_id=by_id)
         if isinstance(resumed, ErrorCode):
             return resumed
         resumed.update(request.positions, request.forgotten)
@@ -377,6 +385,7 @@ class Fetch:
     def _read_some(self, context: _Context, results: _ResultsByKey, keys: Iterable[PartitionKey]) -> None:
         """Read some partitions again; the results of the others are kept."""
         size = _size_of(results)
+        held_bytes = 0
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size
         committed = context.request.read_committed
@@ -399,6 +408,9 @@ class Fetch:
             if result.records_slice is not None:
                 left -= result.records_slice.size
                 size += result.records_slice.size
+                held_bytes += len(result.records_slice.data)
+                if held_bytes >= HELD_BYTES_MAX:
+                    left = 0
 
     def _read_partition(
         self,
@@ -457,6 +469,7 @@ class Fetch:
             if self._subscribe(context, wait, results):
                 results = self._read_all(context)
             while loop.time() < deadline and not self._is_complete(context, results):
+                _release_large(results)
                 is_short_of_memory = self._wait_for_memory(wait)
                 context.client.presence.on_leave(wait.finish)
                 with suppress(TimeoutError):
@@ -590,6 +603,14 @@ def _is_follower(replica_id: int) -> bool:
     return replica_id not in (-1, -2)
 
 
+def _release_large(results: _ResultsByKey) -> None:
+    """Keep no large verified records during a wait; they are read again when they are sent."""
+    for result in results.values():
+        found = result.records_slice
+        if found is not None and len(found.data) > READ_BYTES_MAX:
+            found.data = b""
+
+
 def _new_session_id() -> int:
     return secrets.randbelow(2**31 - 1) + 1
 
@@ -597,10 +618,10 @@ def _new_session_id() -> int:
 def _position_layout(version: int) -> struct.Struct:
     """Return the layout of a requested partition; only followers use the last epoch and the log start."""
     if version >= FIRST_WITH_LAST_EPOCH:
-        return _WANTED_WITH_LAST_EPOCH
+        return _PARTITION_WITH_LAST_EPOCH
     if version >= FIRST_WITH_LEADER_EPOCH:
-        return _WANTED_WITH_EPOCH
-    return _WANTED_WITH_START if version >= FIRST_WITH_LOG_START else _WANTED
+        return _PARTITION_WITH_EPOCH
+    return _PARTITION_WITH_START if version >= FIRST_WITH_LOG_START else _PARTITION
 
 
 def _read_positions(reader: Reader, version: int) -> dict[PartitionKey, Position]:

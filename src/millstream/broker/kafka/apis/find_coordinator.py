@@ -11,7 +11,7 @@ share states (type 2), which only Kafka's brokers use: it gets INVALID_REQUEST.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.find_coordinator.v3.response import FindCoordinatorResponse as SingleResponse
@@ -21,24 +21,17 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
+from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.core.errors import MillstreamError
-from millstream.core.ids import NodeId
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape
 
 _GROUP, _TRANSACTION = 0, 1
 _FIRST_WITH_MANY: Final = 4
 
-
-class Placement(Protocol):
-    """A kind of coordinator and its placement."""
-
-    async def ensure(self) -> None:
-        """Create the internal topic on its first use."""
-
-    def leader_of(self, name: str, /) -> NodeId | None:
-        """Return the node that coordinates a name; None without a leader."""
+_Coordinators = GroupCoordinator | TransactionCoordinator
 
 
 class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
@@ -46,23 +39,23 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
     versions = (0, 6)
     changes = None
 
-    def __init__(self, groups: Placement, transactions: Placement, membership: Membership) -> None:
-        self._placements = {_GROUP: groups, _TRANSACTION: transactions}
+    def __init__(self, groups: GroupCoordinator, transactions: TransactionCoordinator, membership: Membership) -> None:
+        self._coordinators: dict[int, _Coordinators] = {_GROUP: groups, _TRANSACTION: transactions}
         self._membership = membership
 
     async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
-        placement = self._placements.get(request.key_type)
-        if placement is None:
+        coordinator = self._coordinators.get(request.key_type)
+        if coordinator is None:
             return _error_response(
                 request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}"
             )
-        await placement.ensure()
-        found = tuple(self._find(key, placement, client) for key in request.coordinator_keys)
+        await coordinator.ensure()
+        found = tuple(self._find(key, coordinator, client) for key in request.coordinator_keys)
         return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
 
-    def _find(self, key: str, placement: Placement, client: ClientInfo) -> Coordinator:
+    def _find(self, key: str, coordinator: _Coordinators, client: ClientInfo) -> Coordinator:
         try:
-            leader = placement.leader_of(key)
+            leader = coordinator.leader_of(key)
         except MillstreamError as error:
             return _not_found(key, error_code(error), error_message(error))
         node = None if leader is None else self._membership.node(leader)

@@ -50,12 +50,12 @@ from millstream.broker.kafka.apis.describe_configs import (
 from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.security.changes import settings_changed
-from millstream.broker.security.rights import Rights, SubscribedTopic
+from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, MirroredTopic
 from millstream.core.group import DECLARED
 from millstream.core.setting import Setting
-from millstream.core.topic import Topic, TopicSettings, check_topic_name, unknown_setting
+from millstream.core.topic import Topic, TopicSettings, check_topic_name
 
 SET: Final = 0
 DELETE: Final = 1
@@ -95,7 +95,10 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         if resource.resource_type == GROUP_RESOURCE and self._service is not None:
             await self._alter_group(self._service, resource, rights, validate_only=validate_only)
             return
-        check_alterable(resource.resource_type, (config.name for config in resource.configs))
+        # Deleting a setting that a node does not have is not an error, as in Kafka: kafka-reassign-partitions clears
+        # throttles whether or not there are any.
+        changed = (config.name for config in resource.configs if config.config_operation != DELETE)
+        check_alterable(resource.resource_type, changed)
         if resource.resource_type == NODE_RESOURCE:
             await self._alter_broker(resource, validate_only=validate_only)
             return
@@ -112,6 +115,9 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         for config in resource.configs:
             if config.name in changes:
                 raise InvalidRequest(f"{config.name} is named more than once for {scope or 'all nodes'}")
+            if config.name not in DYNAMIC:
+                changes[config.name] = None
+                continue
             declared = DYNAMIC[config.name]
             value = now.get(config.name, str(declared.default))
             changes[config.name] = _new_value(config, declared, value)
@@ -166,11 +172,11 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         wanted = {key: value for key, value in changes.items() if value is not None}
         found = service.declared.get(name)
         owner = None
-        if rights is not None:
-            # Settings may push messages elsewhere, so this needs what SubscriptionAlter does.
-            topics = () if found is None else found.topics
-            rights.require_all(Operation.READ, ResourceType.TOPIC, map(SubscribedTopic, topics))
-            check_needs(letter_needs(wanted), rights)
+        if rights is not None and not all(key.startswith("share.") for key in changes):
+            # Other settings than Kafka's may push messages elsewhere, so this needs what SubscriptionAlter does.
+            topics = () if found is None else await service.topics_of(name)
+            rights.require_all(Operation.READ, ResourceType.TOPIC, topics)
+            check_needs(letter_needs(name, wanted), rights)
             owner = rights.owner
         if found is not None:
             await service.alter(name, changes, validate_only=validate_only, owner=owner)
@@ -184,7 +190,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
                 raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
             # Deleting an unknown setting is not an error, as in Kafka: tools clean up settings of other versions.
             if config.config_operation != DELETE and config.name not in TopicSettings.declared():
-                raise unknown_setting(config.name, TopicSettings.declared())
+                raise TopicSettings.unknown(config.name)
             if config.config_operation == DELETE:
                 changes[config.name] = None
                 continue
@@ -222,7 +228,7 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
             said = "these settings of a node cannot be changed while it runs"
             raise InvalidRequest("; ".join([said, *ways[:_NAMES_SHOWN_MAX]]))
     elif resource_type != TOPIC_RESOURCE:
-        raise InvalidRequest(f"resource type {resource_type} has no settings; topics and nodes have")
+        raise InvalidRequest(f"resource type {resource_type} has no settings; only topics, nodes and groups do")
 
 
 def check_not_mirrored(topic: Topic) -> None:

@@ -32,7 +32,7 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import (
     NO_THROTTLE,
-    NOT_ASKED,
+    NOT_REQUESTED,
     TOPIC_OPERATIONS,
     Api,
     ClientInfo,
@@ -70,7 +70,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         self._membership = membership
 
     async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
-        operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
+        operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_REQUESTED
         if request.topics is None:
             alive = self._live_nodes()
             described = [self._describe(topic, operations, alive) for topic in self._topics.all()]
@@ -192,7 +192,9 @@ def _names_ids(request: Any) -> bool:
     return any(topic.name is None or getattr(topic, "topic_id", None) is not None for topic in request.topics or ())
 
 
-def _error_topic(code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_ASKED) -> MetadataResponseTopic:
+def _error_topic(
+    code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_REQUESTED
+) -> MetadataResponseTopic:
     return MetadataResponseTopic(
         error_code=code,
         name=wanted.name,

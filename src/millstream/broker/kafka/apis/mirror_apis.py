@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -11,24 +11,28 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from millstream.broker.cluster.membership import NO_CONTROLLER
-from millstream.broker.kafka.api import PrivateApi, RequestT, ResponseT
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
-from millstream.core.acl import Operation
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
     AdoptRequest,
     AdoptResponse,
+    AlterMirrorRequest,
     BarrierRequest,
     BarrierResponse,
-    CommitNotice,
+    CommitNoticeRequest,
+    CreateMirrorRequest,
     CutRequest,
     CutResponse,
+    DeleteMirrorRequest,
     ExposeRequest,
     ExposeResponse,
     FailoverRequest,
@@ -36,11 +40,8 @@ from millstream.protocol.private.mirror_messages import (
     FenceRequest,
     HoldCommitsRequest,
     HoldCommitsResponse,
-    MirrorChanges,
-    MirrorDeletion,
-    MirrorDescriptions,
-    MirrorNames,
-    NewMirror,
+    ListMirrorsRequest,
+    ListMirrorsResponse,
     OfferRequest,
     OfferResponse,
     OwnerRequest,
@@ -81,7 +82,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
         return await service.ask_node(owner, forwarded, waits=True, timeout_s=timeout_s)
 
 
-class MirrorCreate(_MirrorApi[NewMirror, Response]):
+class MirrorCreate(_MirrorApi[CreateMirrorRequest, Response]):
     """Creates a mirror.
 
         {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "enabled": true}
@@ -92,7 +93,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
 
     changes = single_change("mirror", CREATE)
 
-    async def handle(self, request: NewMirror) -> Response:
+    async def handle(self, request: CreateMirrorRequest) -> Response:
         settings = MirrorSettings.from_strings(request.settings)
         check_declared(settings, self._mirrors.schemas, self._mirrors.rules)
         if await _cluster_of(settings, request.name) == self._mirrors.membership.cluster_id:
@@ -109,19 +110,19 @@ async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
     return None
 
 
-class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
+class MirrorAlter(_MirrorApi[AlterMirrorRequest, Response]):
     """Changes, pauses or resumes a mirror.
 
         {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "enabled": true}
         response: {"error": 0, "message": null}
 
-    A setting of null is reset to its default. `wanted` resumes or pauses it; null changes nothing. An unknown name is
+    A setting of null is reset to its default. `enabled` resumes or pauses it; null changes nothing. An unknown name is
     RESOURCE_NOT_FOUND.
     """
 
     changes = single_change("mirror", UPDATE)
 
-    async def handle(self, request: MirrorChanges) -> Response:
+    async def handle(self, request: AlterMirrorRequest) -> Response:
         if request.settings:
             known = (await self._mirrors.mirrors.find(request.name)).settings
             added = {name: text for name, text in request.settings.items() if name in ("schemas", "acls") and text}
@@ -134,7 +135,7 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
         return Response()
 
 
-class MirrorDelete(_MirrorApi[MirrorDeletion, Response]):
+class MirrorDelete(_MirrorApi[DeleteMirrorRequest, Response]):
     """Deletes a mirror that has no copies any more.
 
         {"name": "paris", "force": false}     response: {"error": 0, "message": null}
@@ -145,12 +146,12 @@ class MirrorDelete(_MirrorApi[MirrorDeletion, Response]):
 
     changes = single_change("mirror", DELETE)
 
-    async def handle(self, request: MirrorDeletion) -> Response:
+    async def handle(self, request: DeleteMirrorRequest) -> Response:
         await self._mirrors.delete(request.name, force=request.force)
         return Response()
 
 
-class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
+class MirrorList(_MirrorApi[ListMirrorsRequest, ListMirrorsResponse]):
     """Lists mirrors with their state and lag.
 
         {"names": ["paris"]}, or null for all
@@ -171,10 +172,10 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
     changes = None
     cluster_operation = Operation.DESCRIBE
 
-    async def handle(self, request: MirrorNames) -> MirrorDescriptions:
+    async def handle(self, request: ListMirrorsRequest) -> ListMirrorsResponse:
         mirrors = self._mirrors.mirrors
         named = mirrors.all() if request.names is None else [await mirrors.find(name) for name in request.names]
-        return MirrorDescriptions(mirrors=[self._mirrors.describe(one) for one in named])
+        return ListMirrorsResponse(mirrors=[self._mirrors.describe(one) for one in named])
 
 
 class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
@@ -224,7 +225,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
         return await self._mirrors.expose(request)
 
 
-class MirrorNotice(_MirrorApi[CommitNotice, Response]):
+class MirrorNotice(_MirrorApi[CommitNoticeRequest, Response]):
     """Notifies the owner of a mirror that clients on the sending node wait for a commit.
 
     {"mirror": "paris"}     response: {"error": 0, "message": null}
@@ -233,7 +234,7 @@ class MirrorNotice(_MirrorApi[CommitNotice, Response]):
     cluster_operation = Operation.CLUSTER_ACTION
     changes = None
 
-    async def handle(self, request: CommitNotice) -> Response:
+    async def handle(self, request: CommitNoticeRequest) -> Response:
         self._mirrors.note_commit(request.mirror)
         return Response()
 
@@ -256,6 +257,23 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     changes = None
     cluster_operation = Operation.DESCRIBE
 
+    def redact(self, response: OfferResponse, rights: Rights) -> OfferResponse:
+        """Leave out topics that the client may not describe."""
+
+        def sees(topic: str) -> bool:
+            return rights.topic(Operation.DESCRIBE, topic)
+
+        return msgspec.structs.replace(
+            response,
+            mirrored=[topic for topic in response.mirrored if sees(topic)],
+            origins={topic: origins for topic, origins in response.origins.items() if sees(topic)},
+            fenced={topic: mirror for topic, mirror in response.fenced.items() if sees(topic)},
+            letters={topic: list(filter(sees, held)) for topic, held in response.letters.items() if sees(topic)},
+        )
+
+    async def handle_from(self, client: ClientInfo, request: OfferRequest) -> OfferResponse:
+        return await self._mirrors.offer(request, client.rights)
+
     async def handle(self, request: OfferRequest) -> OfferResponse:
         return await self._mirrors.offer(request)
 
@@ -269,6 +287,8 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
         "has_more": false}
 
     `since` is the last change that the caller knows, -1 for none; without a change since, nothing is returned.
+    Subjects of topics that the caller may not describe are returned too: a mirror deletes what is missing, and schemas
+    refer to those of other subjects.
     """
 
     cluster_operation = Operation.DESCRIBE
@@ -292,6 +312,18 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 
     changes = None
     cluster_operation = Operation.DESCRIBE
+
+    async def needs(self, request: BarrierRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the cluster, READ on the topics: transactions that write to them are held back."""
+        return [
+            *await super().needs(request),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in request.topics),
+        ]
+
+    def redact(self, response: BarrierResponse, rights: Rights) -> BarrierResponse:
+        """Leave out the groups that the client may not describe."""
+        groups = {name: at for name, at in response.groups.items() if rights.group(Operation.DESCRIBE, name)}
+        return msgspec.structs.replace(response, groups=groups)
 
     async def handle(self, request: BarrierRequest) -> BarrierResponse:
         return await self._mirrors.barriers.take(request)

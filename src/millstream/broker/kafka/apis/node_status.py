@@ -5,7 +5,7 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
      "kafka": "host:port", "http": "http://host:port", "data": "/folder", "machine": [1, 1001],
-     "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
+     "damage": [{"topic": …, "partition": …, "start": …, "end": …, "repair": false}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "is_truncated": false}, …]}
 
@@ -13,7 +13,7 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
 
 `reasons` lists why the node should get no traffic; it is empty exactly when the node is ready and unharmed. `warnings`
 lists problems of a node that takes traffic, for example an unavailable coordination store. `damage` names the ranges of
-offsets that the disk lost, each from `first` up to but without `next`, at most `DAMAGE_MAX` of them; `repair` says
+offsets that the disk lost, each from `start` up to but without `end`, at most `DAMAGE_MAX` of them; `repair` says
 whether a range is being fetched from other replicas. `behind` names replicas on other nodes that lack records of what
 this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
 "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
@@ -200,9 +200,9 @@ class NodeStatus:
 
     def _damaged_ranges(self) -> Iterator[dict[str, Any]]:
         for partition, ranges in self._damage():
-            for first, after, repair in ranges:
+            for start, end, repair in ranges:
                 place = {"topic": partition.topic, "partition": partition.partition}
-                yield {**place, "first": first, "next": after, "repair": repair}
+                yield {**place, "start": start, "end": end, "repair": repair}
 
     def _describe_metric(self, metric: Metric) -> dict[str, Any]:
         samples = iter(metric.samples)

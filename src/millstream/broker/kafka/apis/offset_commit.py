@@ -157,7 +157,7 @@ class OffsetCommit:
             member=call.member,
             topics={name: tuple(commits) for name, commits in valid.items()},
             retention_ms=call.retention_ms,
-            knows_unknown_group=header.version >= _FIRST_WITH_UNKNOWN_GROUP,
+            supports_unknown_group=header.version >= _FIRST_WITH_UNKNOWN_GROUP,
         )
         try:
             if not self._groups.commit_now(request, pending.release):

@@ -21,7 +21,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.offset_fetch.v7 import response as single
 from kio.schema.offset_fetch.v9 import response as by_name
 from kio.schema.offset_fetch.v10 import response as by_id
-from kio.schema.types import GroupId, TopicName
+from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
@@ -91,11 +91,16 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
 
     def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupResponse:
         in_partitions = query.version < _FIRST_WITH_MANY
-        topics = tuple(_error_topic(topic, code) for topic in query.topics or ()) if in_partitions else ()
+        topics = tuple(self.refuse_topic(topic, code) for topic in query.topics or ()) if in_partitions else ()
         return GroupResponse(group_id=query.group_id, topics=topics, code=code)
 
-    def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicResponse:
-        return _error_topic(topic, code)
+    @staticmethod
+    def refuse_topic(topic: TopicQuery, code: ErrorCode) -> TopicResponse:
+        return TopicResponse(
+            name=topic.name,
+            topic_id=topic.topic_id,
+            partitions=tuple((index, _NO_OFFSET, code) for index in topic.partitions),
+        )
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
         """Bring every version into one form."""
@@ -115,9 +120,9 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
     def downgrade(self, version: int, response: tuple[GroupResponse, ...]) -> Any:
         """Respond in the shape of the version."""
         if version >= _FIRST_BY_ID:
-            return _response_by_id(response)
+            return _response(response, by_id, "topic_id")
         if version >= _FIRST_WITH_MANY:
-            return reshape(_response_by_name(response), load_response_class(self.key, version))
+            return reshape(_response(response, by_name, "name"), load_response_class(self.key, version))
         return reshape(_single_response(response[0]), load_response_class(self.key, version))
 
     async def _fetch(self, query: GroupQuery) -> GroupResponse:
@@ -137,7 +142,9 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
                 wanted.setdefault(name, []).extend(topic.partitions)
         fetched = await self._fetch_offsets(query, wanted)
         return tuple(
-            _error_topic(topic, ErrorCode.unknown_topic_id) if name is None else _topic_response(topic, fetched[name])
+            self.refuse_topic(topic, ErrorCode.unknown_topic_id)
+            if name is None
+            else _topic_response(topic, fetched[name])
             for name, topic in zip(names, asked, strict=True)
         )
 
@@ -191,44 +198,17 @@ def _stable_offset(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffse
     return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
 
 
-def _error_topic(topic: TopicQuery, code: ErrorCode) -> TopicResponse:
-    return TopicResponse(
-        name=topic.name,
-        topic_id=topic.topic_id,
-        partitions=tuple((index, _NO_OFFSET, code) for index in topic.partitions),
-    )
-
-
-def _response_by_id(groups: tuple[GroupResponse, ...]) -> by_id.OffsetFetchResponse:
-    return by_id.OffsetFetchResponse(
+def _response(groups: tuple[GroupResponse, ...], shape: Any, key: str) -> Any:
+    """Build a response of the messages in `shape`, which name topics by the field `key`."""
+    return shape.OffsetFetchResponse(
         throttle_time=NO_THROTTLE,
         groups=tuple(
-            by_id.OffsetFetchResponseGroup(
-                group_id=GroupId(group.group_id),
+            shape.OffsetFetchResponseGroup(
+                group_id=group.group_id,
                 topics=tuple(
-                    by_id.OffsetFetchResponseTopics(
-                        topic_id=topic.topic_id,
-                        partitions=_partitions(by_id.OffsetFetchResponsePartitions, topic),
-                    )
-                    for topic in group.topics
-                ),
-                error_code=group.code,
-            )
-            for group in groups
-        ),
-    )
-
-
-def _response_by_name(groups: tuple[GroupResponse, ...]) -> by_name.OffsetFetchResponse:
-    return by_name.OffsetFetchResponse(
-        throttle_time=NO_THROTTLE,
-        groups=tuple(
-            by_name.OffsetFetchResponseGroup(
-                group_id=GroupId(group.group_id),
-                topics=tuple(
-                    by_name.OffsetFetchResponseTopics(
-                        name=TopicName(topic.name),
-                        partitions=_partitions(by_name.OffsetFetchResponsePartitions, topic),
+                    shape.OffsetFetchResponseTopics(
+                        **{key: getattr(topic, key)},
+                        partitions=_partitions(shape.OffsetFetchResponsePartitions, topic),
                     )
                     for topic in group.topics
                 ),

@@ -147,7 +147,9 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
             check_replicas(wanted.replicas, self._membership)
             target = tuple(NodeId(node) for node in wanted.replicas)
             if not may_change and len(target) != topic.replication:
-                raise InvalidReplication(f"topic {name!r} has {topic.replication} replicas, and that may not change")
+                raise InvalidReplication(
+                    f"topic {name!r} has {topic.replication} replicas; name as many, not {len(target)}"
+                )
         await self._topics.reassign(topic, wanted.partition_index, target)
 
     @staticmethod

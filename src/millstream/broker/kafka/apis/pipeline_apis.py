@@ -38,24 +38,25 @@ from millstream.core.pipeline import (
 from millstream.core.subscription import FILTER
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import (
+    AlterPipelineRequest,
     AlterPipelineResponse,
     CancelRunRequest,
     CancelRunResponse,
+    ChangeRulesRequest,
+    ChangeRulesResponse,
+    CreatePipelineRequest,
     CreatePipelineResponse,
     DeletePipelineRequest,
-    JobRuns,
+    JobRunsRequest,
     JobRunsResponse,
-    Landed,
+    ListPipelinesRequest,
     ListPipelinesResponse,
-    NewPipeline,
-    PipelineChanges,
-    PipelineNames,
-    RuleChangeResponse,
-    RuleChanges,
+    RecordLandedRequest,
     RunDescription,
     RunLogRequest,
     RunLogResponse,
     StartRunRequest,
+    declared_rules,
 )
 
 JOBS_ARE_OFF = (
@@ -82,7 +83,7 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
             raise InvalidPipeline(JOBS_ARE_OFF)
 
 
-class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
+class PipelineCreate(_PipelineChange[CreatePipelineRequest, CreatePipelineResponse]):
     """Creates a pipeline.
 
         {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "enabled": true,
@@ -95,42 +96,44 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
 
     changes = single_change("pipeline", CREATE)
 
-    async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
+    async def handle(self, request: CreatePipelineRequest, owner: Owner | None = None) -> CreatePipelineResponse:
         self._check_code(request.settings, is_job=request.kind == PipelineKind.JOB)
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
-        await check_filters_of(request.rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
+        rules = declared_rules(request.rules)
+        await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
         await check_table_conditions(request.settings)
         made = await self._pipelines.create(
             request.name,
             kind_of(request.kind),
             request.settings,
-            rules=request.rules,
+            rules=rules,
             is_enabled=request.enabled,
             validate_only=request.validate_only,
             owner=owner,
         )
         return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))
 
-    async def handle_from(self, client: ClientInfo, request: NewPipeline) -> CreatePipelineResponse:
+    async def handle_from(self, client: ClientInfo, request: CreatePipelineRequest) -> CreatePipelineResponse:
         return await self.handle(request, owner_of(client))
 
 
-class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
+class PipelineAlter(_PipelineChange[AlterPipelineRequest, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
 
         {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "enabled": true, "parked": null}
         response: {"error": 0, "message": null, "notes": []}
 
-    A setting of null is reset to its default. `wanted` starts or stops it; null changes nothing. `parked` is the reason
-    why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its settings
-    or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed settings.
+    A setting of null is reset to its default. `enabled` starts or stops it; null changes nothing. `parked` is the
+    reason why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its
+    settings or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed
+    settings.
     """
 
     changes = single_change("pipeline", UPDATE)
 
-    async def handle(self, request: PipelineChanges, owner: Owner | None = None) -> AlterPipelineResponse:
+    async def handle(self, request: AlterPipelineRequest, owner: Owner | None = None) -> AlterPipelineResponse:
         notes: list[str] = []
         if request.settings or request.validate_only:
             notes = await self._change_settings(request, owner)
@@ -142,10 +145,10 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
             await self._pipelines.park(await self._pipelines.find(request.name), request.parked)
         return AlterPipelineResponse(notes=notes)
 
-    async def handle_from(self, client: ClientInfo, request: PipelineChanges) -> AlterPipelineResponse:
+    async def handle_from(self, client: ClientInfo, request: AlterPipelineRequest) -> AlterPipelineResponse:
         return await self.handle(request, owner_of(client))
 
-    async def _change_settings(self, request: PipelineChanges, owner: Owner | None) -> list[str]:
+    async def _change_settings(self, request: AlterPipelineRequest, owner: Owner | None) -> list[str]:
         self._check_code(request.settings)
         before = await self._pipelines.find(request.name)
         if request.settings.get(DECODE) == NO_DECODING:
@@ -194,7 +197,7 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
         return Response()
 
 
-class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
+class PipelineList(PrivateApi[ListPipelinesRequest, ListPipelinesResponse]):
     """Lists pipelines and their progress.
 
         {"names": ["land-orders"]}, or null for all
@@ -217,8 +220,8 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         self._board = board
         self._advice = advice
 
-    async def needs(self, request: PipelineNames) -> Sequence[Need]:
-        """DESCRIBE on the groups of those that are named; a list of all contains those the client may describe."""
+    async def needs(self, request: ListPipelinesRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the groups of named pipelines; a list of all contains those the client may describe."""
         return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{name}") for name in request.names or ()]
 
     def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
@@ -226,7 +229,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         visible = [one for one in response.pipelines if rights.group(Operation.DESCRIBE, one["group"])]
         return msgspec.structs.replace(response, pipelines=visible)
 
-    async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
+    async def handle(self, request: ListPipelinesRequest) -> ListPipelinesResponse:
         if request.names is None:
             listed = [self._describe(one, ()) for one in self._pipelines.all()]
             return ListPipelinesResponse(pipelines=[_without_long_texts(one) for one in listed])
@@ -253,7 +256,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         }
 
 
-class PipelineLanded(PrivateApi[Landed, Response]):
+class PipelineLanded(PrivateApi[RecordLandedRequest, Response]):
     """Reports how far topics are landed.
 
         {"pipeline_id": "…", "lake": "", "format": "delta",
@@ -269,13 +272,13 @@ class PipelineLanded(PrivateApi[Landed, Response]):
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
 
-    async def handle(self, request: Landed) -> Response:
+    async def handle(self, request: RecordLandedRequest) -> Response:
         for topic in request.topics:
             self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
         return Response()
 
 
-class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
+class RuleChange(_PipelineChange[ChangeRulesRequest, ChangeRulesResponse]):
     """Changes the rules of a route pipeline.
 
         {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
@@ -284,20 +287,22 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
 
     Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
     subscription names it instead of a condition. An invalid condition is refused with the position of the error.
-    Deleting a rule that does not exist is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
+    Deleting a rule that does not exist is RESOURCE_NOT_FOUND; a rule with an unknown field is refused. Notes are as in
+    PipelineCreate.
     """
 
     changes = single_change("pipeline", UPDATE)
 
-    async def handle(self, request: RuleChanges, owner: Owner | None = None) -> RuleChangeResponse:
+    async def handle(self, request: ChangeRulesRequest, owner: Owner | None = None) -> ChangeRulesResponse:
         now = await self._pipelines.find(request.name)
-        await check_filters_of(request.put, self._subscriptions, decode=now.overrides.get(DECODE, ""))
+        rules = declared_rules(request.put)
+        await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
         changed = await self._pipelines.change_rules(
-            request.name, request.put, gone=request.delete, validate_only=request.validate_only, owner=owner
+            request.name, rules, gone=request.delete, validate_only=request.validate_only, owner=owner
         )
-        return RuleChangeResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
+        return ChangeRulesResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
 
-    async def handle_from(self, client: ClientInfo, request: RuleChanges) -> RuleChangeResponse:
+    async def handle_from(self, client: ClientInfo, request: ChangeRulesRequest) -> ChangeRulesResponse:
         return await self.handle(request, owner_of(client))
 
 
@@ -313,7 +318,7 @@ class _JobRequest(PrivateApi[RequestT, ResponseT]):
         return found
 
 
-class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
+class PipelineRuns(_JobRequest[JobRunsRequest, JobRunsResponse]):
     """Lists the last runs of a job, the latest first; every node knows them.
 
     {"name": "nightly", "limit": 20}
@@ -324,11 +329,11 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
 
     changes = None
 
-    async def needs(self, request: JobRuns) -> Sequence[Need]:
-        """DESCRIBE on the pipeline's group, as for listing it."""
+    async def needs(self, request: JobRunsRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the pipeline's group, as for listing it."""
         return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
 
-    async def handle(self, request: JobRuns) -> JobRunsResponse:
+    async def handle(self, request: JobRunsRequest) -> JobRunsResponse:
         job = await self._find_job(request.name)
         runs = await self._pipelines.runs(job, limit=max(1, min(request.limit, RUNS_KEPT)))
         return JobRunsResponse(runs=[RunDescription.of(run) for run in runs])
@@ -346,7 +351,7 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     changes = None
 
     async def needs(self, request: RunLogRequest) -> Sequence[Need]:
-        """READ on the pipeline's group: the output of a job may contain the messages that it reads."""
+        """Require READ on the pipeline's group: the output of a job may contain the messages that it reads."""
         return [(Operation.READ, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
 
     async def handle(self, request: RunLogRequest) -> RunLogResponse:

@@ -38,7 +38,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, RefusedBatch, error_code, log_fenced
-from millstream.broker.kafka.produce_codec import Portion, Request, read, write
+from millstream.broker.kafka.produce_codec import Portion, Request, read_any, read_plain, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.append import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
@@ -247,7 +247,7 @@ def producer_error(error: MillstreamError, version: int) -> MillstreamError:
     if isinstance(error, CoordinatorUnavailable | BrokerUnreachable | RequestTimedOut) or (
         isinstance(error, ConcurrentTransactions) and version < FIRST_THAT_ADDS
     ):
-        return NotEnoughReplicas(f"the coordinator did not say whether the transaction is open: {error}")
+        return NotEnoughReplicas(f"the coordinator did not confirm that the transaction is open: {error}")
     return error
 
 
@@ -274,8 +274,6 @@ ACKS_NONE = 0
 _ACKS_VALID = (-1, 0, 1)
 _PENDING_SWEEP_S = 0.25
 _TIMEOUT_S_MAX = 600.0
-# The lower byte of a batch's attributes, which holds the codec and all flags.
-_FLAGS_AT = 22
 _MANY_RECORDS_BYTES = 8 * 1024
 """Smaller, uncompressed batches hold few records."""
 _FIRST_FIELDS = struct.Struct(">qiib")
@@ -370,13 +368,18 @@ class Produce:
         """Append everything in the frame; the response is ready, promised, or none."""
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
-        request = read(frame, header)
+        request = read_plain(frame, header) or read_any(frame, header)
         if client.rights is not None:
             self._authorize(request, client.rights)
         opening = None
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
-        heavy = [portion for portion in request.portions if self._is_heavy(portion)]
+        is_large = len(frame) >= _MANY_RECORDS_BYTES
+        heavy = [
+            portion
+            for portion in request.portions
+            if (is_large or portion.flags & COMPRESSION_MASK) and self._is_heavy(portion)
+        ]
         ruled: list[Portion] = []
         if self._rules and self._topics.with_schema_rules:
             ruled = [portion for portion in request.portions if self._is_doubtful(portion)]
@@ -396,7 +399,9 @@ class Produce:
             if not may_use:
                 portion.fail(ErrorCode.transactional_id_authorization_failed, _NOT_ALLOWED)
             elif name is not None and not rights.check(write, ResourceType.TOPIC, name):
-                portion.fail(ErrorCode.topic_authorization_failed, _NOT_ALLOWED)
+                # A client that named the topic by its id may not know the name.
+                what = f"topic {name!r}" if isinstance(portion.topic, str) else "this topic"
+                portion.fail(ErrorCode.topic_authorization_failed, f"{rights.principal} may not write {what}")
             if portion.code is not ErrorCode.none:
                 # So that neither the log nor the coordinator of the transaction sees them.
                 portion.records = None
@@ -414,7 +419,7 @@ class Produce:
         """Check heavy batches in a thread and schemas in a child, and ask the coordinator, before any is appended."""
         for portion in heavy:
             try:
-                records, log = portion.records or b"", self._partition(portion).log
+                records, log = portion.records or b"", _partition(self._topics, portion).log
                 await asyncio.to_thread(check_records, records, read_header(records), log.settings, log.clock.now_ms())
                 portion.is_checked = True
             except MillstreamError as error:
@@ -422,7 +427,7 @@ class Produce:
         for portion in ruled:
             try:
                 if self._rules is not None and portion.records is not None and portion.code is ErrorCode.none:
-                    await self._rules.check(portion.records, self._partition(portion).log.settings)
+                    await self._rules.check(portion.records, _partition(self._topics, portion).log.settings)
             except CorruptBatch as error:
                 self._reject(portion, _client_error(error, portion.records))
             except MillstreamError as error:
@@ -435,10 +440,10 @@ class Produce:
     def _is_heavy(self, portion: Portion) -> bool:
         """Whether checking the records, if the topic requires it, would block the loop."""
         records = portion.records
-        if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
+        if records is None or not (len(records) >= _MANY_RECORDS_BYTES or portion.flags & COMPRESSION_MASK):
             return False
         try:
-            return self._partition(portion).log.settings.reads_records and is_expensive_to_check(records)
+            return _partition(self._topics, portion).log.settings.reads_records and is_expensive_to_check(records)
         except MillstreamError:
             # It is refused when it is appended.
             return False
@@ -448,7 +453,7 @@ class Produce:
         if self._rules is None or portion.records is None:
             return False
         try:
-            partition = self._partition(portion)
+            partition = _partition(self._topics, portion)
         except MillstreamError:
             # It is refused when it is appended.
             return False
@@ -498,41 +503,38 @@ class Produce:
         self, portion: Portion, request: Request, version: int, guards: Mapping[Portion, Guard] | None
     ) -> Partition | None:
         """Append the records of one partition; return the partition if it is not acknowledged yet."""
-        if request.acks not in _ACKS_VALID:
-            portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
-        elif request.transactional_id is None and _is_transactional(portion.records):
-            portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
+        acks, flags = request.acks, portion.flags
+        if acks not in _ACKS_VALID:
+            portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {acks}")
         elif portion.code is not ErrorCode.none:
             self.batches_rejected += 1
+        elif flags & TRANSACTIONAL_FLAG and request.transactional_id is None:
+            portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
         else:
+            records = portion.records
             try:
-                return self._store(portion, request.acks, version, guards.get(portion) if guards else None)
+                if records is None:
+                    raise CorruptBatch("the request holds no records for this partition")
+                partition = _partition(self._topics, portion)
+                if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
+                    _check_allowed(partition, portion, version)
+                if flags & COMPRESSION_MASK:
+                    check_declared_size(flags & COMPRESSION_MASK, records[HEADER_BYTES:])
+                guard = guards.get(portion) if guards else None
+                appended = portion.appended = partition.write(
+                    records, acks=acks, guard=guard, is_checked=portion.is_checked
+                )
+                if partition.is_acknowledged(appended, acks):
+                    portion.records = None
+                    return None
+                # The memory belongs to the next request once the response to this one is promised.
+                portion.records = memoryview(bytes(records[:HEADER_BYTES]))
+                return partition
             except CorruptBatch as error:
-                self._reject(portion, _client_error(error, portion.records))
+                self._reject(portion, _client_error(error, records))
             except MillstreamError as error:
                 self._reject(portion, error)
         return None
-
-    def _store(self, portion: Portion, acks: int, version: int, guard: Guard | None) -> Partition | None:
-        records = portion.records
-        if records is None:
-            raise CorruptBatch("the request holds no records for this partition")
-        partition = self._partition(portion)
-        if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
-            _check_allowed(partition, portion, records, version)
-        codec = _flags(records) & COMPRESSION_MASK
-        if codec:
-            check_declared_size(codec, records[HEADER_BYTES:])
-        appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
-        is_acknowledged = partition.is_acknowledged(appended, acks)
-        # The memory belongs to the next request once the response to this one is sent or promised.
-        portion.records = None if is_acknowledged else memoryview(bytes(records[:HEADER_BYTES]))
-        return None if is_acknowledged else partition
-
-    def _partition(self, portion: Portion) -> Partition:
-        if isinstance(portion.topic, str):
-            return self._topics.partition(portion.topic, portion.index)
-        return self._topics.partition_by_id(portion.topic, portion.index)
 
     def _is_behind_refused(self, portion: Portion, client: ClientInfo) -> bool:
         """Refuse a batch that was sent after a refused one, for the same reason; return whether it was."""
@@ -558,7 +560,7 @@ class Produce:
     def _is_stored(self, portion: Portion, producer_id: int, refused: RefusedBatch) -> bool:
         """Whether a refused batch has been stored since, through another connection or another leader."""
         try:
-            known = self._partition(portion).log.producers.get(producer_id)
+            known = _partition(self._topics, portion).log.producers.get(producer_id)
         except MillstreamError:
             return False
         if known is None or known.epoch != refused.epoch or not known.batches:
@@ -636,19 +638,10 @@ def _idempotent_header(portion: Portion) -> BatchHeader | None:
     return header if header is not None and header.producer_id >= 0 and header.base_sequence >= 0 else None
 
 
-def _flags(records: memoryview | None) -> int:
-    """Return the codec and flags of the first batch; the log rejects a batch that is too short."""
-    return 0 if records is None or len(records) <= _FLAGS_AT else records[_FLAGS_AT]
-
-
-def _is_transactional(records: memoryview | None) -> bool:
-    return records is not None and len(records) > _FLAGS_AT and bool(records[_FLAGS_AT] & TRANSACTIONAL_FLAG)
-
-
-def _check_allowed(partition: Partition, portion: Portion, records: memoryview, version: int) -> None:
+def _check_allowed(partition: Partition, portion: Portion, version: int) -> None:
     if partition.topic.is_internal and not (portion.is_of_node and partition.topic.name == AUDIT):
         raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
-    if version < FIRST_WITH_ZSTD and _flags(records) & COMPRESSION_MASK == COMPRESSION_ZSTD:
+    if version < FIRST_WITH_ZSTD and portion.flags & COMPRESSION_MASK == COMPRESSION_ZSTD:
         raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")
 
 

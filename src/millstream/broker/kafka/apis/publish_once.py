@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from kio.schema.errors import ErrorCode
@@ -22,12 +23,14 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log.log import AppendedRange
+from millstream.broker.log.append import check_records, is_expensive_to_check
+from millstream.broker.log.log import AppendedRange, Log
 from millstream.broker.replication.partition import Partition
-from millstream.broker.replication.published_ids import MESSAGE_ID, Published, PublishedIds, id_of
+from millstream.broker.replication.published_ids import Published, PublishedIds, id_of
 from millstream.broker.schemas.rules import SchemaRules
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
+from millstream.core.headers import MESSAGE_ID
 from millstream.core.ids import Offset
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.topic import Topic
@@ -54,6 +57,8 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         self._quota = quota
         self._rules = rules
         self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
+        self._heavy = asyncio.Semaphore(1)
+        """Held for a batch of a few kilobytes that may decompress to as many megabytes."""
         self.duplicates = 0
         self._forgotten = 0
         self._requests = 0
@@ -96,13 +101,11 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
-        records = _read_messages(request.batch, partition.log.clock.now_ms())
-        settings = partition.log.settings
-        if self._rules is not None and settings.validates_schemas:
-            await self._rules.check(request.batch, settings)
+        is_heavy = is_expensive_to_check(request.batch)
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
-                results, end = await self._publish(partition, records, request.batch, settings.deduplication_window_ms)
+                async with self._heavy if is_heavy else nullcontext():
+                    results, end = await self._store(partition, request.batch, is_heavy=is_heavy)
                 waiting = partition.acknowledged(AppendedRange(Offset(0), Offset(end), -1, Offset(0), False), _ACKS_ALL)
                 if waiting is not None:
                     await waiting
@@ -111,24 +114,46 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         self.duplicates += sum(not is_new for _, _, is_new in results)
         return PublishOnceResponse(0, None, results)
 
+    async def _store(
+        self, partition: Partition, batch: bytes, *, is_heavy: bool
+    ) -> tuple[list[tuple[int, int, bool]], int]:
+        now_ms, settings = partition.log.clock.now_ms(), partition.log.settings
+        if is_heavy:
+            records = await asyncio.to_thread(_read_messages, batch, now_ms)
+        else:
+            records = _read_messages(batch, now_ms)
+        if self._rules is not None and settings.validates_schemas:
+            await self._rules.check(batch, settings)
+        return await self._publish(partition, records, batch, is_heavy=is_heavy)
+
     async def _publish(
-        self, partition: Partition, records: Sequence[Record], batch: bytes, window_ms: int
+        self, partition: Partition, records: Sequence[Record], batch: bytes, *, is_heavy: bool
     ) -> tuple[list[tuple[int, int, bool]], int]:
         """Append new messages; return where every message is, and the offset that has to be acknowledged."""
-        ids = self._ids_of(partition)
+        ids, window_ms = self._ids_of(partition), partition.log.settings.deduplication_window_ms
+        named = [id_of(record.headers) or b"" for record in records]
+        built: tuple[list[int], bytearray] = [], bytearray()
         async with ids.lock:
-            await ids.catch_up()
-            # No await from here to the append, so that nothing can come in between.
-            known: dict[bytes, Published] = {}
-            new: list[Record] = []
-            named = [id_of(record.headers) or b"" for record in records]
-            for message_id, record in zip(named, records, strict=True):
-                found = known.get(message_id) or ids.find(message_id, window_ms)
-                if found is None:
-                    found = Published(-1 - len(new), record.timestamp_ms)
-                    new.append(record)
-                known[message_id] = found
-            appended = None if not new else partition.write(_build_batch(new, records, batch), acks=_ACKS_ALL)
+            while True:
+                await ids.catch_up()
+                # No await from here to the append, so that nothing can come in between.
+                known: dict[bytes, Published] = {}
+                new: list[int] = []
+                for at, (message_id, record) in enumerate(zip(named, records, strict=True)):
+                    found = known.get(message_id) or ids.find(message_id, window_ms)
+                    if found is None:
+                        found = Published(-1 - len(new), record.timestamp_ms)
+                        new.append(at)
+                    known[message_id] = found
+                if not new or new == built[0]:
+                    break
+                if is_heavy:
+                    # Meanwhile, others may publish some of them.
+                    built = new, await asyncio.to_thread(_build_checked, new, records, batch, partition.log)
+                else:
+                    built = new, _build_batch(new, records, batch)
+                    break
+            appended = None if not new else partition.write(built[1], acks=_ACKS_ALL, is_checked=is_heavy)
         results: list[tuple[int, int, bool]] = []
         reported: set[bytes] = set()
         for message_id in named:
@@ -186,9 +211,20 @@ def _read_messages(batch: bytes, now_ms: int) -> list[Record]:
     return [record if record.timestamp_ms >= 0 else record._replace(timestamp_ms=now_ms) for record in records]
 
 
-def _build_batch(new: Sequence[Record], records: Sequence[Record], batch: bytes) -> bytearray:
+def _build_checked(new: Sequence[int], records: Sequence[Record], batch: bytes, log: Log) -> bytearray:
+    built = _build_batch(new, records, batch)
+    if log.settings.reads_records:
+        check_records(built, read_header(built), log.settings, log.clock.now_ms())
+    return built
+
+
+def _build_batch(new: Sequence[int], records: Sequence[Record], batch: bytes) -> bytearray:
+    """Return a batch of those records that are new, given by their places."""
     header = read_header(batch)
     if len(new) == len(records) and header.base_timestamp_ms >= 0 and header.max_timestamp_ms >= 0:
         return bytearray(batch)
-    remaining = [NewRecord(record.key, record.value, record.headers, record.timestamp_ms) for record in new]
+    remaining = [
+        NewRecord(record.key, record.value, record.headers, record.timestamp_ms)
+        for record in (records[at] for at in new)
+    ]
     return encode_batch(remaining, compression=header.compression)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
@@ -32,16 +32,16 @@ from millstream.core.schema import (
 )
 from millstream.protocol.private.schema_messages import (
     CheckResponse,
-    CheckSchema,
-    Configure,
+    CheckSchemaRequest,
+    ConfigureRequest,
     DeletedResponse,
-    DeleteSubject,
-    GetSchema,
-    GetSettings,
-    GetSubject,
-    ListSubjects,
-    LookupSchema,
-    RegisterSchema,
+    DeleteSubjectRequest,
+    GetSchemaRequest,
+    GetSettingsRequest,
+    GetSubjectRequest,
+    ListSubjectsRequest,
+    LookupSchemaRequest,
+    RegisterSchemaRequest,
     RegistryResponse,
     SchemaBody,
     SchemaMessage,
@@ -150,7 +150,7 @@ def new_schema(body: SchemaBody[Any], *, schema_id: int | None = None, version: 
     return NewSchema(content=content, normalize=body.normalize, schema_id=schema_id, version=version)
 
 
-class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
+class SchemaRegister(RegistryApi[RegisterSchemaRequest, SchemaResponse]):
     """Registers a schema as the next version of a subject.
 
         {"subject": "orders-value", "schema": "…", "schema_type": "AVRO", "references": [["name", "subject", 1], …],
@@ -166,18 +166,18 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
 
     changes = single_change("schema", CREATE, name="subject")
 
-    async def needs(self, request: RegisterSchema) -> Sequence[Need]:
-        """WRITE on the subject's topic, since producers register what they write with; DESCRIBE on its references'."""
+    async def needs(self, request: RegisterSchemaRequest) -> Sequence[Need]:
+        """Require WRITE on the subject's topic, as producers have, and DESCRIBE on its references'."""
         return await self.needs_on(Operation.WRITE, request.subject, references_of(request))
 
-    async def respond(self, request: RegisterSchema) -> SchemaResponse:
+    async def respond(self, request: RegisterSchemaRequest) -> SchemaResponse:
         """Register it durably."""
         new = new_schema(request, schema_id=request.id, version=request.version)
         version = await self._registry.register(QualifiedSubject.parse(request.subject), new)
         return SchemaResponse(schema=await self.message_of(version))
 
 
-class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
+class SchemaLookup(RegistryApi[LookupSchemaRequest, SchemaResponse]):
     """Finds the version of a subject that has a schema.
 
         {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "deleted": false, "format": ""}
@@ -189,18 +189,18 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
 
     changes = None
 
-    async def needs(self, request: LookupSchema) -> Sequence[Need]:
-        """DESCRIBE on the topics of the subject and of the references."""
+    async def needs(self, request: LookupSchemaRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
-    async def respond(self, request: LookupSchema) -> SchemaResponse:
+    async def respond(self, request: LookupSchemaRequest) -> SchemaResponse:
         """Find the newest version with this content."""
         subject = QualifiedSubject.parse(request.subject)
         version = await self._registry.lookup(subject, new_schema(request), deleted=request.deleted)
         return SchemaResponse(schema=await self.message_of(version, request.format))
 
 
-class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
+class SchemaCheck(RegistryApi[CheckSchemaRequest, CheckResponse]):
     """Checks whether a schema is compatible with a subject.
 
         {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest", "compiled": false}
@@ -212,11 +212,11 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
 
     changes = None
 
-    async def needs(self, request: CheckSchema) -> Sequence[Need]:
-        """DESCRIBE on the topics of the subject and of the references."""
+    async def needs(self, request: CheckSchemaRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
-    async def respond(self, request: CheckSchema) -> CheckResponse:
+    async def respond(self, request: CheckSchemaRequest) -> CheckResponse:
         """Decide, without registering anything."""
         subject = QualifiedSubject.parse(request.subject)
         new = new_schema(request)
@@ -228,7 +228,7 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
         return CheckResponse(reasons=reasons, compiled=compiled)
 
 
-class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
+class SchemaGet(RegistryApi[GetSchemaRequest, SchemaResponse]):
     """Returns a schema by its id or guid, and which versions have it.
 
         {"id": 1, "guid": "", "subject": "", "format": "", "deleted": false}
@@ -241,22 +241,23 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
 
     changes = None
 
-    async def needs(self, request: GetSchema) -> Sequence[Need]:
-        """Nothing: the schema is only returned to clients that may describe one of the topics it is for."""
+    async def needs(self, request: GetSchemaRequest) -> Sequence[Need]:
+        """Require no right: the schema is only returned to clients that may describe one of the topics it is for."""
         return ()
 
-    def redact(self, response: SchemaResponse, rights: Rights) -> SchemaResponse:
-        """Hide schemas and subjects that the client may not describe."""
-        if response.schema is None or rights.cluster(Operation.DESCRIBE):
+    async def handle_from(self, client: ClientInfo, request: GetSchemaRequest) -> SchemaResponse:
+        """Hide schemas and subjects that the client may not describe, as if they did not exist."""
+        response, rights = await self.handle(request), client.rights
+        if response.schema is None or rights is None or rights.cluster(Operation.DESCRIBE):
             return response
         # Deleted versions count, too: messages with their schemas can still be read.
         places = [use for place in response.ids for use in self._registry.uses_of(*place)]
         if not any(may_describe(rights, str(use.subject)) for use in places):
-            missing = response.schema.id or response.schema.guid
+            missing = request.guid or request.id
             return SchemaResponse(code=RegistryCode.SCHEMA_NOT_FOUND, message=f"Schema {missing} not found")
         return msgspec.structs.replace(response, uses=[use for use in response.uses if may_describe(rights, use[0])])
 
-    async def respond(self, request: GetSchema) -> SchemaResponse:
+    async def respond(self, request: GetSchemaRequest) -> SchemaResponse:
         if request.guid:
             found = await self._registry.find_by_guid(request.guid)
         else:
@@ -270,7 +271,7 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
         )
 
 
-class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
+class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
     """Lists subjects, their schemas, and contexts.
 
         {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false,
@@ -284,8 +285,8 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
 
     changes = None
 
-    async def needs(self, request: ListSubjects) -> Sequence[Need]:
-        """Nothing: the list contains the subjects whose topic the client may describe."""
+    async def needs(self, request: ListSubjectsRequest) -> Sequence[Need]:
+        """Require no right: the list contains the subjects whose topic the client may describe."""
         return ()
 
     def redact(self, response: SubjectsResponse, rights: Rights) -> SubjectsResponse:
@@ -298,7 +299,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
             contexts=sorted({".", *(QualifiedSubject.parse(subject).context for subject in visible)}),
         )
 
-    async def respond(self, request: ListSubjects) -> SubjectsResponse:
+    async def respond(self, request: ListSubjectsRequest) -> SubjectsResponse:
         """List what starts with the prefix."""
         listed: list[SubjectVersion] = []
         subjects: list[str] = []
@@ -335,11 +336,11 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
         )
 
 
-def _select_page(listed: Sequence[T], request: ListSubjects) -> Sequence[T]:
+def _select_page(listed: Sequence[T], request: ListSubjectsRequest) -> Sequence[T]:
     return listed[request.offset :] if request.limit <= 0 else listed[request.offset : request.offset + request.limit]
 
 
-class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
+class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
     """Returns the versions of a subject, or one of them.
 
         {"subject": "orders-value", "version": "latest", "deleted": false, "deleted_only": false, "format": "",
@@ -352,11 +353,11 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
 
     changes = None
 
-    async def needs(self, request: GetSubject) -> Sequence[Need]:
-        """DESCRIBE on the subject's topic."""
+    async def needs(self, request: GetSubjectRequest) -> Sequence[Need]:
+        """Require DESCRIBE on the subject's topic."""
         return await self.needs_on(Operation.DESCRIBE, request.subject)
 
-    async def respond(self, request: GetSubject) -> SubjectResponse:
+    async def respond(self, request: GetSubjectRequest) -> SubjectResponse:
         subject = QualifiedSubject.parse(request.subject)
         if request.metadata is not None:
             found = await self._with_properties(subject, request.metadata, deleted=request.deleted)
@@ -381,7 +382,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
 
 
-class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
+class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
     """Deletes a subject or one of its versions.
 
         {"subject": "orders-value", "version": null, "permanent": false}
@@ -393,11 +394,11 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
 
     changes = single_change("schema", DELETE, name="subject")
 
-    async def needs(self, request: DeleteSubject) -> Sequence[Need]:
-        """DELETE on the subject's topic."""
+    async def needs(self, request: DeleteSubjectRequest) -> Sequence[Need]:
+        """Require DELETE on the subject's topic."""
         return await self.needs_on(Operation.DELETE, request.subject)
 
-    async def respond(self, request: DeleteSubject) -> DeletedResponse:
+    async def respond(self, request: DeleteSubjectRequest) -> DeletedResponse:
         """Delete durably."""
         subject, permanent = QualifiedSubject.parse(request.subject), request.permanent
         if request.version is None:
@@ -406,7 +407,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
         return DeletedResponse(versions=[version])
 
 
-class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
+class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
     """Returns configuration and mode of a subject or context.
 
         {"subject": "", "default_to_global": false}
@@ -419,11 +420,11 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
 
     changes = None
 
-    async def needs(self, request: GetSettings) -> Sequence[Need]:
-        """DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
+    async def needs(self, request: GetSettingsRequest) -> Sequence[Need]:
+        """Require DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
         return [subject_need(Operation.DESCRIBE_CONFIGS, request.subject)]
 
-    async def respond(self, request: GetSettings) -> SettingsResponse:
+    async def respond(self, request: GetSettingsRequest) -> SettingsResponse:
         """Describe what is set."""
         subject = QualifiedSubject.parse(request.subject)
         if request.default_to_global or not subject.name:
@@ -432,7 +433,7 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
         return SettingsResponse(config=settings.config or None, mode=settings.mode)
 
 
-class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
+class SchemaConfigure(RegistryApi[ConfigureRequest, SettingsResponse]):
     """Changes or resets configuration or mode of a subject or context.
 
         {"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null, "reset_config": false,
@@ -445,8 +446,8 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
 
     changes = single_change("schema settings", UPDATE, name="subject")
 
-    async def needs(self, request: Configure) -> Sequence[Need]:
-        """ALTER_CONFIGS on the subject's topic, or on the cluster for a context; DELETE on the topic for IMPORT.
+    async def needs(self, request: ConfigureRequest) -> Sequence[Need]:
+        """Require ALTER_CONFIGS on the subject's topic, or on the cluster for a context; DELETE for IMPORT.
 
         Mode IMPORT deletes permanently what is deleted already.
         """
@@ -455,7 +456,7 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
             needs.append(subject_need(Operation.DELETE, request.subject))
         return needs
 
-    async def respond(self, request: Configure) -> SettingsResponse:
+    async def respond(self, request: ConfigureRequest) -> SettingsResponse:
         """Store what is set from now on."""
         subject = QualifiedSubject.parse(request.subject)
         before = self._registry.settings(subject)

@@ -24,11 +24,11 @@ from millstream.protocol.private.security_messages import (
     TOKEN_LIFETIME_MS_MAX,
     AuthenticateRequest,
     AuthenticateResponse,
+    CreateTokenRequest,
     CreateTokenResponse,
     ListedSecret,
     ListTokensRequest,
     ListTokensResponse,
-    NewToken,
     RevokeTokenRequest,
     SecretsRequest,
     SecretsResponse,
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from millstream.broker.security.gate import Knowledge
     from millstream.broker.security.sasl import Verified
 
+_logger = logging.getLogger(__name__)
+
 
 SCOPE_RULES_MAX: Final = 1000
 
 
-class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
+class TokenCreate(PrivateApi[CreateTokenRequest, CreateTokenResponse]):
     """Creates an API token.
 
         {"owner": "", "lifetime_ms": 2592000000,
@@ -59,15 +61,15 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
     def __init__(self, state: SecurityState) -> None:
         self._state = state
 
-    async def needs(self, request: NewToken) -> Sequence[Need]:
-        """Nothing for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
+    async def needs(self, request: CreateTokenRequest) -> Sequence[Need]:
+        """Require no right for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
         return ()
 
-    async def handle(self, request: NewToken) -> CreateTokenResponse:
+    async def handle(self, request: CreateTokenRequest) -> CreateTokenResponse:
         """Refuse: without authentication, tokens have no owner and no use."""
         raise InvalidRequest("this node does not authenticate its clients; tokens need --auth required")
 
-    async def handle_from(self, client: ClientInfo, request: NewToken) -> CreateTokenResponse:
+    async def handle_from(self, client: ClientInfo, request: CreateTokenRequest) -> CreateTokenResponse:
         """Store a new token, and show its text."""
         rights = client.rights
         if rights is None:
@@ -95,13 +97,13 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         )
 
     @staticmethod
-    def changes(_request: NewToken, response: CreateTokenResponse, _users: Users) -> Iterator[Change]:
+    def changes(_request: CreateTokenRequest, response: CreateTokenResponse, _users: Users) -> Iterator[Change]:
         if response.error == 0:
             data = {"owner": response.owner, "expires_ms": response.expires_ms}
             yield Change(activity=CREATE, kind="token", name=response.token_id, data=data)
 
 
-def _token_owner(request: NewToken, rights: Rights) -> str:
+def _token_owner(request: CreateTokenRequest, rights: Rights) -> str:
     owner = request.owner or rights.principal
     check_principal(owner)
     if not owner.startswith("User:") or owner in (ANONYMOUS, EVERYONE) or len(owner) > NAME_CHARACTERS_MAX:
@@ -127,7 +129,7 @@ class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
         self._state = state
 
     async def needs(self, request: ListTokensRequest) -> Sequence[Need]:
-        """Nothing: tokens that the client may not see are omitted."""
+        """Require no right: tokens that the client may not see are omitted."""
         return ()
 
     def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
@@ -158,7 +160,7 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
         self._state = state
 
     async def needs(self, request: RevokeTokenRequest) -> Sequence[Need]:
-        """Nothing for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
+        """Require no right for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
         return ()
 
     async def handle(self, request: RevokeTokenRequest) -> Response:
@@ -198,7 +200,7 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
         self._secrets = secrets
 
     async def needs(self, request: SecretsRequest) -> Sequence[Need]:
-        """ALTER on the cluster to seal them again, else DESCRIBE."""
+        """Require ALTER on the cluster to seal them again, else DESCRIBE."""
         operation = Operation.ALTER if request.reseal else Operation.DESCRIBE
         return [(operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
@@ -217,8 +219,6 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
             data = {"resealed": response.resealed, "key": response.newest}
             yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
 
-
-_logger = logging.getLogger(__name__)
 
 _SECRET_LENGTH_MAX: Final = 16 * 1024
 _USER_LENGTH_MAX: Final = 512

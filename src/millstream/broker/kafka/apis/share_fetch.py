@@ -7,9 +7,10 @@ epoch 0 opens it, each further request increments the epoch, -1 closes it and re
 
 Invalid requests of a session are SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
 connection. Sessions and leases belong to the principal that opened them, not to others that name the same member. A
-topic of the session that may no longer be read is TOPIC_AUTHORIZATION_FAILED. An acknowledgement of a message that the
-member does not hold (any more) is INVALID_RECORD_STATE, and no message of that partition is acknowledged.
-NOT_LEADER_OR_FOLLOWER includes the current leader.
+topic of the session that may no longer be read is TOPIC_AUTHORIZATION_FAILED in each response, until it may be read
+again or the client removes it from the session; the response waits for messages of the others. An acknowledgement of a
+message that the member does not hold (any more) is INVALID_RECORD_STATE, and no message of that partition is
+acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
 
 Version 2 adds renewals (the acknowledgement 4), announced by `is_renew_ack`: such a request acquires nothing, and its
 limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond `max_records`; in
@@ -58,7 +59,7 @@ from millstream.broker.kafka.share_consumers import (
 from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.errors import InvalidRequest, MillstreamError, TopicNotAuthorized
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader, write_response
 
@@ -90,7 +91,7 @@ _KNOWN_TO_CLIENTS: Final = frozenset(
 """
 
 _RETRIED_AT_ONCE: Final = frozenset({ErrorCode.unknown_server_error, ErrorCode.topic_authorization_failed})
-"""The second, where a session keeps a topic that its client may no longer read."""
+"""The second, where a session has no other topics than those that its client may no longer read."""
 
 
 class _Results:
@@ -222,6 +223,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             (group_id, member_id),
             epoch,
             client.presence,
+            principal="" if client.rights is None else client.rights.principal,
             partitions=_requested_partitions(request),
             forgotten=_forgotten_partitions(request),
         )
@@ -276,9 +278,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
             origin=Origin(client.client_id, client.address),
         )
-        patience_ms = 0 if results.failed else _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX
+        # As in Kafka, topics that may not be read any more stay in the session, and do not hasten the response.
+        failures = results.failed.values()
+        is_hasty = bool(failures) and not (deliveries and all(isinstance(one, TopicNotAuthorized) for one in failures))
+        patience_ms = 0 if is_hasty else _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
-        await results.pause_if_retried()
+        if is_hasty:
+            await results.pause_if_retried()
         remaining_ms = await self._wait_for_quota(client, max(0, wait_ms))
         if remaining_ms is None:
             return

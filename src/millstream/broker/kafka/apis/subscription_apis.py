@@ -32,7 +32,7 @@ from millstream.broker.kafka.subscription_service import SubscriptionService, le
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
-from millstream.broker.security.rights import Rights
+from millstream.broker.security.rights import Rights, SubscribedTopic
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
 from millstream.broker.subscriptions.state_shard import (
     FramesRead,
@@ -105,6 +105,27 @@ class _SubscriptionApi(PrivateApi[RequestT, ResponseT]):
         self._service = service
         self._subscriptions = service.declared
 
+    def _led_partitions(self, topics: Iterable[str], index: int | None = None) -> list[Partition]:
+        """Return the partitions of topics that this node leads, or only those with an index."""
+        found = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
+        return [
+            one
+            for topic in found
+            for one in self._service.topics.partitions_of(topic)
+            if one.is_leader and index in (None, one.index)
+        ]
+
+
+def _check_offset(partition: Partition, offset: int) -> None:
+    """Raise `OffsetOutOfRange` for an offset that the log does not have yet."""
+    end = partition.log.end_offset
+    if not 0 <= offset < end:
+        raise OffsetOutOfRange(
+            f"{partition.log.partition} ends at {end}, there is no message at {offset}",
+            start=partition.log_start,
+            end=end,
+        )
+
 
 class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
     """Creates a subscription.
@@ -126,7 +147,7 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
         return [
             (Operation.READ, ResourceType.GROUP, request.name),
             *((Operation.READ, ResourceType.TOPIC, topic) for topic in request.topics),
-            *letter_needs(request.settings),
+            *letter_needs(request.name, request.settings),
         ]
 
     async def handle(
@@ -165,13 +186,13 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
         return [(Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name)]
 
     async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
-        """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
+        """Require ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
         # Those that the request names come first, so that an error may name them.
         topics = {*(request.topics or ()), *await self._service.topics_of(request.name)}
         return [
             *self.first_needs(request),
             *((Operation.READ, ResourceType.TOPIC, topic) for topic in sorted(topics)),
-            *letter_needs(request.settings),
+            *letter_needs(request.name, request.settings),
         ]
 
     async def handle(self, request: AlterSubscriptionRequest, owner: Owner | None = None) -> Response:
@@ -252,7 +273,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     changes = None
 
     async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
-        """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
+        """Require DESCRIBE on named subscriptions; a list of all contains those the client may describe."""
         opened = sorted({topic for topic, _ in request.open})
         return [
             *((Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names or ()),
@@ -304,7 +325,8 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
                 if partition.is_leader and not partition.topic.mirror:
                     engine = await self._service.engine()
                     for subscription in subscriptions:
-                        await engine.delivery(subscription, partition)
+                        if topic in await self._service.share_topics.of(subscription):
+                            await engine.delivery(subscription, partition)
 
     async def _copied_queues(self, isolations: Mapping[UUID, str]) -> dict[UUID, list[dict[str, Any]]]:
         """Describe the queues of copies whose states this node stores; no node opens them before a failover."""
@@ -479,7 +501,8 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     changes = single_change("subscription", UPDATE)
 
     def first_needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
-        return [(Operation.READ, ResourceType.GROUP, request.name)]
+        needs: list[Need] = [(Operation.READ, ResourceType.GROUP, request.name)]
+        return needs if request.topic is None else [*needs, (Operation.READ, ResourceType.TOPIC, request.topic)]
 
     async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
         topics = await self._service.topics_of(request.name)
@@ -495,7 +518,7 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         engine = await self._service.engine()
         moved = []
         topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
-        for partition in self._partitions(topics, request.partition):
+        for partition in self._led_partitions(topics, request.partition):
             try:
                 delivery = await engine.delivery(subscription, partition)
             except CorruptState:
@@ -507,15 +530,6 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
             await delivery.durable()
             moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
         return SeekSubscriptionResponse(queues=moved)
-
-    def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
-        found = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
-        return [
-            one
-            for topic in found
-            for one in self._service.topics.partitions_of(topic)
-            if one.is_leader and index in (None, one.index)
-        ]
 
 
 def _check_seek_target(to: str) -> None:
@@ -540,6 +554,8 @@ async def _resolve_offset(partition: Partition, isolation: str, to: str) -> Offs
 
 
 _PLACE: Final = struct.Struct(">iq")
+MARK_LENGTH_MAX: Final = 249
+"""A mark is written to each queue by clients that may only describe it."""
 
 
 class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesResponse]):
@@ -560,11 +576,17 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
 
     changes = single_change("subscription", UPDATE)
 
-    async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
+    def first_needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
         return [
             (Operation.READ, ResourceType.GROUP, request.name),
             (Operation.READ, ResourceType.TOPIC, request.topic),
         ]
+
+    async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
+        letter_topic = self._service.topics.by_id(request.letter_topic_id)
+        if letter_topic is None:
+            return ()
+        return [(Operation.READ, ResourceType.TOPIC, SubscribedTopic(letter_topic.name))]
 
     async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
         """Revive all that can be; responds once it is durable."""
@@ -592,17 +614,12 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
 
         {"name": "billing", "topic": "orders", "only_close": true}     response: {"error": 0, "message": null}
 
-    Sent to every node twice: with `only_close` the queues of the topic are closed, and without it their states go. When
-    they are next used they begin where the subscription's `share.auto.offset.reset` says.
+    The node that serves DeleteShareGroupOffsets sends it to every node twice: with `only_close` the queues of the topic
+    are closed, and without it their states go. When they are next used they begin where the subscription's
+    `share.auto.offset.reset` says.
     """
 
-    changes = single_change("subscription", UPDATE)
-
-    async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
-        return [
-            (Operation.READ, ResourceType.GROUP, request.name),
-            (Operation.READ, ResourceType.TOPIC, request.topic),
-        ]
+    changes = None
 
     async def handle(self, request: ForgetSubscriptionRequest) -> Response:
         subscription = await self._subscriptions.find(request.name)
@@ -670,20 +687,14 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateResponse:
         """Look up the state, waiting until it is final."""
         subscription = await self._subscriptions.find(request.subscription)
-        if subscription.topics and request.topic not in subscription.topics:
+        if request.topic not in await self._service.share_topics.of(subscription):
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
         if request.wait_ms < 0:
             raise InvalidRequest("the wait must not be negative")
         partition = self._service.topics.partition(request.topic, request.partition)
         engine = await self._service.engine()
         delivery = await engine.delivery(subscription, partition)
-        end = partition.log.end_offset
-        if not 0 <= request.offset < end:
-            raise OffsetOutOfRange(
-                f"{partition.log.partition} ends at {end}, there is no message at {request.offset}",
-                start=partition.log_start,
-                end=end,
-            )
+        _check_offset(partition, request.offset)
         # Imported on first use, together with the queues.
         from millstream.broker.subscriptions.outcomes import message_state
 
@@ -706,7 +717,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     changes = None
 
     async def needs(self, request: LedgerMarkRequest) -> Sequence[Need]:
-        """DESCRIBE on the subscriptions that are named; without names, on the cluster."""
+        """Require DESCRIBE on the subscriptions that are named; without names, on the cluster."""
         if request.names is None:
             return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
         return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names]
@@ -715,11 +726,13 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         """Refuse a client that may not describe a topic: an audit without some queues would not add up."""
         if all(rights.topic(Operation.DESCRIBE, queue.topic) for queue in response.queues):
             return response
-        error = TopicNotAuthorized("the ledger covers topics on which this needs DESCRIBE")
+        error = TopicNotAuthorized("this needs DESCRIBE on every topic that the ledger covers")
         return LedgerMarkResponse(error=int(error_code(error)), message=error_message(error))
 
     async def handle(self, request: LedgerMarkRequest) -> LedgerMarkResponse:
         """Mark one queue after the other."""
+        if len(request.mark) > MARK_LENGTH_MAX:
+            raise InvalidRequest(f"a mark of the ledger has at most {MARK_LENGTH_MAX} characters")
         if request.names is None:
             subscriptions: Sequence[Subscription] = list(self._subscriptions.all())
         else:
@@ -728,25 +741,20 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         for subscription in subscriptions:
             if not self._subscriptions.settings_of(subscription).ledger:
                 continue
-            for topic in await self._service.share_topics.of(subscription):
-                marked += [
-                    await self._mark_queue(subscription, partition, request.mark)
-                    for partition in self._led_partitions(topic)
-                ]
+            topics = await self._service.share_topics.of(subscription)
+            marked += [
+                await self._mark_queue(subscription, partition, request.mark)
+                for partition in self._led_partitions(topics)
+            ]
         return LedgerMarkResponse(queues=marked)
 
-    def _led_partitions(self, name: str) -> list[Partition]:
-        topics = self._service.topics
-        topic = topics.get(name)
-        return [] if topic is None else [one for one in topics.partitions_of(topic) if one.is_leader]
-
     async def _mark_queue(self, subscription: Subscription, partition: Partition, mark: str) -> MarkedQueue:
-        from millstream.broker.subscriptions.frame import LEDGER_ASKED
+        from millstream.broker.subscriptions.frame import LEDGER_REQUESTED
         from millstream.broker.subscriptions.log_scan import readable_end
 
         engine = await self._service.engine()
         delivery = await engine.delivery(subscription, partition)
-        delivery.mark_window(f"{LEDGER_ASKED} {mark}")
+        delivery.mark_window(f"{LEDGER_REQUESTED} {mark}")
         end = readable_end(partition, delivery.settings.isolation)
         delivery.queue_changed()
         await delivery.durable(is_all=True)
@@ -789,15 +797,9 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
     async def handle(self, request: MessageTraceRequest) -> MessageTrace:
         """Trace the message in one queue after the other."""
         partition = self._service.topics.partition(request.topic, request.partition)
-        end = partition.log.end_offset
         if not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is led by another node")
-        if not 0 <= request.offset < end:
-            raise OffsetOutOfRange(
-                f"{partition.log.partition} ends at {end}, there is no message at {request.offset}",
-                start=partition.log_start,
-                end=end,
-            )
+        _check_offset(partition, request.offset)
         topic = partition.topic
         traces = []
         for subscription in sorted(self._subscriptions.all(), key=lambda one: one.name):

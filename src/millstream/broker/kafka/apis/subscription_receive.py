@@ -34,7 +34,12 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import AT_LEAST_ONCE, Subscription
 from millstream.protocol.messages.codec import RequestHeader
-from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive, ReceiveResponse
+from millstream.protocol.private.subscription_messages import (
+    LeasedRange,
+    PartitionMessages,
+    ReceiveRequest,
+    ReceiveResponse,
+)
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Demand
@@ -47,7 +52,7 @@ WAIT_MS_MAX = 300_000
 WORKER_LENGTH_MAX = 249
 
 
-class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
+class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
     """Leases messages to workers."""
 
     changes = None
@@ -59,18 +64,21 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         self._subscriptions = service.declared
         self._topics = service.topics
 
-    def starts_at_once(self, request: Receive) -> bool:
+    def starts_at_once(self, request: ReceiveRequest) -> bool:
         """Start at once where nothing has to be looked up."""
         return self._service.is_loaded(request.subscription)
 
-    def first_needs(self, request: Receive) -> Sequence[Need]:
-        return _needed_rights(request.subscription, ())
+    def first_needs(self, request: ReceiveRequest) -> Sequence[Need]:
+        """Require READ on the subscription and on the topics that are named: whether others exist is not revealed."""
+        return [*_needed_rights(request.subscription, ()), *_named_needs(request)]
 
-    async def needs(self, request: Receive) -> Sequence[Need]:
-        """READ on the subscription and on its topics: responses carry whole batches."""
+    async def needs(self, request: ReceiveRequest) -> Sequence[Need]:
+        """Require READ on the subscription and on its topics: responses carry whole batches."""
         return _needed_rights(request.subscription, await self._service.topics_of(request.subscription))
 
-    def respond_at_once(self, request: Receive, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+    def respond_at_once(
+        self, request: ReceiveRequest, header: RequestHeader, client: ClientInfo
+    ) -> Buffers | Promise | None:
         """Respond without a task where nothing has to be looked up and leases need not be durable.
 
         Nearly every request is of this kind, and most of them wait for a message.
@@ -82,7 +90,8 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         if not request.wait_ms:
             return None
         if client.rights is not None:
-            check_needs(_needed_rights(subscription.name, subscription.topics), client.rights)
+            needs = _needed_rights(subscription.name, subscription.topics)
+            check_needs((*needs, *_named_needs(request)), client.rights)
         _check(request)
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
         if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
@@ -110,7 +119,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         )
         return parked.begin(deliveries, demand, wait_s=wait_s, interrupt=opening)
 
-    async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveResponse:
+    async def handle_from(self, client: ClientInfo, request: ReceiveRequest) -> ReceiveResponse:
         """Lease messages, or wait for some, once the client's quota allows it."""
         arrived = monotonic()
         client.fetch_requests += 1
@@ -147,13 +156,13 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
             self._quota.take(client, size)
         return response
 
-    async def handle(self, request: Receive) -> ReceiveResponse:
+    async def handle(self, request: ReceiveRequest) -> ReceiveResponse:
         """Lease messages, or wait for some, without a quota."""
         arrived = monotonic()
         _check(request)
         return build_response(await self._lease(request, None), arrived)
 
-    async def _lease(self, request: Receive, client: ClientInfo | None) -> list[Grant]:
+    async def _lease(self, request: ReceiveRequest, client: ClientInfo | None) -> list[Grant]:
         subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
         loop = asyncio.get_running_loop()
@@ -170,7 +179,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveResponse]):
         self,
         engine: Engine,
         subscription: Subscription,
-        request: Receive,
+        request: ReceiveRequest,
         client: ClientInfo | None,
         wait_s: float,
         opening: asyncio.Future[None],
@@ -215,7 +224,14 @@ def _needed_rights(subscription: str, topics: Iterable[str]) -> list[Need]:
     ]
 
 
-def _build_demand(request: Receive, client: ClientInfo | None) -> Demand:
+def _named_needs(request: ReceiveRequest) -> list[Need]:
+    return [
+        (Operation.READ, ResourceType.TOPIC, topic)
+        for topic in sorted({topic for topic, _ in request.partitions or ()})
+    ]
+
+
+def _build_demand(request: ReceiveRequest, client: ClientInfo | None) -> Demand:
     # Imported with the first worker, together with the queues.
     from millstream.broker.subscriptions.delivery import Demand
 
@@ -228,7 +244,7 @@ def _build_demand(request: Receive, client: ClientInfo | None) -> Demand:
     )
 
 
-def _check(request: Receive) -> None:
+def _check(request: ReceiveRequest) -> None:
     if not 0 < len(request.worker) <= WORKER_LENGTH_MAX:
         raise InvalidRequest(f"a worker has a name of at most {WORKER_LENGTH_MAX} characters")
     if len(request.address) > WORKER_LENGTH_MAX:

@@ -6,7 +6,7 @@
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
 `delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
 that has expired, is another worker's or another principal's, or is of another attempt than the one that is named, is
-INVALID_RECORD_STATE.
+INVALID_RECORD_STATE. Messages of a topic that the client may not read (any more) are TOPIC_AUTHORIZATION_FAILED.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             client.rights.require(Operation.READ, ResourceType.GROUP, request.subscription)
         asked = request.partitions[0]
         try:
+            _check_readable(client, asked)
             verbs = [_parse_settlement(one) for one in asked.verbs]
             ready = engine.ready(subscription, [self._topics.partition(asked.topic, asked.partition)])
             if ready is None:
@@ -97,24 +98,26 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
         return promise
 
     async def handle(self, request: SettleRequest) -> SettleResponse:
-        return await self._settle_all(request, Origin())
+        return await self._settle_all(request, None)
 
     async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleResponse:
         """Settle, and remember which client speaks for the worker if this node did not lease to it."""
-        return await self._settle_all(with_owned_worker(request, client), Origin(client.client_id, client.address))
+        return await self._settle_all(with_owned_worker(request, client), client)
 
-    async def _settle_all(self, request: SettleRequest, origin: Origin) -> SettleResponse:
+    async def _settle_all(self, request: SettleRequest, client: ClientInfo | None) -> SettleResponse:
         subscription = await self._subscriptions.find(request.subscription)
-        settles = [self._settle(subscription, request.worker, origin, one) for one in request.partitions]
+        settles = [self._settle(subscription, request.worker, client, one) for one in request.partitions]
         if len(settles) == 1:
             # Nearly every request: without its own task.
             return SettleResponse(0, None, [await settles[0]])
         return SettleResponse(0, None, await asyncio.gather(*settles))
 
     async def _settle(
-        self, subscription: Subscription, worker: str, origin: Origin, asked: PartitionSettles
+        self, subscription: Subscription, worker: str, client: ClientInfo | None, asked: PartitionSettles
     ) -> Results:
+        origin = Origin() if client is None else Origin(client.client_id, client.address)
         try:
+            _check_readable(client, asked)
             verbs = [_parse_settlement(one) for one in asked.verbs]
             engine = await self._service.engine()
             delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
@@ -123,6 +126,12 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
         except MillstreamError as error:
             return _error_results(error, asked)
         return _to_results(results)
+
+
+def _check_readable(client: ClientInfo | None, asked: PartitionSettles) -> None:
+    """Require READ on the topic, too: a rejected message goes to a topic that the client may be able to read."""
+    if client is not None and client.rights is not None:
+        client.rights.require(Operation.READ, ResourceType.TOPIC, asked.topic)
 
 
 def _to_results(errors: Iterable[MillstreamError | None]) -> Results:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing, suppress
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,14 +20,14 @@ from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
 from millstream.core.ids import OffsetRange
 from millstream.gateway.api.event_stream import event
-from millstream.gateway.api.message import Decode, decoded_members, held_bytes, in_one_line, received
+from millstream.gateway.api.message import Decode, decoded_bytes, decoded_members, held_bytes, in_one_line, received
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
 from millstream.gateway.api.record_reader import Slice
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
 from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import RequestMemory
-from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscription_messages import ReceiveRequest
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import AbortedBatches, Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -43,10 +44,13 @@ PATIENCE_S: Final = 30.0
 WAIT_MS: Final = 30_000
 PARTITIONS_NAMED_MAX: Final = 16
 """With more partitions, only the last of the events that are sent together has an id."""
+DECODE_TRIES: Final = 30
+"""How often a stream decodes a value for which there is no memory; ending it frees what it holds."""
 
 _PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
 DecodeValues = Annotated[Decode | None, Meta(description="`schema` adds the value, decoded by its schema.")]
 _encode = msgspec.json.Encoder().encode
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
@@ -92,7 +96,7 @@ async def consume(services: Services, request: Request[Consume, NoFields]) -> St
     """Stream the messages of a subscription, leased to the client, which settles them like pulled ones."""
     name, worker = request.path["subscription"], services.new_worker(request.query.worker)
     request.memory.reserve(READ_BYTES)
-    receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
+    receive = ReceiveRequest(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
     # Asked before the stream starts, so that an unknown subscription gets a problem document.
     await services.subscriptions.describe([name])
     pieces = _leased(services, receive, request.disconnected, request.memory, request.query.decode)
@@ -121,13 +125,36 @@ async def _published(
                         for note in notes:
                             yield event("note", _encode({"detail": note}))
                         notes.clear()
-                        decoded = []
-                        if decode is not None:
-                            decoded = [
-                                await decoded_members(services.client, decode, topic.name, each) for each in records
-                            ]
-                        for piece in _pieces(_events(topic, one.partition, records, places, decoded)):
+                        async for piece in _sent(services, topic, one.partition, records, places, memory, decode):
                             yield piece
+
+
+async def _sent(
+    services: Services,
+    topic: TopicMetadata,
+    partition: int,
+    records: list[Record],
+    places: dict[int, int],
+    memory: RequestMemory,
+    decode: Decode | None,
+) -> AsyncGenerator[bytes, None]:
+    if decode is None:
+        for piece in _pieces(_events(topic, partition, records, places)):
+            yield piece
+        return
+    for each in records:
+        # One at a time: a decoded value may be a hundred times as long as the stored one.
+        held = READ_BYTES + sum(map(held_bytes, records))
+        for _ in range(DECODE_TRIES):
+            with suppress(Refused):
+                more = await _decoded(services, decode, topic.name, each, memory, held)
+                break
+            # Decoded again once the memory that other streams hold is free.
+            await asyncio.sleep(RETRY_S)
+        else:
+            raise QuotaExceeded("other requests hold the memory for decoded values; resume the stream later")
+        for piece in _pieces(_events(topic, partition, [each], places, more)):
+            yield piece
 
 
 async def _records(
@@ -170,20 +197,19 @@ def _events(
     partition: int,
     records: list[Record],
     places: dict[int, int],
-    decoded: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Any] = _NOTHING,
 ) -> Iterable[bytes]:
     for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
         has_event_id = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
         event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if has_event_id else None
-        more = decoded[at - 1] if decoded else {}
         document = _encode(received(topic.name, topic.topic_id, partition, record, **more))
         yield event("message", in_one_line(document), event_id)
 
 
 async def _leased(
     services: Services,
-    receive: Receive,
+    receive: ReceiveRequest,
     disconnected: asyncio.Future[None] | None,
     memory: RequestMemory,
     decode: Decode | None,
@@ -202,7 +228,8 @@ async def _leased(
                 piece, count = b"", 0
                 while count < len(left) and len(piece) < PIECE_BYTES:
                     one = left[count]
-                    more = await decoded_members(services.client, decode, one.topic, one.record)
+                    held = READ_BYTES + sum(held_bytes(one.record) for one in left)
+                    more = await _decoded(services, decode, one.topic, one.record, memory, held)
                     piece += event("message", in_one_line(_encode(leased(one, receive.worker, **more))))
                     count += 1
                 yield piece
@@ -218,6 +245,15 @@ async def _leased(
         if is_refused:
             # Leased again once the memory that other streams hold is free.
             await asyncio.sleep(RETRY_S)
+
+
+async def _decoded(
+    services: Services, decode: Decode | None, topic: str, record: Record, memory: RequestMemory, held: int
+) -> Mapping[str, Any]:
+    """Return the decoded value if there is memory for it besides what is held, or raise `Refused` and drop it."""
+    more = await decoded_members(services.client, decode, topic, record)
+    memory.resize(held + decoded_bytes(more))
+    return more
 
 
 async def _reporting_errors(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:

@@ -16,7 +16,14 @@ from millstream.client.admin.messages import find_message
 from millstream.client.admin.pipelines import ledger_lake
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import MillstreamError
-from millstream.gateway.api.message import Decode, ReceivedMessage, decoded_members, held_bytes, members_of
+from millstream.gateway.api.message import (
+    Decode,
+    ReceivedMessage,
+    decoded_bytes,
+    decoded_members,
+    held_bytes,
+    members_of,
+)
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.subscriptions import SubscriptionTrace
@@ -70,11 +77,13 @@ async def show(services: Services, request: Request[Show, NoFields]) -> StoredDo
         services.reading, topic, partition, request.path["offset"], read_record=services.reader.read_one
     )
     request.memory.resize(held_bytes(stored.record))
+    decoded = await decoded_members(services.client, request.query.decode, topic.name, stored.record)
+    request.memory.resize(held_bytes(stored.record) + decoded_bytes(decoded))
     return StoredDocument(
         timestamp_type=stored.timestamp_type,
         batch=msgspec.convert(stored.batch_document(), BatchDescription),
         **members_of(topic.name, topic.topic_id, partition, stored.record),
-        **await decoded_members(services.client, request.query.decode, topic.name, stored.record),
+        **decoded,
     )
 
 

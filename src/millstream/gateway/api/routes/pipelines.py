@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.client.admin.pipelines import LandedTable, PipelineClient, summary_of, tables_of
 from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import NAME_LENGTH_MAX, PipelineKind, Rule, kind_of
@@ -26,7 +25,7 @@ from millstream.gateway.api.route import (
     texts_of,
 )
 from millstream.gateway.api.services import Services
-from millstream.protocol.private.pipeline_messages import RunDescription
+from millstream.protocol.private.pipeline_messages import PipelineReport, PipelineState, RunDescription
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
@@ -88,7 +87,7 @@ class PipelineSummary(msgspec.Struct, frozen=True):
 
     pipeline: str
     kind: Kind
-    state: State
+    state: PipelineState
     rows: int
     rows_per_s: float
     lag: int | None
@@ -143,7 +142,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     name: str
     pipeline_id: str
     kind: Kind
-    state: State
+    state: PipelineState
     group: str
     enabled: bool
     parked: str
@@ -190,7 +189,7 @@ async def create(services: Services, request: Request[NoFields, NewPipeline]) ->
     made = await PipelineClient(services.client).create(
         new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_enabled=new.enabled
     )
-    return PipelineCreated(new.name, str(made.pipeline_id), made.notes)
+    return PipelineCreated(new.name, made.pipeline_id, list(made.notes))
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> PipelineDescription:
@@ -267,7 +266,7 @@ async def change_rules(services: Services, request: Request[NoFields, RuleChange
         raise invalid("nothing to change; send rules to `put` or names to `delete`")
     rules = msgspec.convert(body.put, list[Rule], from_attributes=True)
     changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
-    return RulesChanged(await _rules(services, name), changed.notes)
+    return RulesChanged(await _rules(services, name), list(changed.notes))
 
 
 async def _rules(services: Services, name: str) -> list[RoutingRule]:

@@ -16,11 +16,11 @@ from millstream.client.admin.topics import find_topic
 from millstream.client.message import Receipt
 from millstream.client.schemas import codecs_of
 from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
+from millstream.core.headers import CONTENT_TYPE
 from millstream.core.topic import SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name
 from millstream.gateway.api.dispatch import read_json
 from millstream.gateway.api.new_message import (
     BATCHED,
-    CONTENT_TYPE,
     SPEC_HEADER,
     STRUCTURED,
     CloudEvent,
@@ -39,7 +39,7 @@ from millstream.gateway.api.new_message import (
 from millstream.gateway.api.problem import Refused, invalid, retry_after, status_of
 from millstream.gateway.api.route import Lane, Request, Response, Route
 from millstream.gateway.api.services import Services
-from millstream.gateway.pressure import PAUSE_S_MAX
+from millstream.gateway.pressure import PAUSE_S_MAX, RequestMemory
 from millstream.protocol.private.publish_once import Placed as PlacedOnce
 from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.records.record import NewRecord
@@ -113,7 +113,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         placeds = [with_request(placed, headers) for placed in reader(request.body)]
     check_topic_name(topic)
     if request.query.schema:
-        placeds = [await _encode(services, request.query.schema, placed) for placed in placeds]
+        placeds = [await _encode(services, request.query.schema, placed, request.memory) for placed in placeds]
     if request.query.deduplicate:
         published = await _publish_once(services, topic, placeds)
     else:
@@ -123,13 +123,15 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     return Response(HTTPStatus.OK, content) if is_old else content
 
 
-async def _encode(services: Services, subject: str, placed: Placed) -> Placed:
+async def _encode(services: Services, subject: str, placed: Placed, memory: RequestMemory) -> Placed:
     """Encode the JSON document of a message with the latest schema of a subject."""
     value = placed.record.value
     if value is None:
         return placed
     document = read_json(_any_decoder, value)
     content = await codecs_of(services.publishing).encode(subject, document, is_json=True)
+    # With defaults of its schema, a value may be longer than its document.
+    memory.reserve(len(content))
     # The content type of the request no longer applies.
     headers = tuple(pair for pair in placed.record.headers if pair[0] != CONTENT_TYPE)
     return placed._replace(record=placed.record._replace(value=content, headers=headers))

@@ -18,11 +18,18 @@ from millstream.client.message import Lease as Delivery
 from millstream.client.settling import Settler
 from millstream.core.errors import MillstreamError, UnknownGroup
 from millstream.core.subscription import Verb
-from millstream.gateway.api.message import Decode, LeasedDocument, decoded_members, held_bytes, members_of
+from millstream.gateway.api.message import (
+    Decode,
+    LeasedDocument,
+    decoded_bytes,
+    decoded_members,
+    held_bytes,
+    members_of,
+)
 from millstream.gateway.api.problem import Refused, invalid, status_of
 from millstream.gateway.api.route import Lane, NoFields, Request, Route
 from millstream.gateway.api.services import Services
-from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscription_messages import ReceiveRequest
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
 
@@ -205,21 +212,24 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     wanted = request.body
     name, worker = request.path["subscription"], services.new_worker(wanted.worker)
     request.memory.reserve(wanted.max_bytes)
-    receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
+    receive = ReceiveRequest(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
     messages = await receive_until(services, receive, request.disconnected)
     request.undelivered = partial(services.leasing.return_messages, name, worker, messages)
-    request.memory.resize(sum(held_bytes(message.record) for message in messages))
+    size = sum(held_bytes(message.record) for message in messages)
+    request.memory.resize(size)
     if wanted.decode is None:
         return PulledMessages([leased(message, worker) for message in messages])
     documents = []
     for message in messages:
         more = await decoded_members(services.client, wanted.decode, message.topic, message.record)
+        size += decoded_bytes(more)
+        request.memory.resize(size)
         documents.append(leased(message, worker, **more))
     return PulledMessages(documents)
 
 
 async def receive_until(
-    services: Services, receive: Receive, disconnected: asyncio.Future[None] | None
+    services: Services, receive: ReceiveRequest, disconnected: asyncio.Future[None] | None
 ) -> list[LeasedMessage]:
     """Lease messages unless the client disconnects or the gateway stops meanwhile."""
     leasing = asyncio.ensure_future(services.leasing.receive(receive))
@@ -234,7 +244,9 @@ async def receive_until(
     return leasing.result() if is_wanted else []
 
 
-async def _return_leased(services: Services, receive: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
+async def _return_leased(
+    services: Services, receive: ReceiveRequest, leasing: asyncio.Future[list[LeasedMessage]]
+) -> None:
     """Return what was leased at the last moment, since no client waits for it."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):

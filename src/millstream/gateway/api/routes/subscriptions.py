@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from millstream.broker.push_board import PushState
 from millstream.client.admin.messages import utc
 from millstream.client.admin.subscriptions import place_of, start_of, summary_of
 from millstream.core.setting import Setting, named_by_caller, settings_of, value_text
@@ -34,6 +33,7 @@ from millstream.gateway.api.route import (
 )
 from millstream.gateway.api.routes.topics import Deletion, Listing
 from millstream.gateway.api.services import Services
+from millstream.protocol.private.subscription_messages import PushState
 from millstream.protocol.private.subscriptions import HeldLease
 
 LEASES_MAX: Final = 10_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -15,7 +15,7 @@ import msgspec
 from millstream.client.admin.message_trace import Position, lacks_history, trace_at
 from millstream.client.admin.messages import StoredMessage, decode_record, find_message
 from millstream.client.admin.position import parse_position
-from millstream.client.admin.tailer import Tailer
+from millstream.client.admin.tailer import Message, Tailer
 from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import OffsetRange, message_id
@@ -27,7 +27,7 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.routes.messages import with_history
 from millstream.gateway.api.routes.publishing import publish_messages
 from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
-from millstream.gateway.console.search import Match, Progress, compiled
+from millstream.gateway.console.search import Progress, compiled
 from millstream.gateway.console.visit import Download, Page, PageRoute, Response, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.node import quoted
@@ -43,6 +43,8 @@ REACH_FACTOR: Final = 4
 TAIL_ROWS_MAX: Final = 50
 """Rows of one event of the live tail; more than this at once are counted, not shown."""
 KEPT_ROWS: Final = 4 * ROWS
+DECODED_BYTES_MAX: Final = 1024 * 1024
+"""A decoded value that is longer is not shown: indenting it would hold up other pages."""
 _FORMS: Final = {"decoded": "Decoded", "json": "JSON", "text": "Text", "hex": "Hex"}
 NDJSON: Final = "application/x-ndjson"
 
@@ -146,7 +148,7 @@ class Row(NamedTuple):
     """The schema by which the value was decoded; empty if it is shown as stored."""
 
 
-async def rows_of(visit: Visit, topic: str, found: Iterable[Match]) -> list[Row]:
+async def rows_of(visit: Visit, topic: str, found: Iterable[Message]) -> list[Row]:
     """Return messages as rows, with their values decoded if they name a schema."""
     rows = []
     for partition, record in found:
@@ -215,21 +217,35 @@ def _keep_newest(rows: list[Row]) -> None:
     del rows[ROWS:]
 
 
+@asynccontextmanager
+async def _matches(
+    visit: Visit,
+    form: _SearchForm,
+    ranges: Mapping[int, OffsetRange],
+    progress: Progress,
+    *,
+    limit: int,
+    places: dict[int, int] | None = None,
+) -> AsyncIterator[AsyncGenerator[list[Message], None]]:
+    """Search within ranges, as one of the searches that the user may run."""
+    steps = visit.searches.read(
+        visit.services, form.topic, ranges, form.condition, progress, limit=limit, places=places
+    )
+    async with visit.searches.admitted(visit.person), aclosing(steps):
+        yield steps
+
+
 async def _search(visit: Visit, form: _SearchForm, limit: int) -> _Reading:
     """Read forward until there are enough messages, or the page has waited long enough."""
     ranges = await _forward(visit, form)
     reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PAGE_S
-    async with visit.searches.admitted(visit.person):
-        steps = visit.searches.read(
-            visit.services, form.topic, ranges, form.condition, reading.progress, limit=limit, places=reading.places
-        )
-        async with aclosing(steps):
-            async for found in steps:
-                reading.rows += await rows_of(visit, form.topic.name, found)
-                if loop.time() > deadline:
-                    break
+    async with _matches(visit, form, ranges, reading.progress, limit=limit, places=reading.places) as steps:
+        async for found in steps:
+            reading.rows += await rows_of(visit, form.topic.name, found)
+            if loop.time() > deadline:
+                break
     reading.is_done = all(reading.places[index] >= end for index, (_, end) in ranges.items())
     return reading
 
@@ -261,12 +277,9 @@ async def browse(visit: Visit) -> Response:
 
 
 def _words(form: _SearchForm) -> str:
-    words = [
-        "tail",
-        form.topic.name,
-        "--from",
-        form.starts_at or "start" if form.is_search else form.starts_at or "end",
-    ]
+    words = ["tail", form.topic.name]
+    if form.starts_at or form.is_search:
+        words += ["--from", form.starts_at or "start"]
     if len(form.partitions) == 1 and len(form.topic.partitions) > 1:
         words += ["--partition", str(form.partitions[0])]
     return command(*words)
@@ -296,20 +309,16 @@ async def _search_events(
     limit = max(1, SEARCH_ROWS_MAX - progress.matched)
     rows = environment().get_template("message_rows.html")
     try:
-        async with visit.searches.admitted(visit.person):
-            steps = visit.searches.read(
-                visit.services, form.topic, ranges, form.condition, progress, limit=limit, places=places
-            )
-            async with aclosing(steps):
-                async for found in steps:
-                    shown = await rows_of(visit, form.topic.name, found)
-                    said = {
-                        "rows": rows.render(topic=form.topic.name, rows=shown) if shown else "",
-                        "state": _describe_progress(progress, is_done=False),
-                        "share": progress.read / max(1, progress.total),
-                        "at": _format_places(places),
-                    }
-                    yield event("rows", msgspec.json.encode(said))
+        async with _matches(visit, form, ranges, progress, limit=limit, places=places) as steps:
+            async for found in steps:
+                shown = await rows_of(visit, form.topic.name, found)
+                said = {
+                    "rows": rows.render(topic=form.topic.name, rows=shown) if shown else "",
+                    "state": _describe_progress(progress, is_done=False),
+                    "share": progress.read / max(1, progress.total),
+                    "at": _format_places(places),
+                }
+                yield event("rows", msgspec.json.encode(said))
         more = progress.matched >= SEARCH_ROWS_MAX
         end = f" Stopped after {SEARCH_ROWS_MAX} messages; narrow the filter, or download all." if more else ""
         at = _format_places(places) if more else ""
@@ -365,17 +374,11 @@ async def download(visit: Visit) -> Response:
 
 async def _lines(visit: Visit, form: _SearchForm, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
     topic = form.topic
-    async with visit.searches.admitted(visit.person):
-        steps = visit.searches.read(visit.services, topic, ranges, form.condition, Progress(), limit=DOWNLOAD_MAX)
-        async with aclosing(steps):
-            async for found in steps:
-                lines = [
-                    msgspec.json.encode(received(topic.name, topic.topic_id, one.partition, one.record)).replace(
-                        b"\n", b" "
-                    )
-                    for one in found
-                ]
-                yield b"".join(line + b"\n" for line in lines)
+    async with _matches(visit, form, ranges, Progress(), limit=DOWNLOAD_MAX) as steps:
+        async for found in steps:
+            documents = (received(topic.name, topic.topic_id, one.partition, one.record) for one in found)
+            lines = [msgspec.json.encode(document).replace(b"\n", b" ") for document in documents]
+            yield b"".join(line + b"\n" for line in lines)
 
 
 async def show(visit: Visit) -> Response:
@@ -395,6 +398,8 @@ async def show(visit: Visit) -> Response:
     decoded = None
     if len(value) <= SHOWN_BYTES_MAX:
         decoded = await decode_record(visit.services.client, topic.name, record)
+        if decoded is not None and len(decoded.value) > DECODED_BYTES_MAX:
+            decoded = None
     trace = await trace_at(
         visit.services.client,
         Position(topic.name, partition, offset),

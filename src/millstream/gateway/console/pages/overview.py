@@ -11,6 +11,7 @@ from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings, summary_of
+from millstream.client.admin.subscriptions import push_problems
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.gateway.api.event_stream import event
@@ -67,6 +68,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
         "top": visit.history.top(5) if may_describe else [],
         "warnings": [
             *(ConsoleWarning(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
+            *_push_warnings(described),
             *_warnings(nodes, rows, letters, pipelines, mirrors),
         ],
     }
@@ -82,6 +84,13 @@ async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
         missing.append(str(error))
         return []
     return found
+
+
+def _push_warnings(described: list[dict[str, Any]]) -> list[ConsoleWarning]:
+    return [
+        ConsoleWarning(text, address("subscriptions", name), "See the subscription", True)
+        for name, text in push_problems(described)
+    ]
 
 
 def _warnings(

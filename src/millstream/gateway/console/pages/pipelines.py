@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -16,9 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
-from millstream.client.admin.pipelines import PipelineClient, pipeline_of, storage_in, summary_of, tables_of
+from millstream.client.admin.pipelines import PipelineClient, pipeline_of, shown_run, storage_in, summary_of, tables_of
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Operation, Permission, ResourceType, parse_rules
+from millstream.core.child_process import environment_without_settings, spawn_module
 from millstream.core.errors import (
     CoordinatorUnavailable,
     InvalidRequest,
@@ -100,19 +99,13 @@ async def show(visit: Visit) -> Response:
         "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
     }
     if kind == PipelineKind.JOB:
-        context["runs"] = [_run(one) for one in await PipelineClient(client).runs(name, limit=RUNS_SHOWN)]
+        context["runs"] = [shown_run(one) for one in await PipelineClient(client).runs(name, limit=RUNS_SHOWN)]
     if kind == PipelineKind.ROUTE and visit.text("try") == "1":
         try:
             context["tried"] = await _try_rules(visit, described)
         except MillstreamError as error:
             context["problem"] = str(error)
     return Page("pipeline.html", context)
-
-
-def _run(run: dict[str, Any]) -> dict[str, Any]:
-    ended_ms = run["ended_ms"] or time.time() * 1000
-    progress = {key: value for key, value in run["progress"].items() if key != "pin"}
-    return {**run, "took_s": max(0.0, ended_ms - run["started_ms"]) / 1000, "progress": progress}
 
 
 async def _try_rules(visit: Visit, described: dict[str, Any]) -> dict[str, str]:
@@ -250,16 +243,9 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             lake=lake,
             access=access.as_options(),
         )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _DRY_RUN),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            limit=RESPONSE_BYTES_MAX,
-            env=_dry_run_environment(scratch),
-            # The leader of its group, so that Java ends with it.
-            start_new_session=True,
-        )
+        # Temporary files go to the scratch folder: the process may be killed, and could then not remove them.
+        environment = {**environment_without_settings(), "TMPDIR": scratch}
+        process = await spawn_module(_DRY_RUN, stderr=DEVNULL, limit=RESPONSE_BYTES_MAX, env=environment)
         stack.push_async_callback(_kill, process)
         if process.stdin is None or process.stdout is None:
             raise OSError("a process without pipes")
@@ -281,15 +267,6 @@ async def _revoke(services: Services, token_id: str) -> None:
     # It expires soon anyway.
     with suppress(MillstreamError):
         await revoke_token(services.client, token_id)
-
-
-def _dry_run_environment(scratch: str) -> dict[str, str]:
-    """Return the environment without the settings of the node, which may hold passwords.
-
-    Temporary files go to the scratch folder: the process may be killed, and could then not remove them.
-    """
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(("MILLSTREAM_", "_MILLSTREAM"))}
-    return {**kept, "TMPDIR": scratch}
 
 
 async def _kill(process: Process) -> None:
@@ -356,7 +333,7 @@ async def show_run(visit: Visit) -> Response:
     context = {
         "name": name,
         "number": int(number),
-        "run": _run(runs[0]) if runs else None,
+        "run": shown_run(runs[0]) if runs else None,
         "log": log,
         "problem": problem,
         "is_running": bool(runs) and not runs[0]["ended_ms"],

@@ -14,12 +14,12 @@ from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.console.visit import Checked, Page, PageRoute, Response, Visit, address, change, done
 from millstream.protocol.private.schema_messages import (
-    CheckSchema,
-    Configure,
-    DeleteSubject,
-    GetSubject,
-    ListSubjects,
-    RegisterSchema,
+    CheckSchemaRequest,
+    ConfigureRequest,
+    DeleteSubjectRequest,
+    GetSubjectRequest,
+    ListSubjectsRequest,
+    RegisterSchemaRequest,
 )
 
 SCHEMA_CHARACTERS_MAX: Final = 1024 * 1024
@@ -31,7 +31,7 @@ _TOPIC: Final = ResourceType.TOPIC
 
 async def list_all(visit: Visit) -> Response:
     client = SchemaClient(visit.services.client)
-    found = (await client.subjects(ListSubjects())).subjects
+    found = (await client.subjects(ListSubjectsRequest())).subjects
     names = sorted(name for name in found if visit.search.lower() in name.lower())
     rows = []
     for name in visit.on_page(names):
@@ -69,7 +69,7 @@ async def register(visit: Visit) -> Response:
         await _check_compatible(client, body)
         return Checked("It is compatible and could be registered.")
     try:
-        made = await client.register(RegisterSchema(**body))
+        made = await client.register(RegisterSchemaRequest(**body))
     except SchemaRegistryError as error:
         if error.code == HTTPStatus.CONFLICT:
             await _check_compatible(client, body)
@@ -81,7 +81,7 @@ async def register(visit: Visit) -> Response:
 
 async def _check_compatible(client: SchemaClient, body: Mapping[str, Any]) -> None:
     """Refuse a schema that cannot become the next version of its subject, and say why."""
-    reasons = (await client.try_out(CheckSchema(**body, compiled=True))).reasons
+    reasons = (await client.try_out(CheckSchemaRequest(**body, compiled=True))).reasons
     if reasons:
         found = explain_reasons(reasons, body["schema"])
         raise Refused(
@@ -97,7 +97,7 @@ async def show(visit: Visit) -> Response:
     """Show a version of a subject, and how it differs from the one before."""
     name, version = visit.names["subject"], visit.text("version") or "latest"
     client = SchemaClient(visit.services.client)
-    versions = (await client.subject(GetSubject(subject=name))).versions
+    versions = (await client.subject(GetSubjectRequest(subject=name))).versions
     found = await client.version(name, version)
     config = (await client.settings(name, default_to_global=True)).config or {}
     earlier = [one for one in versions if one < found.version]
@@ -126,9 +126,9 @@ async def configure(visit: Visit) -> Response:
     """Set the compatibility level of a subject, or of all subjects without one."""
     name, level = visit.names.get("subject", ""), visit.choice("level", (DEFAULT, *LEVELS))
     if level == DEFAULT:
-        request = Configure(subject=name, reset_config=True)
+        request = ConfigureRequest(subject=name, reset_config=True)
     else:
-        request = Configure(subject=name, config={"compatibilityLevel": level})
+        request = ConfigureRequest(subject=name, config={"compatibilityLevel": level})
     await SchemaClient(visit.services.client).configure(request)
     to = address("schemas", name) if name else address("schemas")
     text = f"The compatibility of {name or 'subjects without their own level'} is set"
@@ -139,9 +139,9 @@ async def delete(visit: Visit) -> Response:
     name, version = visit.names["subject"], visit.text("version")
     visit.confirm(name)
     client = SchemaClient(visit.services.client)
-    deleted = await client.delete(DeleteSubject(subject=name, version=version or None))
+    deleted = await client.delete(DeleteSubjectRequest(subject=name, version=version or None))
     flags = ("--version", version) if version else ()
-    is_left = name in (await client.subjects(ListSubjects(prefix=name))).subjects
+    is_left = name in (await client.subjects(ListSubjectsRequest(prefix=name))).subjects
     numbers = ", ".join(map(str, deleted))
     to = address("schemas", name) if is_left else address("schemas")
     return done(to, f"Version {numbers} of {name} deleted", "schema", "delete", name, *flags)

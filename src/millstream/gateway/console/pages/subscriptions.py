@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from millstream.client.admin.position import parse_position
 from millstream.client.admin.subscriptions import place_of, plan_seek, start_of, summary_of
+from millstream.client.admin.tailer import Message
 from millstream.client.admin.topics import find_topic, offset_bounds
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import OffsetRange
-from millstream.core.setting import settings_of
 from millstream.core.subscription import (
     ATTEMPTS,
     DEAD_LETTER_TOPIC,
@@ -29,8 +29,8 @@ from millstream.core.subscription import (
 )
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.pages.messages import rows_of as message_rows
-from millstream.gateway.console.search import Match, Progress, compiled
-from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, done
+from millstream.gateway.console.search import Progress, compiled
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change, done, setting_rows
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
 LEASES_SHOWN: Final = 200
@@ -39,7 +39,7 @@ RECENT: Final = 1000
 EXAMPLES: Final = 5
 """Matching messages that are shown, per topic."""
 _ORDERS: Final = ("subscription", "backlog", "leased", "oldest_s", "parked", "dead_lettered", "dropped")
-_DECLARED: Final = {declared.name: declared for _, declared in settings_of(SubscriptionSettings)}
+_DECLARED: Final = SubscriptionSettings.declared()
 _GROUP: Final = ResourceType.GROUP
 _FLAGS: Final = {
     FILTER: "--filter",
@@ -121,18 +121,6 @@ async def show(visit: Visit) -> Response:
     reads = not described["has_hidden_topics"] and all(
         [await visit.may(Operation.READ, ResourceType.TOPIC, topic) for topic in topics]
     )
-    settings = [
-        {
-            "name": key,
-            "value": value,
-            "is_override": key in described["overrides"],
-            "default": _DECLARED[key].default if key in _DECLARED else "",
-            "meaning": _DECLARED[key].description if key in _DECLARED else "",
-        }
-        for key, value in sorted(
-            described["settings"].items(), key=lambda one: (one[0] not in described["overrides"], one[0])
-        )
-    ]
     context = {
         "name": name,
         "described": described,
@@ -144,7 +132,7 @@ async def show(visit: Visit) -> Response:
         ),
         "leases": leases[:LEASES_SHOWN],
         "held": sum(queue["leased"] for queue in described["queues"]),
-        "settings": settings,
+        "settings": setting_rows(described, _DECLARED),
         "changeable": _CHANGEABLE,
         "may_alter": reads and await visit.may_change(Operation.ALTER_CONFIGS, _GROUP, name),
         "may_seek": reads and await visit.may_change(Operation.READ, _GROUP, name),
@@ -181,7 +169,7 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
                 progress = Progress()
                 await visit.note_reading(name, "filter", filter=text)
-                examples: list[Match] = []
+                examples: list[Message] = []
                 async for found in visit.searches.read(visit.services, topic, ranges, condition, progress):
                     examples = [*examples, *found][-EXAMPLES:]
                     await asyncio.sleep(0)

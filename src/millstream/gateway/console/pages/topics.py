@@ -22,11 +22,20 @@ from millstream.client.admin.topics import (
 from millstream.client.admin.transactions import active_producers
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
-from millstream.core.setting import settings_of
 from millstream.core.subscription import OWN_PREFIX
 from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE, TopicSettings, check_topic_name
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import PAGE_ROWS, Page, PageRoute, Response, Visit, address, change, done
+from millstream.gateway.console.visit import (
+    PAGE_ROWS,
+    Page,
+    PageRoute,
+    Response,
+    Visit,
+    address,
+    change,
+    done,
+    setting_rows,
+)
 from millstream.protocol.private.browse_messages import ORDERS
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
@@ -37,7 +46,7 @@ PARTITIONS_SHOWN: Final = 200
 PRODUCERS_SHOWN: Final = 50
 BROKER_DECIDES: Final = -1
 
-_DECLARED: Final = {declared.name: declared for _, declared in settings_of(TopicSettings)}
+_DECLARED: Final = TopicSettings.declared()
 _TOPIC: Final = ResourceType.TOPIC
 
 
@@ -123,20 +132,7 @@ async def settings(visit: Visit) -> Response:
     """Show every setting with its meaning and its default."""
     name = visit.names["topic"]
     described = await describe_topic(visit.services.client, name, with_damage=False)
-    rows = [
-        {
-            "name": key,
-            "value": value,
-            "is_override": key in described["overrides"],
-            "default": _DECLARED[key].default if key in _DECLARED else None,
-            "meaning": _DECLARED[key].description if key in _DECLARED else "",
-            "fixed": _DECLARED[key].is_fixed if key in _DECLARED else False,
-        }
-        for key, value in sorted(
-            described["settings"].items(), key=lambda one: (one[0] not in described["overrides"], one[0])
-        )
-        if key not in CARD.values()
-    ]
+    rows = [row for row in setting_rows(described, _DECLARED) if row["name"] not in CARD.values()]
     context = {
         **await visit.topic_tabs(name),
         "described": described,

@@ -26,7 +26,7 @@ KEPT_S: Final = 600.0
 """How long files of an attempt are looked for; later ones are left to the vacuum."""
 PAUSE_S: Final = 60.0
 """The pause between two listings of a folder."""
-LOOKS: Final = 3
+EMPTY_LISTINGS_MAX: Final = 3
 """After this many listings in a row that find nothing, a folder is dropped; cancelled tasks have ended by then."""
 SWEEP_S: Final = 20.0
 """The time limit of a sweep, not counting listings in progress; the rest waits for the next sweep."""
@@ -47,13 +47,13 @@ class _Folder:
     """When to stop looking for the files of each attempt."""
     due: float = 0.0
     """When to list it next."""
-    in_vain: int = 0
+    empty_listings: int = 0
     """Listings in a row that found nothing."""
 
     def is_wanted(self, now: float) -> bool:
         """Whether to look again; expired attempts are forgotten."""
         self.attempts = {attempt: until for attempt, until in self.attempts.items() if until > now}
-        return bool(self.attempts) and self.in_vain < LOOKS
+        return bool(self.attempts) and self.empty_listings < EMPTY_LISTINGS_MAX
 
 
 class AbandonedFiles:
@@ -86,7 +86,7 @@ class AbandonedFiles:
         for storage, path in places:
             folder = self._folders.pop((storage.url, path), None) or _Folder(storage, path)
             folder.attempts[attempt] = now + KEPT_S
-            folder.due, folder.in_vain = now, 0
+            folder.due, folder.empty_listings = now, 0
             self._folders[storage.url, path] = folder
         for key in list(self._folders)[:-PLACES_MAX]:
             del self._folders[key]
@@ -128,7 +128,7 @@ class _FolderListings:
         deleted = 0
         try:
             deleted = _delete_abandoned(folder)
-            folder.in_vain = 0 if deleted else folder.in_vain + 1
+            folder.empty_listings = 0 if deleted else folder.empty_listings + 1
         except Exception as error:
             self._is_over = True
             _logger.info("files of failed attempts at %s could not be deleted: %s", folder.storage.url, error)

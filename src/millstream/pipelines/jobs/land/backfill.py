@@ -30,9 +30,9 @@ from millstream.pipelines.jobs.land.task import Landing, Report, Work
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.jobs.land.upsert import UpsertJob, keyed
 from millstream.pipelines.lake.columns import UNREADABLE_BATCH
-from millstream.pipelines.lake.delta_table import DeltaTable, Mark
 from millstream.pipelines.lake.parquet_table import ParquetTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable, Mark
 from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream.pipelines.lake.task_writer import BATCH_ROWS
 from millstream.pipelines.source.access import Access
@@ -313,7 +313,7 @@ def _past(batch: TopicBatch) -> _PastBatch:
     return _PastBatch(**values, mark=_delta(batch).mark(MARK))
 
 
-def _delta(batch: TopicBatch) -> DeltaTable:
-    if not isinstance(batch.table, DeltaTable) or isinstance(batch.table, ParquetTable):
+def _delta(batch: TopicBatch) -> LakeTable:
+    if not isinstance(batch.table, LakeTable) or isinstance(batch.table, ParquetTable):
         raise InvalidPipeline(f"the table of {batch.topic!r} is not a Delta table; this needs format=delta")
     return batch.table

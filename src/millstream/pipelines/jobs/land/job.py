@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,16 +57,18 @@ from millstream.pipelines.jobs.land.sources import (
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.rewriting import FileWork
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.storage import environment_options
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted
 from millstream.protocol.private.message import encode
-from millstream.protocol.private.pipeline_messages import Landed, LandedTopic
+from millstream.protocol.private.pipeline_messages import LandedTopic, RecordLandedRequest
 from millstream.protocol.wire.client import Client
+
+_logger = logging.getLogger(__name__)
 
 _SIMPLE: Final[Mapping[str, pa.DataType]] = {
     "boolean": pa.bool_(),
@@ -146,14 +147,14 @@ async def report_landed(
     topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
     if not topics:
         return
-    report = Landed(pipeline_id=pipeline.pipeline_id, lake=lake, format=format, topics=topics)
+    report = RecordLandedRequest(pipeline_id=pipeline.pipeline_id, lake=lake, format=format, topics=topics)
     body = encode(report)
     nodes = (await client.metadata(())).nodes
     # A node that misses the report keeps data longer than necessary, until the next batch.
-    await asyncio.gather(*(client.private(NodeId(node), Landed.KEY, body) for node in nodes), return_exceptions=True)
+    await asyncio.gather(
+        *(client.private(NodeId(node), RecordLandedRequest.KEY, body) for node in nodes), return_exceptions=True
+    )
 
-
-_logger = logging.getLogger(__name__)
 
 _DAMAGED: Final = (FileNotFoundError, ValueError)
 """Errors of tasks whose files are missing or are not Parquet."""
@@ -274,7 +275,8 @@ class LandJob:
 
     def _try_topic(self, source: Source) -> LandedSample:
         batch = self._batch(source)
-        size = self._sources.message_bytes(source) or MESSAGE_BYTES
+        stored = topic_ranges(source.topic, plans(source, {}, from_latest=False))
+        size = self._sources.message_bytes(stored) or MESSAGE_BYTES
         each = max(1, min(SAMPLED, int(SAMPLED_BYTES_MAX / size) // max(1, len(source.end))))
         batch.plans = {
             number: PartitionPlan(None, max(source.first[number], end - each), end)
@@ -404,9 +406,7 @@ class LandJob:
         )
 
     def _storage_options(self) -> dict[str, str]:
-        """Return the options with which tasks on other machines reach the same object store."""
-        options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        return {**options, **self._settings.storage_options()}
+        return {**environment_options(), **self._settings.storage_options()}
 
     def _fields(self, schema: pa.Schema | None) -> pa.Schema:
         """Return the payload fields to decode, with the table's types where it has them."""
@@ -508,10 +508,10 @@ class LandJob:
         return {row[0]: row[1] for row in rows}
 
     def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Range]]:
-        new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
-        for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
+        new = {batch.topic: batch.topic_ranges() for batch in batches if batch.topic not in self._message_bytes}
+        for topic, size in zip(new, self._pool.map(self._sources.message_bytes, new.values()), strict=True):
             if size is not None:
-                self._message_bytes[source.topic] = size
+                self._message_bytes[topic] = size
         sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
         wanted = [one for batch in batches for one in batch.topic_ranges()]
         parallelism = self._context.spark.sparkContext.defaultParallelism

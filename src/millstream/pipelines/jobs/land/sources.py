@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from millstream.core.errors import OffsetOutOfRange, UnknownTopic
+from millstream.core.errors import CorruptBatch, OffsetOutOfRange, StorageFailure, UnknownTopic
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -76,24 +76,26 @@ class Sources:
         found = self.link.call(self.link.client.metadata(topics))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
-    def message_bytes(self, source: Source) -> float | None:
-        """Estimate the stored size of a topic's messages from its first ones; None if none can be read."""
-        partition = max(source.end, key=lambda number: source.end[number] - source.first[number])
-        start = source.first[partition]
-        if source.end[partition] <= start:
+    def message_bytes(self, wanted: Sequence[Range]) -> float | None:
+        """Estimate the stored size of a topic's messages from the first of those to be read; None if that fails.
+
+        An estimate never stops a batch, which has other topics: the tasks report what cannot be read, or skip it.
+        """
+        longest = max(wanted, key=len, default=None)
+        if longest is None:
             return None
-        client = self.link.client
         try:
             response = self.link.call(
-                client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
+                self.link.client.fetch(
+                    longest.topic, longest.partition, longest.start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED
+                )
             )
-        except OffsetOutOfRange:
-            # Retention has deleted it since; the tasks skip it too.
+            batches = find_batches(response.records)
+        except (OffsetOutOfRange, CorruptBatch, StorageFailure):
             return None
-        batches = find_batches(response.records)
-        if batches.next_offset is None or batches.next_offset <= start:
+        if batches.next_offset is None or batches.next_offset <= longest.start:
             return None
-        return max(1.0, len(response.records) / (batches.next_offset - start))
+        return max(1.0, len(response.records) / (batches.next_offset - longest.start))
 
 
 async def _find_sources(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:

@@ -44,6 +44,8 @@ from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
+_logger = logging.getLogger(__name__)
+
 REPORT_COLUMNS: Final = (
     "topic string, rows long, lost long, files string, quarantined string, new_fields binary, widening string, "
     "fractions string, large string, counts string, dropped string"
@@ -149,8 +151,6 @@ def _decode_new_fields(encoded: bytes) -> tuple[NewFields, ...]:
         NewFields(partition, offset, pa.ipc.read_schema(pa.py_buffer(fields))) for partition, offset, fields in rows
     )
 
-
-_logger = logging.getLogger(__name__)
 
 Records = Callable[[Range], Iterator[pa.RecordBatch]]
 """Reads a range, up to where offsets are missing: then it raises `LostData`."""

@@ -114,10 +114,18 @@ class Finding(NamedTuple):
     """A range of messages that does not add up, or events that are missing."""
 
     kind: str
-    """lost, duplicated, expired, unfinished, missing_events, unrecorded or missing_letter."""
+    """lost, duplicated, expired, unfinished, unreadable or missing_events."""
     start: int
     end: int
     detail: str
+
+
+class Unreadable(NamedTuple):
+    """Offsets of which the log no longer shows whether they hold messages; the end is exclusive."""
+
+    start: int
+    end: int
+    reason: str
 
 
 @dataclass
@@ -274,11 +282,23 @@ class Account:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def close(self, present: Iterable[OffsetRange] | None, *, first: int, cut: int, log_start: int) -> None:
+    def close(
+        self,
+        present: Iterable[OffsetRange] | None,
+        *,
+        first: int,
+        cut: int,
+        log_start: int,
+        unreadable: Iterable[Unreadable] = (),
+    ) -> None:
         """Compare with the messages that the log and the lake have; offsets outside [first, cut) do not count.
 
         `present` has the ranges of committed messages from `log_start` on; None if only the ledger has them.
         """
+        for one in unreadable:
+            self._note_unreadable(
+                max(one.start, first, self.base), min(one.end, cut, self.base + self.size), one.reason
+            )
         if present is not None:
             self._compare_with_log(present, cut, log_start)
         outcomes = self._outcomes
@@ -305,6 +325,19 @@ class Account:
             part[wrong] = LOST
         part[there & (part == UNSEEN)] = WAITING
         part[~there & (part == UNSEEN)] = ABSENT
+
+    def _note_unreadable(self, start: int, end: int, reason: str) -> None:
+        """Count messages as lost that the log no longer has, unless an event says what became of them.
+
+        The queue records as absent what it could not read either.
+        """
+        if start >= end:
+            return
+        self._find("unreadable", start, end, f"{reason}, so the ledger cannot be compared with the log here")
+        part = self._outcomes[start - self.base : end - self.base]
+        unknown = (part == UNSEEN) | (part == ABSENT)
+        self._find_all("lost", unknown, start - self.base, f"{reason}, and no event says what became of it")
+        part[unknown] = LOST
 
     def lose_letters(self, missing: Sequence[int]) -> None:
         """Count messages as lost whose letters are not where they should be."""

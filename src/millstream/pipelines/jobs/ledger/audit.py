@@ -18,16 +18,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from millstream.broker.subscriptions.frame import LEDGER_ASKED
-from millstream.core.errors import MillstreamError, OffsetOutOfRange
+from millstream.broker.subscriptions.frame import LEDGER_REQUESTED
+from millstream.client.admin.cluster_status import find_lost
+from millstream.core.errors import BatchRejected, CorruptBatch, MillstreamError, OffsetOutOfRange
 from millstream.core.ids import OffsetRange
 from millstream.core.pipeline import LandSettings
 from millstream.core.subscription import READ_UNCOMMITTED
-from millstream.pipelines.jobs.ledger.account import COLUMNS, DEAD_LETTERED, Account
+from millstream.pipelines.jobs.ledger.account import COLUMNS, DEAD_LETTERED, Account, Unreadable
 from millstream.pipelines.jobs.ledger.events import OVERFLOWED, UNREADABLE
 from millstream.pipelines.jobs.ledger.table import FAULTS, Damage, LedgerTable
-from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.landed_history import landings
@@ -140,7 +141,9 @@ def mark(place: LedgerLocation, names: Sequence[str] | None) -> tuple[str, list[
     """Make every queue record its window; return the reason of these events, and the queues."""
     name = uuid4().hex
     link = place.link()
-    return f"{LEDGER_ASKED} {name}", link.call(mark_ledger(link.client, name, None if names is None else list(names)))
+    return f"{LEDGER_REQUESTED} {name}", link.call(
+        mark_ledger(link.client, name, None if names is None else list(names))
+    )
 
 
 Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -330,8 +333,8 @@ def _account_for(queue: QueueAudit, place: LedgerLocation) -> Result:
         account.take(events)
     is_there = queue.cut is not None and not account.is_deleted
     cut = queue.cut if queue.cut is not None and is_there else queue.end
-    log_start, present = _present(place.link(), queue, account, cut) if is_there else (0, None)
-    account.close(present, first=queue.first, cut=cut, log_start=log_start)
+    log_start, present, unreadable = _present(place.link(), queue, account, cut) if is_there else (0, None, [])
+    account.close(present, first=queue.first, cut=cut, log_start=log_start, unreadable=unreadable)
     if account.letters:
         account.lose_letters(missing_letters(place.link(), account))
     named = ("subscription", "subscription_id", "topic", "topic_id")
@@ -374,8 +377,12 @@ def ordered_events(table: LedgerTable, queue: QueueAudit) -> Iterator[pa.Table]:
 # -- log and lake -------------------------------------------------------------------------------------------------
 
 
-def _present(link: Link, queue: QueueAudit, account: Account, cut: int) -> tuple[int, list[OffsetRange]]:
-    """Return from which offset on messages are known, and the ranges of committed messages."""
+def _present(
+    link: Link, queue: QueueAudit, account: Account, cut: int
+) -> tuple[int, list[OffsetRange], list[Unreadable]]:
+    """Return from which offset on messages are known, the ranges of committed messages, and those in between that the
+    log has no more.
+    """
     listed = link.call(link.client.list_offsets(queue.topic, {queue.partition: OFFSET_EARLIEST}))
     log_start = max(queue.base, int(listed[queue.partition].offset))
     isolation = fetch.READ_UNCOMMITTED if account.isolation == READ_UNCOMMITTED else fetch.READ_COMMITTED
@@ -383,8 +390,10 @@ def _present(link: Link, queue: QueueAudit, account: Account, cut: int) -> tuple
     known_from, present = log_start, list[OffsetRange]()
     if queue.lake is not None and queue.base < log_start:
         known_from, present = _landed(queue, log_start)
-    present += link.call(committed_ranges(link.client, queue.topic, queue.partition, log_start, end, isolation))
-    return known_from, present
+    found, unreadable = link.call(
+        committed_ranges(link.client, queue.topic, queue.partition, log_start, end, isolation)
+    )
+    return known_from, [*present, *found], unreadable
 
 
 def _landed(queue: QueueAudit, log_start: int) -> tuple[int, list[OffsetRange]]:
@@ -416,9 +425,10 @@ def _ranges(offsets: Iterable[int]) -> list[OffsetRange]:
 
 async def committed_ranges(
     client: Client, topic: str, partition: int, start: int, end: int, isolation: int
-) -> list[OffsetRange]:
-    """Return the ranges of offsets that hold messages which a subscription may see."""
+) -> tuple[list[OffsetRange], list[Unreadable]]:
+    """Return the ranges of offsets that hold messages which a subscription may see, and those that cannot be read."""
     found: list[list[int]] = []
+    unreadable: list[Unreadable] = []
     offset = start
     while offset < end:
         try:
@@ -428,16 +438,27 @@ async def committed_ranges(
         except OffsetOutOfRange:
             # Retention continues while the audit runs; what it deletes now was there at the mark.
             break
+        except CorruptBatch:
+            lost = await find_lost(client, topic, partition, offset)
+            if lost is None:
+                raise
+            unreadable.append(Unreadable(offset, min(lost.end, end), "the disk of the broker lost it"))
+            offset = lost.end
+            continue
         aborted = AbortedBatches(response.aborted)
         before = offset
         for header in iterate_whole_headers(response.records):
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
             offset = max(offset, header.next_offset)
             if not (header.is_control or is_aborted):
-                _extend(found, response.records, header, start, end)
+                try:
+                    _extend(found, response.records, header, start, end)
+                except BatchRejected as error:
+                    first, after = max(header.base_offset, start), min(header.next_offset, end)
+                    unreadable.append(Unreadable(first, after, f"its batch cannot be read ({error})"))
         if offset == before:
             break
-    return [OffsetRange(first, after) for first, after in found]
+    return [OffsetRange(first, after) for first, after in found], unreadable
 
 
 def _extend(found: list[list[int]], records: memoryview, header: BatchHeader, start: int, end: int) -> None:
@@ -479,6 +500,10 @@ async def _missing_in(client: Client, topic: str, partition: int, letters: dict[
     for at in sorted(letters):
         try:
             response = await client.fetch(topic, partition, at, max_bytes=1, max_wait_ms=0)
+        except CorruptBatch:
+            if await find_lost(client, topic, partition, at) is not None:
+                missing.append(letters[at])
+            continue
         except OffsetOutOfRange:
             earliest = (await client.list_offsets(topic, {partition: OFFSET_EARLIEST}))[partition].offset
             if at >= earliest:

@@ -7,7 +7,8 @@ becomes several rows. Records that repeat others, and queues without a ledger, h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from millstream.broker.subscriptions.frame import PUBLISHED, Frame, is_for_ledge
 from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
 from millstream.broker.subscriptions.state_shard import DELTAS, OVERFLOW, SNAPSHOT, Overflow, QueueRecord, read_record
 from millstream.core.errors import CorruptState
+from millstream.protocol.records.decoder import UnreadableBatch
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ DELETED: Final = "deleted"
 OVERFLOWED: Final = "overflow"
 """Events were deleted before they had landed; offsets are those of `__subscriptions`."""
 UNREADABLE: Final = "unreadable"
-"""A record of `__subscriptions` could not be decoded; its offset is that of `__subscriptions`."""
+"""Records of `__subscriptions` could not be read or decoded; offsets are those of `__subscriptions`."""
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 
@@ -85,6 +87,27 @@ def decode_events(records: pa.RecordBatch, partition: int) -> pa.RecordBatch:
             found = [{"kind": UNREADABLE, "offset": offset, "end_offset": offset + 1, "reason": str(error)}]
             found[0] |= {"partition": partition, "topic_id": "", "timestamp": timestamp}
         rows += [one | place for one in found]
+    return _batch_of(rows)
+
+
+def unreadable_event(lost: UnreadableBatch, partition: int) -> pa.RecordBatch:
+    """Return the event for unreadable offsets of `__subscriptions`; its time is now if theirs is unknown."""
+    known = lost.timestamp_ms >= 0
+    row = {
+        "kind": UNREADABLE,
+        "topic_id": "",
+        "partition": partition,
+        "offset": lost.start,
+        "end_offset": lost.end,
+        "timestamp": _time(lost.timestamp_ms) if known else datetime.now(UTC),
+        "reason": lost.reason,
+        "state_partition": partition,
+        "state_offset": lost.start,
+    }
+    return _batch_of([row])
+
+
+def _batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
     arrays = [pa.array([row.get(name) for row in rows], _FILE.field(name).type) for name in _NAMES]
     return pa.RecordBatch.from_arrays(arrays, schema=_FILE)
 

@@ -7,7 +7,6 @@ is the source of truth for its progress, so every event is in it once, whatever 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -32,8 +31,9 @@ from millstream.pipelines.jobs.ledger.audit import (
     audit,
     mark,
 )
-from millstream.pipelines.jobs.ledger.events import decode_events
+from millstream.pipelines.jobs.ledger.events import decode_events, unreadable_event
 from millstream.pipelines.jobs.ledger.table import AUDITED, FAULTS, DamagedLedger, LedgerTable, ledger_storage
+from millstream.pipelines.lake.storage import environment_options
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import Access, may_read
@@ -76,9 +76,15 @@ class LedgerTasks:
             {BROKERS: self._brokers, "subscribe": SUBSCRIPTIONS, "columns": "key,value,offset,timestamp"}, self._access
         )
         shape = shape_of(default_schema(options), options)
-        reading = Reading(lambda one: read_range(one, options, shape), log_start(options))
         rows = waiting_rows = 0
         waiting: list[pa.RecordBatch] = []
+
+        def read(one: Range) -> Iterator[pa.RecordBatch]:
+            return read_range(
+                one, options, shape, skip=lambda lost: waiting.append(unreadable_event(lost, one.partition))
+            )
+
+        reading = Reading(read, log_start(options))
         try:
             for one in ranges:
                 for records in reading.batches(one):
@@ -114,8 +120,7 @@ class LedgerJob:
         self._settings = settings
         self._sources = Sources(context.brokers, [SUBSCRIPTIONS], "", context.access)
         self._lake = settings.lake or context.lake
-        options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        self._options = {**options, **settings.storage_options()}
+        self._options = {**environment_options(), **settings.storage_options()}
         self._table = LedgerTable(ledger_storage(self._lake, self._options))
 
     def step(self) -> Step:

@@ -22,9 +22,8 @@ import pyarrow.fs
 from millstream.core.errors import CorruptState
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.lake.delta_log import COMMITS_KEPT, DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import TopicPartition
+from millstream.pipelines.lake.table import LakeTable, TopicPartition
 from millstream.pipelines.lake.table_file import Written
 from millstream.pipelines.lake.task_writer import RowWriter
 
@@ -89,7 +88,7 @@ class LedgerTable:
         """Open a table; the given files are not read."""
         self.storage = storage
         self._left_out = left_out
-        self._delta = DeltaTable(storage, DeltaLog(storage, configuration=COMMITS_KEPT))
+        self._delta = LakeTable(storage, DeltaLog(storage, configuration=COMMITS_KEPT))
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the next offset of each partition of `__subscriptions` that has landed."""

@@ -42,6 +42,8 @@ from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS
 
+_logger = logging.getLogger(__name__)
+
 NAMES: Final = ("key", "value", "timestamp", "headers")
 """The columns that a routed message keeps. Its key selects a new partition."""
 
@@ -92,9 +94,7 @@ def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None
     return rows.append_column(_TOPIC, topics)
 
 
-_logger = logging.getLogger(__name__)
-
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """How often the filters of subscriptions are looked up."""
 
 
@@ -171,7 +171,7 @@ class RouteJob:
     def _refresh_filters(self) -> None:
         """Update rules that use a subscription's filter, which may change."""
         now = time.monotonic()
-        if self._routing_rules and (not self._has_subscriptions or now - self._looked < LOOK_S):
+        if self._routing_rules and (not self._has_subscriptions or now - self._looked < CHECK_INTERVAL_S):
             return
         self._looked = now
         filters = self._filters({rule.subscription for rule in self._rules if rule.subscription})

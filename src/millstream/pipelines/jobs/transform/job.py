@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+_logger = logging.getLogger(__name__)
+
 
 Ends = dict[str, dict[int, int]]
 
@@ -236,8 +238,6 @@ class StreamWriting:
     def _parts(self, frame: DataFrame, batch: Batch) -> list[Part]:
         return [read_part(row.part) for row in written(frame, self._options, batch).collect()]
 
-
-_logger = logging.getLogger(__name__)
 
 AWAIT_S: Final = 1
 

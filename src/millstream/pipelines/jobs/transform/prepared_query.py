@@ -113,7 +113,7 @@ def _without_lineage(frame: DataFrame) -> DataFrame:
     return DataFrame(rows, spark)
 
 
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """How often to look for a new version."""
 
 _TABLE_MISSING: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
@@ -140,7 +140,7 @@ class LakeView:
     def refresh(self) -> None:
         """Let the view show the table as of now or a few seconds ago."""
         now = time.monotonic()
-        if self._frame is not None and now - self._looked < LOOK_S:
+        if self._frame is not None and now - self._looked < CHECK_INTERVAL_S:
             return
         self._looked = now
         frame = self._delta() if self._is_delta() else self._parquet()
@@ -780,7 +780,7 @@ def returned_type(name: str, function: Any) -> str:
     """Return the type of a function's results, in Spark's notation, by its annotation."""
     given = getattr(function, "__annotations__", {}).get("return")
     if given is None:
-        raise InvalidSetting(f"say what function {name!r} returns: `def {name}(…) -> float`")
+        raise InvalidSetting(f"declare what function {name!r} returns: `def {name}(…) -> float`")
     is_type = isinstance(given, type)
     text = given.__name__ if is_type else str(given).strip("'\"")
     found = _OPTIONAL.fullmatch(text)

@@ -1,12 +1,26 @@
-"""A subscription with a push endpoint, as the broker sends it to the push process."""
+"""Messages between the broker and its push process: JSON lines through pipes."""
 
 from __future__ import annotations
 
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from millstream.core.subscription import Subscription, SubscriptionSettings
+from millstream.protocol.private.subscription_messages import PushReport
+
+LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class PushOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker's options for the process."""
+
+    kafka: str
+    worker: str
+    private_addresses: bool
+    log_level: str
+    log_format: str
 
 
 class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +46,18 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
     def host(self) -> str:
         """Return the endpoint's host, for logs."""
         return urlsplit(self.url).hostname or ""
+
+
+class PushCommand(msgspec.Struct, frozen=True):
+    """A line from the broker: every subscription to push."""
+
+    subscriptions: list[PushSubscription]
+
+
+class PushReports(msgspec.Struct, frozen=True):
+    """A line to the broker: the state of every subscription."""
+
+    reports: list[PushReport]
 
 
 def push_subscription(declared: Subscription, settings: SubscriptionSettings) -> PushSubscription | None:

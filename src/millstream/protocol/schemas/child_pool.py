@@ -15,12 +15,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from millstream.core.child_process import exchange, frame_message, read_message, serve_requests
+from millstream.core.child_process import exchange, frame_message, read_message, serve_requests, spawn_module
 from millstream.core.errors import QuotaExceeded
 from millstream.protocol.records.compression import DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE
 
@@ -160,18 +160,12 @@ class ChildPool:
             self._discard(worker)
         folder = tempfile.mkdtemp(prefix="millstream-schemas-")
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        # In its own session, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
-        # broker's environment may hold.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            folder,
-            stdin=PIPE,
-            stdout=PIPE,
-            env=kept,
-            start_new_session=True,
-        )
+        # Without the secrets that the broker's environment may hold.
+        try:
+            process = await spawn_module(self._module, folder, env=kept)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
         return _Worker(process, folder), True
 
     def _release(self, worker: _Worker) -> None:

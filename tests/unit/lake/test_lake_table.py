@@ -16,8 +16,8 @@ import pytest
 
 from millstream.core.errors import ColumnMismatch, StalePlan
 from millstream.pipelines.lake.columns import RAW, extended
-from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream_testing.lake_rows import (
     TOPIC,
@@ -37,7 +37,7 @@ def storage(tmp_path: Path) -> Storage:
 
 
 def test_a_table_begins_with_the_first_commit(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert table.schema() is None
     assert table.next_offsets([(TOPIC, 0)]) == {}
     assert land(table, 0, 5, 25)
@@ -49,7 +49,7 @@ def test_a_table_begins_with_the_first_commit(storage: Storage) -> None:
 
 
 def test_rows_round_trip(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     batch = rows(3, range(100))
     files = write(table, [batch.slice(0, 40), batch.slice(40)])
     assert table.commit(files, {(TOPIC, 3): (0, 100)}, schema=RAW)
@@ -58,24 +58,24 @@ def test_rows_round_trip(storage: Storage) -> None:
 
 
 def test_repeating_a_step_changes_nothing(storage: Storage) -> None:
-    assert land(DeltaTable(storage), 0, 0, 10)
-    assert not land(DeltaTable(storage), 0, 0, 10)
-    assert not land(DeltaTable(storage), 0, 0, 5)
+    assert land(LakeTable(storage), 0, 0, 10)
+    assert not land(LakeTable(storage), 0, 0, 10)
+    assert not land(LakeTable(storage), 0, 0, 5)
     assert delta_rows(storage) == once(0, range(10))
 
 
 def test_a_plan_with_a_stale_start_is_refused(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, 0, 10)
     for start, end in ((5, 20), (11, 20), (0, 20)):
         with pytest.raises(StalePlan):
-            land(DeltaTable(storage), 0, start, end)
+            land(LakeTable(storage), 0, start, end)
     assert delta_rows(storage) == once(0, range(10))
 
 
 def test_offsets_of_several_partitions_advance_all_or_none(storage: Storage) -> None:
-    assert land(DeltaTable(storage), 0, 0, 10)
-    table = DeltaTable(storage)
+    assert land(LakeTable(storage), 0, 0, 10)
+    table = LakeTable(storage)
     files = write(table, [rows(0, range(10, 20)), rows(1, range(10))])
     with pytest.raises(StalePlan):
         table.commit(files, {(TOPIC, 0): (9, 20), (TOPIC, 1): (0, 10)}, schema=RAW)
@@ -85,20 +85,20 @@ def test_offsets_of_several_partitions_advance_all_or_none(storage: Storage) -> 
 
 
 def test_offsets_advance_without_rows(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, 0, 10)
     assert table.commit([], {(TOPIC, 0): (10, 17)}, schema=RAW)
     assert next_offset(table) == 17
 
 
 def test_of_two_runs_that_land_the_same_range_one_wins(storage: Storage) -> None:
-    assert land(DeltaTable(storage), 0, 0, 10)
+    assert land(LakeTable(storage), 0, 0, 10)
     for start in range(10, 50, 10):
         done: list[bool] = []
         barrier = threading.Barrier(3)
 
         def run(start: int, done: list[bool], barrier: threading.Barrier) -> None:
-            table = DeltaTable(storage)
+            table = LakeTable(storage)
             files = write(table, [rows(0, range(start, start + 10))])
             barrier.wait()
             done.append(table.commit(files, {(TOPIC, 0): (start, start + 10)}, schema=RAW))
@@ -113,7 +113,7 @@ def test_of_two_runs_that_land_the_same_range_one_wins(storage: Storage) -> None
 
 
 def test_writers_and_their_results_are_picklable(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     writer = pickle.loads(pickle.dumps(table.writer(RAW, TOPIC)))
     writer.write(rows(0, range(3)))
     files = writer.close()
@@ -123,7 +123,7 @@ def test_writers_and_their_results_are_picklable(storage: Storage) -> None:
 
 
 def test_row_groups_have_one_partition_and_correct_stats(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     mixed = pa.Table.from_batches([rows(0, range(5)), rows(1, range(7, 9))]).combine_chunks().to_batches()[0]
     (file,) = write(table, [mixed, rows(1, range(9, 12))])
     footer = pq.read_metadata(Path(storage.url) / file.path)
@@ -137,7 +137,7 @@ def test_row_groups_have_one_partition_and_correct_stats(storage: Storage) -> No
 
 
 def test_columns_are_added_and_missing_ones_are_null(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, 0, 2)
     wider = extended(RAW, pa.schema([("amount", pa.int32()), ("who", pa.struct([("name", pa.string())]))]))
     assert wider.field("amount").type == pa.int64()
@@ -154,7 +154,7 @@ def test_columns_are_added_and_missing_ones_are_null(storage: Storage) -> None:
 
 
 def test_a_column_of_another_type_is_refused(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     known = extended(RAW, pa.schema([("amount", pa.int64())]))
     assert table.commit([], {(TOPIC, 0): (0, 1)}, schema=known)
     assert extended(known, pa.schema([("amount", pa.float64())])) == known
@@ -170,7 +170,7 @@ def test_concurrent_runs_create_the_table_or_add_a_column(storage: Storage) -> N
 
     def run(partition: int) -> None:
         try:
-            table = DeltaTable(storage)
+            table = LakeTable(storage)
             files = write(table, [rows(partition, range(4))])
             barrier.wait()
             assert table.commit(files, {(TOPIC, partition): (0, 4)}, schema=schemas[partition])
@@ -184,13 +184,13 @@ def test_concurrent_runs_create_the_table_or_add_a_column(storage: Storage) -> N
         thread.join()
     assert not failures
     assert delta_rows(storage) == once(0, range(4)) + once(1, range(4))
-    schema = DeltaTable(storage).schema()
+    schema = LakeTable(storage).schema()
     assert schema is not None
     assert {"a", "b"} < set(schema.names)
 
 
 def test_quarantined_rows_are_visible_with_the_commit(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     for start in (0, 10):
         files = write(table, [rows(0, range(start, start + 8))])
         bad = write_quarantine(table, 0, [start + 8, start + 9])
@@ -207,23 +207,23 @@ def test_a_crash_before_the_quarantine_keeps_its_rows(storage: Storage, monkeypa
     def killed(*_: object, **__: object) -> Sequence[Written]:
         raise Killed
 
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     files = write(table, [rows(0, range(8))])
     bad = write_quarantine(table, 0, [8, 9])
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.pipelines.lake.delta_table._manifest", killed)
+        patched.setattr("millstream.pipelines.lake.table._manifest", killed)
         with pytest.raises(Killed):
             table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW, quarantined=bad)
     assert delta_rows(storage.suffixed("__quarantine")) == once(0, [])
-    again = DeltaTable(storage)
+    again = LakeTable(storage)
     assert next_offset(again) == 10
     assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9])
-    assert next_offset(DeltaTable(storage)) == 10
+    assert next_offset(LakeTable(storage)) == 10
     assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9])
 
 
 def test_a_deleted_table_is_rebuilt(storage: Storage) -> None:
-    table = DeltaTable(storage)
+    table = LakeTable(storage)
     assert land(table, 0, 0, 10)
     files = write(table, [rows(0, range(10, 20))])
     shutil.rmtree(storage.url)
