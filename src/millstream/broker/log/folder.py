@@ -30,7 +30,7 @@ PARTITIONS_NAME = "partitions"
 JOURNAL_NAME = "journal"
 DELETED_SUFFIX = ".deleted"
 _EVIDENCE = re.compile(rf"{FORMAT_NAME}|{LOCK_NAME}|{PARTITIONS_NAME}|coordination|catalog\.sqlite|node-[0-9]+")
-"""The names of which every data folder has at least one; one that was only partly restored may have just the catalog."""
+"""Names of which every data folder has at least one; a node whose users were declared first has just the catalog."""
 _OF_FILE_SYSTEMS = frozenset({"lost+found"})
 
 
