@@ -324,7 +324,7 @@ class Site:
     # -- reading --------------------------------------------------------------------------------------------
 
     def read(self) -> dict[Place, str]:
-        """Every record that clients can read, whatever becomes of its transaction; not of the compacted partition."""
+        """Return every record that clients can read, committed or not; without the compacted partition."""
         return {place: value for place, value, _ in self._records(range(COMPACTED))}
 
     def read_updates(self) -> dict[str, tuple[int, str]]:

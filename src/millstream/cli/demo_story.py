@@ -530,10 +530,10 @@ class Story:
         self._account.check(not await self._letters(), "no letter is left", "there are letters")
 
     async def _trace(self) -> None:
-        """Show what became of the poison message in every subscription."""
+        """Show what happened to the poison message in every subscription."""
         receipt = self._placed[self._poison_order]
         place = Position(TOPIC, receipt.partition, receipt.offset)
-        self._account.step(f"What became of order {self._poison_order}?")
+        self._account.step(f"What happened to order {self._poison_order}?")
         self._account.say(f"millstream message trace {'/'.join(map(str, place))}:")
         lives = {one["subscription"]: one for one in (await trace_at(self._ms.client, place))["subscriptions"]}
         for event in lives["shipping"]["events"]:

@@ -161,7 +161,7 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
     outcome = _run_survey(name, filter_, limit, to_topic, common)
     gone = sum(outcome.refused.values())
     if to_topic is not None:
-        # From the letters themselves, whatever became of the originals.
+        # Published from the letters themselves, whether or not the originals still exist.
         total = outcome.done + gone
         document: dict[str, object] = {
             "would_redrive": total,

@@ -1,8 +1,8 @@
 """Plans of a cluster: proposed by an operator, carried out by the controller, a few moves at a time.
 
-The coordination store holds one plan: its header under `plan`, its moves in pieces under `plan-moves/`. What became of
-a move is never stored. It follows from the partition's own state, so a plan survives the death of any node, and the
-next controller continues where the last one stopped.
+The coordination store holds one plan: its header under `plan`, its moves in pieces under `plan-moves/`. The state of a
+move is never stored. It follows from the state of its partition, so a plan survives the death of any node, and the next
+controller continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def moves_from_json(text: str) -> tuple[Move, ...]:
 
 
 def state_of(move: Move, view: ClusterView) -> str:
-    """Return what became of a move, according to the partition's own state."""
+    """Return the state of a move, which follows from the state of its partition."""
     key = (move.topic_id, move.index)
     versioned, under_way = view.states.get(key), view.reassignments.get(key)
     if versioned is None:
@@ -144,7 +144,7 @@ class Plans:
         return {node: location.rack for node, location in self._view.locations.items() if location.rack is not None}
 
     def moves(self) -> list[tuple[Move, str]]:
-        """Return the moves of the current plan, each with what became of it."""
+        """Return the moves of the current plan, each with its state."""
         return [(move, state_of(move, self._view)) for move in planned_moves(self._view)]
 
     async def propose(self, kind: str, subject: str, moves: Sequence[Move], throttle_bytes: int) -> PlanHeader:

@@ -13,7 +13,7 @@ from millstream.protocol.private.message import Request, Response
 
 
 class PlannedMove(msgspec.Struct, frozen=True):
-    """A move of one partition, and what became of it."""
+    """A move of one partition, and its state."""
 
     move: Move
     state: str = ""

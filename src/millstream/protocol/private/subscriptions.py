@@ -1,4 +1,4 @@
-"""A client of subscriptions over private requests: declare, receive, settle, and trace what became of messages."""
+"""A client of subscriptions over private requests: declare, receive, settle, and trace messages."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 
 
 class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
-    """Returns the last plan, what became of each move, the drained nodes, and the machines and racks of nodes.
+    """Returns the last plan, the state of each move, the drained nodes, and the machines and racks of nodes.
 
     {}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
     "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,

@@ -770,7 +770,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
 
 
 class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
-    """Returns what became of a message in every subscription of its topic.
+    """Returns what happened to a message in every subscription of its topic.
 
         [topic, partition, offset]
         response: {"error": 0, "message": null, "topic": …, "topic_id": …, "log_start": …, "subscriptions":

@@ -103,7 +103,7 @@ class TraceDocument(msgspec.Struct, frozen=True):
 
 
 async def trace(services: Services, request: Request[NoFields, NoFields]) -> TraceDocument:
-    """Show what became of the message at an offset."""
+    """Show what happened to the message at an offset."""
     at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
     found = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
     if lacks_history(found):
@@ -155,7 +155,7 @@ ROUTES: Final = (
     Route(
         "GET",
         "/topics/{topic}/partitions/{partition}/messages/{offset}/trace",
-        "Show what became of a message in every subscription",
+        "Show what happened to a message in every subscription",
         trace,
         TraceDocument,
         tag="messages",

@@ -327,7 +327,7 @@ class Account:
         part[~there & (part == UNSEEN)] = ABSENT
 
     def _note_unreadable(self, start: int, end: int, reason: str) -> None:
-        """Count messages as lost that the log no longer has, unless an event says what became of them.
+        """Count messages as lost that the log no longer has, unless an event says what happened to them.
 
         The queue records as absent what it could not read either.
         """
@@ -336,7 +336,7 @@ class Account:
         self._find("unreadable", start, end, f"{reason}, so the ledger cannot be compared with the log here")
         part = self._outcomes[start - self.base : end - self.base]
         unknown = (part == UNSEEN) | (part == ABSENT)
-        self._find_all("lost", unknown, start - self.base, f"{reason}, and no event says what became of it")
+        self._find_all("lost", unknown, start - self.base, f"{reason}, and no event says what happened to it")
         part[unknown] = LOST
 
     def lose_letters(self, missing: Sequence[int]) -> None:

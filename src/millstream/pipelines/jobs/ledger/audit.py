@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 BLOCK: Final = 64 * 1024 * 1024
 """How many offsets a task accounts for at a time: two bytes of memory each."""
 CLASSES: Final = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired", "lost")
-"""What becomes of a published message: the counts add up to `published`."""
+"""The possible outcomes of a published message; their counts add up to `published`."""
 COUNTS: Final = ("published", *CLASSES, "duplicated", "dropped")
 HARMLESS: Final = frozenset({"expired"})
 """Findings about messages that are accounted for."""
