@@ -187,13 +187,13 @@ def explain(
     from millstream.protocol.wire.admin_requests import describe_acls
 
     kind, name = parse_resource(resource)
-    wanted = parse_name(Operation, operation)
+    parsed_operation = parse_name(Operation, operation)
     check_principal(principal)
 
-    sufficient = [(wanted, kind, name)]
-    if (wanted, kind) == (Operation.CREATE, ResourceType.TOPIC):
+    sufficient = [(parsed_operation, kind, name)]
+    if (parsed_operation, kind) == (Operation.CREATE, ResourceType.TOPIC):
         # It allows every topic, whatever a rule for the topic denies.
-        sufficient.insert(0, (wanted, ResourceType.CLUSTER, CLUSTER_NAME))
+        sufficient.insert(0, (parsed_operation, ResourceType.CLUSTER, CLUSTER_NAME))
 
     async def load_rules(client: Client) -> tuple[AclSnapshot, bool] | bool:
         named = await super_users_setting(client)

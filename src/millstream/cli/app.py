@@ -100,8 +100,8 @@ class InOrder(TyperGroup):
         return parsed
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 

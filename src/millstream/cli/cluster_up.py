@@ -627,11 +627,11 @@ def _is_listened(address: str) -> bool:
         return False
 
 
-def first_port(flag: str, wanted: int, nodes: int) -> int:
-    """Return the port wanted for the first node if all following ones are free as well; otherwise 0, for any."""
-    taken = next((wanted + at for at in range(nodes) if not is_free(_HOST, wanted + at)), None)
+def first_port(flag: str, first: int, nodes: int) -> int:
+    """Return the requested first port if it and the ports of all other nodes are free; otherwise 0, for any."""
+    taken = next((first + at for at in range(nodes) if not is_free(_HOST, first + at)), None)
     if taken is None:
-        return wanted
+        return first
     print_note(f"port {taken} is in use, so the nodes get other ports; {flag} sets the first one")
     return 0
 

@@ -445,10 +445,10 @@ async def look_up(
     if pipeline is None:
         (described,) = await PipelineClient(client).describe([name])
         pipeline = pipeline_of(described)
-    wanted = sorted(pipeline.flows())
-    if wanted and not (await client.metadata(wanted)).topics:
+    topics = sorted(pipeline.flows())
+    if topics and not (await client.metadata(topics)).topics:
         raise UnknownTopic(
-            f"topic {wanted[0]!r} does not exist at {brokers}; create it with: millstream topic create {wanted[0]}"
+            f"topic {topics[0]!r} does not exist at {brokers}; create it with: millstream topic create {topics[0]}"
         )
     return pipeline, places
 

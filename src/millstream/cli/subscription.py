@@ -567,8 +567,8 @@ def pull(
     async def operation(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
         pulled: list[LeasedMessage] = []
         while len(pulled) < number:
-            wanted, wait_ms = min(_PULLED_AT_ONCE, number - len(pulled)), 0 if pulled else int(wait * 1000)
-            messages = await subscriptions.receive(name, worker, max_records=wanted, wait_ms=wait_ms)
+            count, wait_ms = min(_PULLED_AT_ONCE, number - len(pulled)), 0 if pulled else int(wait * 1000)
+            messages = await subscriptions.receive(name, worker, max_records=count, wait_ms=wait_ms)
             if not messages:
                 break
             _show(messages, as_json=common.as_json)

@@ -154,12 +154,12 @@ async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
                 return
 
 
-def _select_partitions(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
+def _select_partitions(topic: TopicMetadata, selected: list[int] | None) -> list[int]:
     known = [int(index) for index in topic.partitions]
-    missing = [index for index in wanted or [] if index not in known]
+    missing = [index for index in selected or [] if index not in known]
     if missing:
         raise UnknownTopic(f"topic {topic.name!r} has no partition {missing[0]}; the last is {max(known)}")
-    return wanted or known
+    return selected or known
 
 
 def _make_printer(client: Client, topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:

@@ -114,11 +114,11 @@ class Operation(NamedTuple):
     until_ms: int
 
 
-def decide(row: Row | None, wanted: Operation, now_ms: int) -> tuple[Row | None, ClaimResult]:
+def decide(row: Row | None, operation: Operation, now_ms: int) -> tuple[Row | None, ClaimResult]:
     """Return the new row and the worker's result."""
     if row is not None and row.is_done and row.until_ms <= now_ms:
         row = None
-    verb, _, owner, until_ms = wanted
+    verb, _, owner, until_ms = operation
     is_mine = row is not None and not row.is_done and row.owner == owner
     if verb is Verb.GIVE_BACK:
         return (None if is_mine else row), ClaimResult.MINE
@@ -189,14 +189,14 @@ class HandledTable:
         If another transaction has just done the same, this waits for it, and raises `IntegrityError` if it was
         committed, or `RowChanged`: the caller then starts again.
         """
-        wanted = Operation(Verb.FINISH, key_of(message_id), "", until_ms)
-        before = self._read(connection, [wanted.message_id]).get(wanted.message_id)
-        after, result = decide(before, wanted, now_ms)
+        operation = Operation(Verb.FINISH, key_of(message_id), "", until_ms)
+        before = self._read(connection, [operation.message_id]).get(operation.message_id)
+        after, result = decide(before, operation, now_ms)
         if result is ClaimResult.BUSY:
             raise Conflict(f"message {message_id} is claimed by a worker that handles it without a transaction")
         if result is ClaimResult.HANDLED:
             return False
-        self._write(connection, {wanted.message_id: before}, {wanted.message_id: after})
+        self._write(connection, {operation.message_id: before}, {operation.message_id: after})
         return True
 
     def clean(self, now_ms: int) -> int:
@@ -298,9 +298,9 @@ class HandledIds:
     async def do(self, verb: Verb, message_id: str, owner: str) -> ClaimResult:
         """Run one verb; calls made during a transaction share the next one."""
         counts_ms = self._time_to_live_ms if verb is Verb.FINISH else self._lease_ms
-        wanted = Operation(verb, key_of(message_id), owner, self._clock.now_ms() + counts_ms)
+        operation = Operation(verb, key_of(message_id), owner, self._clock.now_ms() + counts_ms)
         result: asyncio.Future[ClaimResult] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, result))
+        self._waiting.append((operation, result))
         if self._running is None:
             self._running = asyncio.create_task(self._run(), name="millstream handled")
         return await result

@@ -127,9 +127,9 @@ class LiveReceiver(Source):
         """Read partitions of one node until one of them has moved."""
         while True:
             await self._room.wait()
-            wanted = {place: self._positions[place] for place in places}
+            positions = {place: self._positions[place] for place in places}
             try:
-                responses = await self._client.fetch_many(wanted, _LIMITS)
+                responses = await self._client.fetch_many(positions, _LIMITS)
             except OffsetOutOfRange:
                 await self._skip(places)
                 continue
@@ -141,7 +141,7 @@ class LiveReceiver(Source):
             known = len(self._positions)
             if not any(len(response.records) for response in responses.values()):
                 await self._find_partitions(Offset(0))
-            if len(responses) < len(wanted) or len(self._positions) > known:
+            if len(responses) < len(positions) or len(self._positions) > known:
                 self._moved.set()
 
     async def _step_over(self, places: Sequence[TopicPartition]) -> bool:

@@ -392,8 +392,8 @@ def read_leased(batches: bytes, ranges: Sequence[LeasedRange], lease: Lease, *, 
         check_crc(batches, header)
         section = records_section(batches, header)
         base_ms, append_ms = header.base_timestamp_ms, append_time_ms(header)
-        wanted = ((ranges[index].start, ranges[index].end) for index in range(at, len(ranges)))
-        for offset, delta_ms, key_at, key_end, value_at, headers_at, end in walk_records(section, header, wanted):
+        spans = ((ranges[index].start, ranges[index].end) for index in range(at, len(ranges)))
+        for offset, delta_ms, key_at, key_end, value_at, headers_at, end in walk_records(section, header, spans):
             add(
                 Message(
                     lease,

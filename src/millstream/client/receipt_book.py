@@ -201,9 +201,9 @@ async def _check_partition(
     bounds = await _bounds(client, topic, partition)
     left, findings = _within(dict(sorted(expected.items())), bounds)
     while left:
-        wanted = next(iter(left))
+        next_offset = next(iter(left))
         try:
-            response = await client.fetch(topic, partition, wanted, max_bytes=_FETCH_BYTES, max_wait_ms=0)
+            response = await client.fetch(topic, partition, next_offset, max_bytes=_FETCH_BYTES, max_wait_ms=0)
         except OffsetOutOfRange:
             # Retention has deleted more meanwhile.
             left, gone = _within(left, await _bounds(client, topic, partition))
@@ -212,14 +212,14 @@ async def _check_partition(
         except CorruptBatch:
             from millstream.client.admin.cluster_status import find_lost
 
-            lost = await find_lost(client, topic, partition, wanted)
+            lost = await find_lost(client, topic, partition, next_offset)
             if lost is None:
                 raise
             for offset in [offset for offset in left if lost.start <= offset < lost.end]:
                 findings.append(Finding(left.pop(offset), "the disk of the broker lost it", MISSING))
             continue
         found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(response.records))}
-        reached = max(found, default=wanted)
+        reached = max(found, default=next_offset)
         for offset in [offset for offset in left if offset <= reached]:
             finding = _compare(left.pop(offset), found.get(offset))
             if finding is not None:

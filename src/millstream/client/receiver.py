@@ -140,18 +140,18 @@ class Polls:
     async def _poll(self, node: NodeId) -> None:
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while not self.is_stopping:
-            wanted = await self._reserve()
-            if not wanted:
+            count = await self._reserve()
+            if not count:
                 continue
             leased: Leased | None = None
             self._sent[node] = monotonic()
             try:
-                leased = await self._send_receive(node, wanted)
+                leased = await self._send_receive(node, count)
                 backoff.reset()
             except RETRIED as error:
                 _logger.debug("node %s cannot deliver messages of %r now: %s", node, self._subscription, error)
             finally:
-                self.requested -= wanted
+                self.requested -= count
                 del self._sent[node]
             if leased is not None:
                 self._receive(node, leased)
@@ -178,8 +178,8 @@ class Polls:
         self.grant_credit()
         return await waiting
 
-    async def _send_receive(self, node: NodeId, wanted: int) -> Leased:
-        request = ReceiveRequest(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
+    async def _send_receive(self, node: NodeId, count: int) -> Leased:
+        request = ReceiveRequest(self._subscription, self._worker, count, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
         leased = await self._requests.receive(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
         if leased.response.error:

@@ -359,7 +359,7 @@ class Subscriber:
                 await asyncio.sleep(0)
 
     async def _should_continue(self) -> bool:
-        """Return whether a worker is still wanted after a cancellation: if its handler caused it, it is undone."""
+        """Return whether a worker continues after a cancellation: if its handler caused it, it is undone."""
         task, bystander = asyncio.current_task(), self._bystander
         if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():
             return False

@@ -98,7 +98,7 @@ def _texts(message: Message, names: Sequence[str]) -> dict[str, str]:
 
 
 def is_enabled() -> bool:
-    """Return whether spans are wanted: the program has imported OpenTelemetry and set a tracer provider."""
+    """Return whether to create spans: the program has imported OpenTelemetry and set a tracer provider."""
     module = sys.modules.get(_API)
     if module is None:
         return False
@@ -157,7 +157,7 @@ working_on: Final[Callable[[Message], object]] = _origin.set
 class handling:  # noqa: N801
     """Wraps the work on a message: what is published there inherits its correlation id and trace.
 
-    A class, since a generator would cost more than all the rest when no spans are wanted.
+    A class, since a generator would cost more than all the rest when no spans are created.
     """
 
     __slots__ = ("_message", "_span", "_token")

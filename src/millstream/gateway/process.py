@@ -228,9 +228,9 @@ def raise_open_files_limit() -> None:
     A process that runs out of descriptors cannot accept the connection of a health check.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    files_max = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < files_max:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, hard))
 
 
 def main() -> None:

@@ -64,8 +64,8 @@ class Cluster:
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
 
-    async def ask(self, node: NodeId, wanted: int) -> Leased:
-        self.requested.setdefault(node, []).append(wanted)
+    async def ask(self, node: NodeId, count: int) -> Leased:
+        self.requested.setdefault(node, []).append(count)
         sent_at = monotonic()
         given = asyncio.ensure_future(self._queue(node).get())
         ends: list[asyncio.Future[Any]] = [given, self._hung_up]

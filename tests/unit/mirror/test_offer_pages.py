@@ -51,9 +51,9 @@ class Queues:
     def all(self) -> list[Any]:
         return []
 
-    def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
         for key, sequence in list(self.sequences.items()):
-            if is_wanted(key, sequence):
+            if is_selected(key, sequence):
                 yield key, Loaded(lambda key=key: self.snapshots[key], sequence, is_large=False)  # type: ignore[misc]
 
     async def write_state(self, key: QueueKey, _epoch: Epoch, snapshot: bytes) -> None:

@@ -325,13 +325,13 @@ class Catalog:
 
     def topics_with(self, topic_ids: Collection[UUID]) -> list[Topic]:
         """Return those of these topics that are declared."""
-        wanted = sorted(map(str, topic_ids))
+        ids = sorted(map(str, topic_ids))
         with self._read() as connection:
             return [
                 declared_of(Topic, row)
-                for at in range(0, len(wanted), _NAMES_AT_ONCE)
+                for at in range(0, len(ids), _NAMES_AT_ONCE)
                 for row in connection.execute(
-                    select(topics).where(topics.c.topic_id.in_(wanted[at : at + _NAMES_AT_ONCE]))
+                    select(topics).where(topics.c.topic_id.in_(ids[at : at + _NAMES_AT_ONCE]))
                 )
             ]
 

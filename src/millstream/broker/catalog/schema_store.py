@@ -37,8 +37,8 @@ def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
     # Not beyond the number just read: a later change may be committed between two of these statements.
     found: dict[str, list[Any]] = {}
     for table in (schemas, schema_versions, schema_settings):
-        wanted = and_(table.c.change > since, table.c.change <= last)
-        found[table.name] = list(connection.execute(select(table).where(wanted).order_by(table.c.change)))
+        condition = and_(table.c.change > since, table.c.change <= last)
+        found[table.name] = list(connection.execute(select(table).where(condition).order_by(table.c.change)))
     return SchemaChanges(
         last=int(last),
         schemas=[_to_schema(row) for row in found[schemas.name]],

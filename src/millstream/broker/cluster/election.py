@@ -223,5 +223,5 @@ def _in_replica_order(state: PartitionState, nodes: Collection[NodeId]) -> tuple
 
 
 def _first_replica(state: PartitionState, nodes: Iterable[NodeId]) -> NodeId:
-    wanted = set(nodes)
-    return next(node for node in state.replicas if node in wanted)
+    preferred = set(nodes)
+    return next(node for node in state.replicas if node in preferred)

@@ -134,17 +134,17 @@ class Layout:
 
     def fits(self, files: Files) -> bool:
         """Whether every log belongs to a node of this layout and is in its folder; the others have none yet."""
-        wanted = {folder: node for node, folder in self.folders.items()}
-        return all(wanted.get(folder) == node for folder, node in self.present(files).items())
+        expected = {folder: node for node, folder in self.folders.items()}
+        return all(expected.get(folder) == node for folder, node in self.present(files).items())
 
     def is_settled(self, files: Files) -> bool:
         """Whether every log is in the folder that this layout assigns; checks few files."""
         present = self.present(files)
         if not present:
             return True
-        wanted = {folder: node for node, folder in self.folders.items()}
+        expected = {folder: node for node, folder in self.folders.items()}
         return (
-            present == wanted
+            present == expected
             and not files.exists(f"{self.data}/{MARK_NAME}")
             and (files.exists(f"{self.data}/{FILE_NAME}") or not any(_has_logs(files, folder) for folder in present))
         )
@@ -371,11 +371,11 @@ class FolderSettlement:
                     entry = entries.get(partition_key((key[0], PartitionIndex(key[1]))))
                     # The first node keeps logs of undeclared topics.
                     nodes = (first,) if entry is None else PartitionState.from_json(entry.value).replicas
-                    wanted = layout.folders[nodes[0]]
-                    if wanted != folder and len(nodes) == 1:
-                        moves.setdefault(wanted, []).append(key)
-                for wanted, logs in moves.items():
-                    stores[folder].hand_over(logs, stores[wanted])
+                    target = layout.folders[nodes[0]]
+                    if target != folder and len(nodes) == 1:
+                        moves.setdefault(target, []).append(key)
+                for target, logs in moves.items():
+                    stores[folder].hand_over(logs, stores[target])
         for folder in present:
             if folder not in layout.folders.values():
                 self._remove_emptied(folder)

@@ -57,11 +57,13 @@ class CreationContext:
     new_id: Callable[[], UUID]
     now_ms: int
 
-    def declare_all(self, wanted: Sequence[NewTopic], deleted: Collection[UUID] = ()) -> list[Topic | MillstreamError]:
+    def declare_all(
+        self, new_topics: Sequence[NewTopic], deleted: Collection[UUID] = ()
+    ) -> list[Topic | MillstreamError]:
         """Return each topic that may be created, or why it may not; `deleted` are ids whose files still exist."""
         outcomes: list[Topic | MillstreamError] = []
         taken: dict[str, str] = {}
-        for one in wanted:
+        for one in new_topics:
             try:
                 if one.topic_id in deleted:
                     raise TopicExists(
@@ -111,9 +113,9 @@ class CreationContext:
         )
 
 
-def check_partitions(wanted: int) -> None:
-    if not 1 <= wanted <= PARTITIONS_MAX:
-        raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
+def check_partitions(partitions: int) -> None:
+    if not 1 <= partitions <= PARTITIONS_MAX:
+        raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {partitions}")
 
 
 def exists_error(name: str) -> TopicExists:

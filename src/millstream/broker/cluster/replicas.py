@@ -258,10 +258,10 @@ class InSyncWriter:
     """Requests the changes that partitions want from the store."""
 
     def __init__(
-        self, store: CoordinationStore, wanted: Callable[[Partition], InSyncChange | None], backoff: Backoff
+        self, store: CoordinationStore, next_change: Callable[[Partition], InSyncChange | None], backoff: Backoff
     ) -> None:
         self._store = store
-        self._next_change = wanted
+        self._next_change = next_change
         self._backoff = backoff
         self._queue: dict[Partition, None] = {}
         self._wake = asyncio.Event()

@@ -179,15 +179,15 @@ class Subscriptions(NamedHolder[Subscription]):
 
         def changed(now: Subscription) -> Subscription:
             merged: dict[str, str | None] = {**now.overrides, **changes}
-            wanted = now.topics if topics is None else tuple(topics)
+            new_topics = now.topics if topics is None else tuple(topics)
             given = {key: text for key, text in merged.items() if text is not None}
-            overrides = _with_defaults(name, wanted, given, dead_letter_topic)
-            self._check(name, wanted, overrides)
+            overrides = _with_defaults(name, new_topics, given, dead_letter_topic)
+            self._check(name, new_topics, overrides)
             begun = {**(starts or {}), **now.starts}
-            kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
+            kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in new_topics}
             sealed = {name: value for name, value in now.sealed.items() if name not in changes}
             return dataclasses.replace(
-                now, overrides=overrides, topics=wanted, starts=kept, sealed=sealed, owner=owner or now.owner
+                now, overrides=overrides, topics=new_topics, starts=kept, sealed=sealed, owner=owner or now.owner
             )
 
         # Checked before the catalog is asked, and again with the current declaration.

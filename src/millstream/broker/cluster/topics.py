@@ -493,7 +493,7 @@ class Topics:
         timeout_s: float = AGREEMENT_S,
     ) -> Topic:
         """Declare a topic durably, then open its partitions. `placement` chooses the replicas."""
-        wanted = NewTopic(
+        new = NewTopic(
             name=name,
             partitions=partitions,
             replication=replication,
@@ -501,19 +501,19 @@ class Topics:
             internal=internal,
             placement=placement,
         )
-        [created] = await self.create_all([wanted], validate_only=validate_only, timeout_s=timeout_s)
+        [created] = await self.create_all([new], validate_only=validate_only, timeout_s=timeout_s)
         if isinstance(created, MillstreamError):
             raise created
         return created
 
     async def create_all(
-        self, wanted: Sequence[NewTopic], *, validate_only: bool = False, timeout_s: float = AGREEMENT_S
+        self, new: Sequence[NewTopic], *, validate_only: bool = False, timeout_s: float = AGREEMENT_S
     ) -> list[Topic | MillstreamError]:
         """Declare topics durably and together, then open their partitions; return each topic, or why it failed."""
         if validate_only:
-            return self._creation_terms.declare_all(wanted)
+            return self._creation_terms.declare_all(new)
         # A client that disconnects meanwhile must not leave a topic that only the catalog knows.
-        outcomes = await finish(self._add_all(wanted))
+        outcomes = await finish(self._add_all(new))
         waiting = {outcome.topic_id: outcome for outcome in outcomes if isinstance(outcome, Topic)}
         timed_out = await self._await_creation(waiting, timeout_s)
         return [
@@ -523,16 +523,16 @@ class Topics:
             for outcome in outcomes
         ]
 
-    async def _add_all(self, wanted: Sequence[NewTopic]) -> list[Topic | MillstreamError]:
+    async def _add_all(self, new: Sequence[NewTopic]) -> list[Topic | MillstreamError]:
         """Store new topics in the catalog, and notify the controller."""
-        has_ids = any(one.topic_id is not None for one in wanted)
+        has_ids = any(one.topic_id is not None for one in new)
         deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
         async with self._changing:
-            outcomes = self._creation_terms.declare_all(wanted, deleted)
+            outcomes = self._creation_terms.declare_all(new, deleted)
             declared = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
             placed = [
                 (outcome.topic_id, one.placement)
-                for one, outcome in zip(wanted, outcomes, strict=True)
+                for one, outcome in zip(new, outcomes, strict=True)
                 if isinstance(outcome, Topic) and one.placement
             ]
             for topic_id, placement in placed:
@@ -583,27 +583,27 @@ class Topics:
             raise outcome
 
     async def delete_all(
-        self, wanted: Sequence[str | Topic], *, timeout_s: float = AGREEMENT_S
+        self, named: Sequence[str | Topic], *, timeout_s: float = AGREEMENT_S
     ) -> list[Topic | MillstreamError]:
         """Delete topics together; return each deleted topic, or why it was not deleted."""
-        outcomes = await finish(self._delete_declared(wanted))
+        outcomes = await finish(self._delete_declared(named))
         waiting = {outcome.topic_id for outcome in outcomes if isinstance(outcome, Topic)}
 
         def agreed() -> bool:
             waiting.intersection_update(self._by_id)
             return not waiting
 
-        what = ", ".join(repr(one if isinstance(one, str) else one.name) for one in wanted[:_NAMES_SHOWN_MAX])
+        what = ", ".join(repr(one if isinstance(one, str) else one.name) for one in named[:_NAMES_SHOWN_MAX])
         try:
             await self._view.until(agreed, timeout_s, what=f"the deletion of topic {what}")
         except RequestTimedOut as error:
             return [error if isinstance(one, Topic) and one.topic_id in waiting else one for one in outcomes]
         return outcomes
 
-    async def _delete_declared(self, wanted: Sequence[str | Topic]) -> list[Topic | MillstreamError]:
+    async def _delete_declared(self, named: Sequence[str | Topic]) -> list[Topic | MillstreamError]:
         outcomes: list[Topic | MillstreamError] = []
         async with self._changing:
-            for one in wanted:
+            for one in named:
                 try:
                     name = one if isinstance(one, str) else one.name
                     topic = self._require(name)
@@ -721,9 +721,9 @@ class Topics:
     ) -> Topic:
         async with self._changing:
             before = self._require(name)
-            wanted = change(before)
+            after = change(before)
             if validate_only:
-                return wanted
+                return after
             await self._store_placement(before.topic_id, placement)
             changed = await self._declarations.change(Catalog.alter_topic, before.topic_id, change)
             self._notify_declared(changed)

@@ -237,11 +237,9 @@ class Runtime(Generic[S]):
             task.add_done_callback(self._resigning.discard)
 
     async def _create(self) -> None:
-        wanted = self._topic
+        topic = self._topic
         with suppress(TopicExists):
-            await self._topics.create(
-                wanted.name, partitions=wanted.partitions, overrides=wanted.overrides, internal=True
-            )
+            await self._topics.create(topic.name, partitions=topic.partitions, overrides=topic.overrides, internal=True)
 
 
 class Coordinator(Generic[S]):

@@ -231,18 +231,18 @@ class GroupCoordinator(Coordinator[GroupShard]):
     async def fetch(
         self,
         group_id: str,
-        wanted: Mapping[str, Iterable[int]] | None,
+        partitions: Mapping[str, Iterable[int]] | None,
         *,
         member_id: str | None = None,
         epoch: int = -1,
         require_stable: bool = True,
     ) -> FetchedOffsets:
-        """Return committed offsets, of all partitions if `wanted` is None; see `GroupShard.fetch`."""
+        """Return committed offsets, of all if `partitions` is None; see `GroupShard.fetch`."""
         _check_length(group_id)
         return await self._runtime.run(
             group_id,
             lambda shard: shard.fetch(
-                group_id, wanted, member_id=member_id, epoch=epoch, require_stable=require_stable
+                group_id, partitions, member_id=member_id, epoch=epoch, require_stable=require_stable
             ),
             pure=True,
         )

@@ -418,10 +418,10 @@ class Group:
         for member in self.members.values():
             if self.protocol_name is None:
                 return None
-            wanted = subscribed_topics(member.metadata(self.protocol_name))
-            if wanted is None:
+            subscribed = subscribed_topics(member.metadata(self.protocol_name))
+            if subscribed is None:
                 return None
-            topics |= wanted
+            topics |= subscribed
         return frozenset(topics)
 
     def consumes(self, topic: str) -> bool:

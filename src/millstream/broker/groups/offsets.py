@@ -85,12 +85,12 @@ class Offsets:
     def get(self, key: OffsetKey) -> CommittedOffset | None:
         return self.of_group(key.group_id).get((key.topic, key.partition))
 
-    def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]]) -> FetchedOffsets:
+    def fetch(self, group_id: str, partitions_by_topic: Mapping[str, Iterable[int]]) -> FetchedOffsets:
         """Return the offsets of these partitions; -1 for those without one."""
         offsets = self.of_group(group_id)
         return {
             topic: {partition: self._to_fetched(topic, offsets.get((topic, partition))) for partition in partitions}
-            for topic, partitions in wanted.items()
+            for topic, partitions in partitions_by_topic.items()
         }
 
     def fetch_all(self, group_id: str) -> FetchedOffsets:

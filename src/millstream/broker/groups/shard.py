@@ -414,25 +414,25 @@ class GroupShard:
     def fetch(
         self,
         group_id: str,
-        wanted: Mapping[str, Iterable[int]] | None,
+        partitions: Mapping[str, Iterable[int]] | None,
         *,
         member_id: str | None = None,
         epoch: int = -1,
         require_stable: bool = True,
     ) -> Outcome[FetchedOffsets]:
-        """Return committed offsets of some partitions, or of all if `wanted` is None.
+        """Return committed offsets of some partitions, or of all if `partitions` is None.
 
         With `require_stable`, offsets that an open transaction is about to change are marked, and all includes those
         whose first offset it is about to commit; otherwise, pending offsets are ignored.
         """
         self._check_not_shared(group_id)
         self.consumers.check_fetch(group_id, member_id, epoch)
-        fetched = self._offsets.fetch_all(group_id) if wanted is None else self._offsets.fetch(group_id, wanted)
+        fetched = self._offsets.fetch_all(group_id) if partitions is None else self._offsets.fetch(group_id, partitions)
         if not require_stable:
             return [], fetched
         pending = self.transactional.pending
         return [], pending.with_stability(
-            group_id, pending.with_uncommitted(group_id, fetched) if wanted is None else fetched
+            group_id, pending.with_uncommitted(group_id, fetched) if partitions is None else fetched
         )
 
     def delete_offsets(

@@ -60,8 +60,10 @@ class Barriers:
                 began = await gather_or_cancel(self._service.ask_node(node, hold) for node in others)
                 # Before the watermarks: groups also commit offsets without transactions, which are not held back, and
                 # what was written before such a commit must be below the watermarks.
-                wanted = {name: request.topic_ids.get(name) for name in request.topics}
-                groups, groups_omitted = await self._read_groups(token, wanted) if request.with_groups else ({}, False)
+                topic_ids = {name: request.topic_ids.get(name) for name in request.topics}
+                groups, groups_omitted = (
+                    await self._read_groups(token, topic_ids) if request.with_groups else ({}, False)
+                )
                 found = await self._service.high_watermarks(request.topics)
                 offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
                 release = HoldCommitsRequest(token=token, action="release")

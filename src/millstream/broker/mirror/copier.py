@@ -311,11 +311,11 @@ class Copier:
                 for copy in self._members.get(line, {}).values():
                     self._suspend(copy, MillstreamError(f"internal error: {failed!r}"))
         now = self._clock.monotonic()
-        wanted = [copy for copy in self.copies.values() if copy.held_until <= now]
+        due = [copy for copy in self.copies.values() if copy.held_until <= now]
         turn = asyncio.Semaphore(COMPARED_AT_ONCE)
-        leaders = await gather_or_cancel(self._leader_of(copy, turn) for copy in wanted)
+        leaders = await gather_or_cancel(self._leader_of(copy, turn) for copy in due)
         members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
-        for copy, leader in zip(wanted, leaders, strict=True):
+        for copy, leader in zip(due, leaders, strict=True):
             if leader is not None:
                 members.setdefault((leader, copy.line), {})[copy.key] = copy
         self._members = members
@@ -480,13 +480,13 @@ class Copier:
         asked: dict[CopyKey, Offset] = {}
         try:
             while members := self._members.get(line):
-                wanted = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
-                if not wanted:
+                offsets = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
+                if not offsets:
                     await self._assigned.wait()
                     continue
                 try:
                     if ahead is None:
-                        asked, ahead = wanted, self._fetch(line[0], members, wanted)
+                        asked, ahead = offsets, self._fetch(line[0], members, offsets)
                     # A fetch that fails must not be awaited again.
                     arriving, ahead, taken = ahead, None, asked
                     responses = await arriving
@@ -759,8 +759,8 @@ def awaits_gaps(partition: Partition) -> bool:
 class ReadableWait:
     """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
 
-    def __init__(self, wanted: Mapping[Partition, Offset]) -> None:
-        self._requested = wanted
+    def __init__(self, offsets: Mapping[Partition, Offset]) -> None:
+        self._requested = offsets
         self._changed = asyncio.Event()
 
     def advanced(self, partition: Partition) -> None:

@@ -211,7 +211,7 @@ class DeclaredCopies:
         rules = enforced(self._rules)
         seen = await self._sightings(ACLS)
         try:
-            wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
+            by_id = {_acl_id(acl): acl for acl in await self._source.acls()}
         except RequestRefused as error:
             if error.code != ErrorCode.security_disabled:
                 raise
@@ -220,9 +220,9 @@ class DeclaredCopies:
                 f"with --auth required, or run `millstream mirror update {self._run.mirror.name} --set acls=false`"
             ) from None
         here = {_acl_id(acl): acl for acl in rules.snapshot.acls}
-        async with self._sighting_change(ACLS, seen, wanted.keys()) as change:
+        async with self._sighting_change(ACLS, seen, by_id.keys()) as change:
             gone = [here[item_id] for item_id in change.forgotten if item_id in here]
-            await rules.follow(wanted.values(), gone, change)
+            await rules.follow(by_id.values(), gone, change)
         own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
         self._update_note("acls", "access rules", list(map(str, own)))
 

@@ -274,41 +274,41 @@ async def apply_recorded_offsets(service: MirrorService, mirror: Mirror) -> None
     if not recorded:
         return
     readable = await service.exposed_offsets({where for offsets in recorded.values() for where in offsets})
-    wanted = {
+    pending = {
         group: {where: min(at, readable[where]) for where, at in offsets.items() if where in readable}
         for group, offsets in recorded.items()
     }
     backoff, deadline = Backoff(), service.clock.monotonic() + APPLY_S
-    while wanted:
-        failed = await _apply_offsets(service.client(), wanted)
+    while pending:
+        failed = await _apply_offsets(service.client(), pending)
         is_over = service.clock.monotonic() >= deadline
-        wanted = {
-            group: wanted[group] for group, error in failed.items() if isinstance(error, TRANSIENT) and not is_over
+        pending = {
+            group: pending[group] for group, error in failed.items() if isinstance(error, TRANSIENT) and not is_over
         }
-        for group in failed.keys() - wanted.keys():
+        for group in failed.keys() - pending.keys():
             # Clients must be able to write even if a coordinator stays away.
             extra = {"group": group, "offsets": str(recorded[group]), "error": str(failed[group])}
             _logger.warning("offsets of a group are not applied", extra=extra)
-        if wanted:
+        if pending:
             await backoff.pause()
 
 
 async def _apply_offsets(
-    client: Client, wanted: Mapping[str, Mapping[TopicPartition, int]]
+    client: Client, offsets: Mapping[str, Mapping[TopicPartition, int]]
 ) -> dict[str, MillstreamError]:
     """Commit offsets that are not behind those that clients have committed here; return the errors by group."""
     failed: dict[str, MillstreamError] = {}
     try:
-        committed = await commits_by_group(client, list(wanted))
+        committed = await commits_by_group(client, list(offsets))
     except MillstreamError as error:
-        return dict.fromkeys(wanted, error)
+        return dict.fromkeys(offsets, error)
     for group, here in committed.items():
         if isinstance(here, MillstreamError):
             failed[group] = here
             continue
         changed = {
             where: at
-            for where, at in wanted[group].items()
+            for where, at in offsets[group].items()
             if where not in here or here[where].offset < at or here[where].metadata == MIRRORED
         }
         try:
@@ -611,11 +611,11 @@ async def _delete_unused(service: MirrorService, name: str) -> None:
 
 
 async def _topics_of(service: MirrorService, request: AdoptRequest) -> list[Topic]:
-    wanted = set(request.topic_ids)
+    topic_ids = set(request.topic_ids)
     return [
         topic
         for topic in await service.topics.declared()
-        if topic.topic_id in wanted and topic.mirror in ("", request.name)
+        if topic.topic_id in topic_ids and topic.mirror in ("", request.name)
     ]
 
 

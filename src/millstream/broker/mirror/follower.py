@@ -127,16 +127,16 @@ class Follower:
         await run_until_first(work)
 
     async def _loop(
-        self, work: Callable[[], Awaitable[None]], pause_s: float, wanted: asyncio.Event | None = None
+        self, work: Callable[[], Awaitable[None]], pause_s: float, trigger: asyncio.Event | None = None
     ) -> None:
         """Repeat a task after a pause, or when an event is set, while this node is the owner."""
         what = f"{work.__name__.lstrip('_').removeprefix('sync_')} cannot be mirrored now"
         unreachable_since: float | None = None
         while True:
-            if wanted is not None:
+            if trigger is not None:
                 # A notice may be lost with the node that was the owner.
-                await wait_up_to(NOTICE_LOST_S, wanted)
-                wanted.clear()
+                await wait_up_to(NOTICE_LOST_S, trigger)
+                trigger.clear()
             if self._service.is_owner:
                 try:
                     await work()
@@ -146,8 +146,8 @@ class Follower:
                     raise
                 except MillstreamError as error:
                     self._run.notes[what] = Problem(f"{what}: {error}")
-                    if wanted is not None:
-                        wanted.set()
+                    if trigger is not None:
+                        trigger.set()
                     if isinstance(error, BrokerUnreachable):
                         # One node of several may be down. If it is the whole source, another may come up in its place.
                         now = self._service.clock.monotonic()
@@ -281,9 +281,9 @@ class Follower:
             await topics.add_partitions(name, len(original.partitions))
             self._run.refreshed.set()
         if checks_configs:
-            wanted = await self._overrides(original.name)
-            if dict(copy.overrides) != wanted and copy.name in await self._following([copy]):
-                await topics.alter(name, wanted, replace=True)
+            overrides = await self._overrides(original.name)
+            if dict(copy.overrides) != overrides and copy.name in await self._following([copy]):
+                await topics.alter(name, overrides, replace=True)
 
     async def _following(self, copies: Iterable[Topic]) -> set[str]:
         """Return the copies whose originals exist and were not recreated; whatever was read of them before is theirs.
@@ -306,7 +306,7 @@ class Follower:
             _offsets_outside(self._committed, {name}),
             _offsets_outside(self._applicable, {name}),
         )
-        wanted = NewTopic(
+        new = NewTopic(
             name=name,
             partitions=len(original.partitions),
             replication=settings.replication or -1,
@@ -317,7 +317,7 @@ class Follower:
             origins=origins,
             original_id=original_id,
         )
-        [created] = await service.topics.create_all([wanted])
+        [created] = await service.topics.create_all([new])
         if isinstance(created, MillstreamError):
             raise created
         self._queues.forget(lambda key: key.topic_id == topic_id)
@@ -340,7 +340,7 @@ class Follower:
         return usable
 
     async def _sync_deletions(self, originals: Mapping[str, TopicMetadata]) -> None:
-        """Delete copies of deleted topics, if that is wanted; otherwise they stay as they are."""
+        """Delete copies of deleted topics, if the mirror is set to; otherwise they stay as they are."""
         copies = {self._run.mirror.source_name(one): one for one in self._service.copied_topics(self._run.mirror.name)}
         for name in self._absent.keys() - copies.keys():
             del self._absent[name]
@@ -627,8 +627,8 @@ class Follower:
             self._run.wants_barrier.set()
 
     async def _apply_groups(self, groups: Mapping[str, Mapping[TopicPartition, int]]) -> None:
-        wanted = {where for offsets in groups.values() for where in offsets}
-        exposed = await self._service.exposed_offsets(wanted)
+        partitions = {where for offsets in groups.values() for where in offsets}
+        exposed = await self._service.exposed_offsets(partitions)
         changes: Commits = {}
         for group, offsets in groups.items():
             known = self._run.groups.get(group, {})
@@ -688,9 +688,9 @@ def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:
     return {group: offsets for group, offsets in found.items() if offsets}
 
 
-def _find_behind(wanted: Vector, reached: Vector) -> TopicPartition | None:
+def _find_behind(targets: Vector, reached: Vector) -> TopicPartition | None:
     """Return a partition that does not reach its offset; those without a leader do not either."""
-    for topic, offsets in wanted.items():
+    for topic, offsets in targets.items():
         for index, offset in offsets.items():
             if offset > reached.get(topic, {}).get(index, 0):
                 return TopicPartition(topic, PartitionIndex(index))

@@ -212,18 +212,18 @@ class MirroredQueues:
 
     async def _letter_ends(self, names: Iterable[str]) -> dict[str, dict[TopicPartition, int]]:
         """Return where dead letter topics end at the source; those that cannot be copied now are missing."""
-        wanted: dict[str, list[TopicPartition]] = {name: [] for name in names}
-        for name, original in (await self._source.metadata(wanted)).topics.items():
+        partitions_of: dict[str, list[TopicPartition]] = {name: [] for name in names}
+        for name, original in (await self._source.metadata(partitions_of)).topics.items():
             copy = self._service.topics.get(name)
             if copy is not None and not is_original(copy, original):
                 # It was recreated, which the copier reports.
-                del wanted[name]
+                del partitions_of[name]
             else:
-                wanted[name] = [TopicPartition(name, index) for index in original.partitions]
-        ends = await self._source.ends([where for partitions in wanted.values() for where in partitions])
+                partitions_of[name] = [TopicPartition(name, index) for index in original.partitions]
+        ends = await self._source.ends([where for partitions in partitions_of.values() for where in partitions])
         return {
             name: {where: ends[where] for where in partitions}
-            for name, partitions in wanted.items()
+            for name, partitions in partitions_of.items()
             if all(where in ends for where in partitions)
         }
 

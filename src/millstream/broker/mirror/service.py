@@ -722,14 +722,14 @@ class MirrorService:
             with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.wait_ms / 1000):
                     await self.topics.await_revision(request.revision)
-                    wanted = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
+                    offsets = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
                     while (run := self._runs.get(request.mirror)) is None or (copier := run.copier) is None:
                         await self._connected.wait()
-                    await copier.await_comparison(one for one, offset in wanted.items() if offset)
+                    await copier.await_comparison(one for one, offset in offsets.items() if offset)
                     if request.is_readable:
-                        await ReadableWait(wanted).wait()
+                        await ReadableWait(offsets).wait()
                     else:
-                        arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
+                        arrivals = [partition.arrived(offset) for partition, offset in offsets.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
                         await copier.without_gaps()
         run = self._runs.get(request.mirror)
@@ -853,8 +853,8 @@ class MirrorService:
             letters = {name: sorted(topics) for name, topics in self.subscriptions.letter_origins().items()}
             fenced = {topic.name: topic.mirror for topic in self.topics.all() if topic.is_draining}
             return OfferResponse(mirrored=mirrored, origins=origins, letters=letters, fenced=fenced)
-        wanted = set(request.topics)
-        names = {topic.name for topic in self.topics.all() if topic.topic_id in wanted}
+        topic_ids = set(request.topics)
+        names = {topic.name for topic in self.topics.all() if topic.topic_id in topic_ids}
         known = {
             QueueKey(UUID(bytes=one.subscription_id), UUID(bytes=one.topic_id), PartitionIndex(one.partition)): (
                 one.sequence
@@ -876,7 +876,7 @@ class MirrorService:
         ]
         has_hidden = len(subscriptions) < len(declared)
         if rights is not None:
-            wanted = {one for one in wanted if rights.topic(Operation.READ, rights.topic_name(one) or "")}
+            topic_ids = {one for one in topic_ids if rights.topic(Operation.READ, rights.topic_name(one) or "")}
 
         def may_read(subscription_id: UUID) -> bool:
             if rights is None:
@@ -888,7 +888,7 @@ class MirrorService:
         size, has_more = 0, False
         for key, loaded in self.subscriptions.states.changed(
             lambda key, sequence: (
-                key.topic_id in wanted
+                key.topic_id in topic_ids
                 and known.get(key) not in (sequence, ANY_SEQUENCE)
                 and may_read(key.subscription_id)
             )

@@ -91,9 +91,9 @@ class SchemaExaminer:
         """Return why a schema is incompatible with earlier ones, given newest first."""
         return await self._send_request(CheckRequest(schema, earlier, level)) if earlier and level != "NONE" else ()
 
-    async def render(self, schema: SchemaText, wanted: str) -> str:
+    async def render(self, schema: SchemaText, form: str) -> str:
         """Return a schema in another format."""
-        (text,) = await self._send_request(RenderRequest(schema, wanted))
+        (text,) = await self._send_request(RenderRequest(schema, form))
         return text
 
     async def close(self) -> None:
@@ -244,30 +244,30 @@ class SchemaRegistry:
             found = find()
         return found
 
-    async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
+    async def find_version(self, subject: QualifiedSubject, version: str, *, deleted: bool = False) -> SubjectVersion:
         """Return one version of a subject: a number, or `latest`."""
-        return await self._find_held_version(self._resolve_alias(subject), wanted, deleted=deleted)
+        return await self._find_held_version(self._resolve_alias(subject), version, deleted=deleted)
 
     async def _find_held_version(
-        self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
+        self, subject: QualifiedSubject, version: str, *, deleted: bool = False
     ) -> SubjectVersion:
-        number = parse_version(wanted)
+        number = parse_version(version)
         await self._find_held(subject, deleted=deleted)
         chosen = await self._look_up(lambda: _select_version(self.held(subject).select(deleted=deleted), number))
         if chosen is None:
-            raise SchemaRegistryError(f"Version {wanted} not found.", code=RegistryCode.VERSION_NOT_FOUND)
+            raise SchemaRegistryError(f"Version {version} not found.", code=RegistryCode.VERSION_NOT_FOUND)
         return chosen
 
     async def find_version_anywhere(
-        self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
+        self, subject: QualifiedSubject, version: str, *, deleted: bool = False
     ) -> SubjectVersion:
         """Return one version of a subject; one without a context may be in any that has it."""
         try:
-            return await self.find_version(subject, wanted, deleted=deleted)
+            return await self.find_version(subject, version, deleted=deleted)
         except SchemaRegistryError:
             for other in self._in_other_contexts(subject):
                 with suppress(SchemaRegistryError):
-                    return await self._find_held_version(other, wanted, deleted=deleted)
+                    return await self._find_held_version(other, version, deleted=deleted)
             raise
 
     def _in_other_contexts(self, subject: QualifiedSubject) -> list[QualifiedSubject]:
@@ -323,14 +323,14 @@ class SchemaRegistry:
         keys = self._referrers.get((version.subject, version.version), set())
         return sorted({key[1] for key in keys if any(not use.is_deleted for use in self.uses(self._schemas[key]))})
 
-    async def render(self, schema: StoredSchema, wanted: str) -> str:
+    async def render(self, schema: StoredSchema, form: str) -> str:
         """Return the text of a schema in the format that a client asks for."""
-        if wanted not in ("resolved", "serialized", COMPILED):
+        if form not in ("resolved", "serialized", COMPILED):
             return schema.content.text
-        key = (schema.context, schema.schema_id, wanted)
+        key = (schema.context, schema.schema_id, form)
         if key not in self._rendered:
             text = await self._text_of(schema.content, schema.context)
-            rendered = await self._examiner.render(text, wanted)
+            rendered = await self._examiner.render(text, form)
             while len(self._rendered) >= RENDERED_MAX:
                 del self._rendered[next(iter(self._rendered))]
             self._rendered[key] = rendered
@@ -456,15 +456,15 @@ class SchemaRegistry:
             return content.text == await self.render(stored, "resolved")
         return (content.text, content.references) == (other.text, other.references)
 
-    async def check(self, subject: QualifiedSubject, new: NewSchema, wanted: str | None) -> Sequence[str]:
+    async def check(self, subject: QualifiedSubject, new: NewSchema, version: str | None) -> Sequence[str]:
         """Return why a schema is incompatible with one version, or with those that the subject's level covers."""
         subject = self._resolve_alias(subject)
         content = await self._parse(subject, new)
         level = self.level(subject)
-        if wanted is None:
+        if version is None:
             versions = (await self._find_held(subject)).live
         else:
-            versions = [await self._find_held_version(subject, wanted)]
+            versions = [await self._find_held_version(subject, version)]
         return await self._incompatibilities(subject, content, versions, level)
 
     async def _parse(self, subject: QualifiedSubject, new: NewSchema) -> SchemaContent:
@@ -636,22 +636,22 @@ class SchemaRegistry:
         await self._delete(affected, permanent=permanent, with_settings=True)
         return [one.version for one in affected]
 
-    async def delete_version(self, subject: QualifiedSubject, wanted: str, *, permanent: bool = False) -> int:
+    async def delete_version(self, subject: QualifiedSubject, requested: str, *, permanent: bool = False) -> int:
         """Delete one version of a subject; permanently only if it is deleted already."""
         subject = self._resolve_alias(subject)
-        parse_version(wanted)
+        parse_version(requested)
         self.check_writable(subject)
         # The last version that is not deleted, for a deletion that is not permanent.
-        is_latest_live = wanted == "latest" and not permanent and bool(self.held(subject).live)
-        version = await self._find_held_version(subject, wanted, deleted=not is_latest_live)
+        is_latest_live = requested == "latest" and not permanent and bool(self.held(subject).live)
+        version = await self._find_held_version(subject, requested, deleted=not is_latest_live)
         if permanent and not version.is_deleted:
             raise SchemaRegistryError(
-                f"Subject '{subject}' Version {wanted} was not deleted first before being permanently deleted",
+                f"Subject '{subject}' Version {requested} was not deleted first before being permanently deleted",
                 code=RegistryCode.VERSION_NOT_SOFT_DELETED,
             )
         if not permanent and version.is_deleted:
             raise SchemaRegistryError(
-                f"Subject '{subject}' Version {wanted} was soft deleted.Set permanent=true to delete permanently",
+                f"Subject '{subject}' Version {requested} was soft deleted.Set permanent=true to delete permanently",
                 code=RegistryCode.VERSION_SOFT_DELETED,
             )
         is_last = all(one.is_deleted or one == version for one in self.held(subject))
@@ -809,17 +809,17 @@ class SchemaRegistry:
                     f"schema id {schema.schema_id} belongs to another schema here than at the source of the mirror",
                     code=RegistryCode.NOT_PERMITTED,
                 )
-        wanted = {(one.subject, one.version): one for one in versions}
+        followed = {(one.subject, one.version): one for one in versions}
         here = {(subject, one.version): one for subject in self._subjects for one in self._subjects[subject].values()}
-        for place, one in wanted.items():
+        for place, one in followed.items():
             if place in here and here[place].schema_id != one.schema_id:
                 raise SchemaRegistryError(
                     f"version {one.version} of {str(one.subject)!r} is another schema here than at the source",
                     code=RegistryCode.NOT_PERMITTED,
                 )
-        changed = [one for place, one in wanted.items() if here.get(place) != one]
+        changed = [one for place, one in followed.items() if here.get(place) != one]
         deleted = [
-            dataclasses.replace(here[place], is_gone=True) for place in gone if place in here and place not in wanted
+            dataclasses.replace(here[place], is_gone=True) for place in gone if place in here and place not in followed
         ]
         other_settings = [one for one in settings if self.settings(one.subject) != one]
 

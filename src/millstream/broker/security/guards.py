@@ -382,18 +382,18 @@ async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         seen = tuple(topic for topic in response.topics if rights.topic(DESCRIBE, topic.name))
         return dataclasses.replace(response, topics=_with_topic_operations(seen, rights))
     allowed, creating, denied = [], [], []
-    for wanted in request.topics:
-        name = wanted.name if wanted.topic_id is None else rights.topic_name(wanted.topic_id)
+    for requested in request.topics:
+        name = requested.name if requested.topic_id is None else rights.topic_name(requested.topic_id)
         if name is None:
-            allowed.append(wanted)
+            allowed.append(requested)
         elif not rights.check(DESCRIBE, TOPIC, name):
-            denied.append(_refuse_metadata(wanted))
+            denied.append(_refuse_metadata(requested))
         elif not request.allow_auto_topic_creation or rights.has_topic(name):
-            allowed.append(wanted)
+            allowed.append(requested)
         elif rights.cluster(CREATE) or rights.check(CREATE, TOPIC, name):
-            creating.append(wanted)
+            creating.append(requested)
         else:
-            denied.append(_refuse_metadata(wanted))
+            denied.append(_refuse_metadata(requested))
     response = await api.handle(
         dataclasses.replace(request, topics=tuple(allowed), allow_auto_topic_creation=False), client
     )
@@ -406,17 +406,17 @@ async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
 
 async def _create_missing(api: Any, request: Any, client: Any, rights: Rights, missing: Sequence[Any]) -> Any:
     response = await api.handle(dataclasses.replace(request, topics=tuple(missing)), client)
-    for wanted in missing:
-        if rights.has_topic(wanted.name):
-            rights.record("Metadata", Change(activity=Activity.CREATE, kind="topic", name=wanted.name))
+    for requested in missing:
+        if rights.has_topic(requested.name):
+            rights.record("Metadata", Change(activity=Activity.CREATE, kind="topic", name=requested.name))
     return response
 
 
-def _refuse_metadata(wanted: Any) -> Any:
+def _refuse_metadata(requested: Any) -> Any:
     return metadata.MetadataResponseTopic(
         error_code=_TOPIC_DENIED,
-        name=None if wanted.topic_id is not None else wanted.name,
-        topic_id=wanted.topic_id,
+        name=None if requested.topic_id is not None else requested.name,
+        topic_id=requested.topic_id,
         is_internal=False,
         partitions=(),
     )
@@ -504,12 +504,12 @@ async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) ->
     return _extend(response, "responses", (_refuse_deletion(topic, rights) for topic in denied))
 
 
-def _refuse_deletion(wanted: Any, rights: Rights) -> Any:
-    name = wanted.name if wanted.topic_id is None else rights.topic_name(wanted.topic_id)
-    is_shown = name is not None and (wanted.topic_id is None or rights.topic(DESCRIBE, name))
+def _refuse_deletion(requested: Any, rights: Rights) -> Any:
+    name = requested.name if requested.topic_id is None else rights.topic_name(requested.topic_id)
+    is_shown = name is not None and (requested.topic_id is None or rights.topic(DESCRIBE, name))
     return delete_topics.DeletableTopicResult(
         name=TopicName(name) if is_shown else None,
-        topic_id=wanted.topic_id,
+        topic_id=requested.topic_id,
         error_code=_TOPIC_DENIED,
         error_message=f"{rights.principal} may not delete {f'topic {name!r}' if is_shown else 'this topic'}",
     )

@@ -196,10 +196,10 @@ class SecurityState(Holder):
             await self._change(SecurityChange(delete_acls=gone))
         return gone
 
-    async def follow(self, wanted: Iterable[Acl], gone: Iterable[Acl], sightings: SightingChange) -> None:
+    async def follow(self, rules: Iterable[Acl], gone: Iterable[Acl], sightings: SightingChange) -> None:
         """Add and delete rules as at the source of a mirror, in one transaction with its sightings."""
         here = self.snapshot.acls
-        added, removed = frozenset(wanted) - here, frozenset(gone) & here
+        added, removed = frozenset(rules) - here, frozenset(gone) & here
         if len(here) + len(added) > ACLS_MAX:
             raise InvalidRequest(f"there are {ACLS_MAX} access rules at most; the source of a mirror has more")
         if added or removed:

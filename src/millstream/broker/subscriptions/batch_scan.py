@@ -104,7 +104,7 @@ def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
     from millstream.protocol.records.decoder import HEADER, KEY, decode_columns
 
     batch = memoryview(records)[header.position : header.end_position]
-    fields = [name for name, is_wanted in ((KEY, with_keys), (HEADER, has_delays)) if is_wanted]
+    fields = [name for name, is_needed in ((KEY, with_keys), (HEADER, has_delays)) if is_needed]
     found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
@@ -208,13 +208,13 @@ class ScanResult:
             deltas.append(Delta(DeltaKind.ABSENT, begin, end, 0, 0, "", now_ms))
         if self.matches is None and not self.delayed:
             return deltas
-        wanted = np.ones(self.next_offset - self.first, np.bool_)
+        selected = np.ones(self.next_offset - self.first, np.bool_)
         for begin, end in self.absent:
-            wanted[begin - self.first : end - self.first + 1] = False
+            selected[begin - self.first : end - self.first + 1] = False
         if self.matches is not None:
-            deltas += self._filtered_deltas(wanted & ~self.matches, now_ms)
-            wanted &= self.matches
-        deltas += self._parked_deltas(wanted, now_ms)
+            deltas += self._filtered_deltas(selected & ~self.matches, now_ms)
+            selected &= self.matches
+        deltas += self._parked_deltas(selected, now_ms)
         return deltas
 
     def _filtered_deltas(self, out: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
@@ -227,10 +227,10 @@ class ScanResult:
         first, last = self.first + begin, self.first + end
         return [Delta(DeltaKind.FILTERED, first, last, 0, 0, "", now_ms, "", bits)]
 
-    def _parked_deltas(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
+    def _parked_deltas(self, selected: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
         deltas: list[Delta] = []
         for offset, due_ms in self.delayed:
-            if due_ms <= now_ms or not wanted[offset - self.first]:
+            if due_ms <= now_ms or not selected[offset - self.first]:
                 continue
             before = deltas[-1] if deltas else None
             if before is not None and before.last + 1 == offset and before.due_ms == due_ms:

@@ -86,18 +86,18 @@ class FilterCache:
         """Stop the process that evaluates filters."""
         await self._worker.stop()
 
-    def add_filter(self, partition: TopicPartition, wanted: Filter) -> None:
+    def add_filter(self, partition: TopicPartition, filter_: Filter) -> None:
         """Register a queue's filter on a partition."""
-        self._partitions.setdefault(partition, _Partition()).filters[wanted] += 1
+        self._partitions.setdefault(partition, _Partition()).filters[filter_] += 1
 
-    def remove_filter(self, partition: TopicPartition, wanted: Filter) -> None:
+    def remove_filter(self, partition: TopicPartition, filter_: Filter) -> None:
         """Unregister a queue's filter on a partition."""
         known = self._partitions.get(partition)
         if known is None:
             return
-        known.filters[wanted] -= 1
-        if known.filters[wanted] <= 0:
-            del known.filters[wanted]
+        known.filters[filter_] -= 1
+        if known.filters[filter_] <= 0:
+            del known.filters[filter_]
         if not known.filters:
             # The next queue may find other messages: the topic may be recreated, or the log may be another leader's.
             for run in list(known.runs):
@@ -105,30 +105,30 @@ class FilterCache:
             del self._partitions[partition]
 
     async def matches(
-        self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
+        self, partition: TopicPartition, filter_: Filter, records: Buffer, first: Offset, next_offset: Offset
     ) -> Matches:
         """Return whether each offset of a range matches, and which cannot be decoded."""
         known = self._partitions.get(partition) or _Partition()
         async with known.turn:
-            runs = self._cached_runs(partition, known, wanted, first, next_offset)
+            runs = self._cached_runs(partition, known, filter_, first, next_offset)
             if runs is None:
-                runs = await self._evaluate_missing(partition, known, wanted, records, first, next_offset)
+                runs = await self._evaluate_missing(partition, known, filter_, records, first, next_offset)
         found = np.zeros(next_offset - first, np.bool_)
         for run in runs:
             start, end = max(first, run.start), min(next_offset, run.end)
-            found[start - first : end - first] = run.rows[wanted][start - run.start : end - run.start]
+            found[start - first : end - first] = run.rows[filter_][start - run.start : end - run.start]
         unreadable = (one for run in runs for one in run.unreadable if one[1] >= first and one[0] < next_offset)
         return Matches(found, tuple((max(a, first), min(b, next_offset - 1), reason) for a, b, reason in unreadable))
 
     def _cached_runs(
-        self, partition: TopicPartition, known: _Partition, wanted: Filter, first: int, next_offset: int
+        self, partition: TopicPartition, known: _Partition, filter_: Filter, first: int, next_offset: int
     ) -> list[_Run] | None:
         """Return the runs that cover a range; None if some are missing."""
         runs: list[_Run] = []
         at = first
         while at < next_offset:
             run = known.run_at(at)
-            if run is None or wanted not in run.rows:
+            if run is None or filter_ not in run.rows:
                 return None
             self._cached.move_to_end((partition, run.start))
             runs.append(run)
@@ -139,7 +139,7 @@ class FilterCache:
         self,
         partition: TopicPartition,
         known: _Partition,
-        wanted: Filter,
+        filter_: Filter,
         records: Buffer,
         first: Offset,
         next_offset: Offset,
@@ -151,10 +151,10 @@ class FilterCache:
             if header.next_offset <= first or header.base_offset >= next_offset:
                 continue
             run = known.run_at(header.base_offset)
-            if run is not None and wanted in run.rows and header.next_offset <= run.end:
+            if run is not None and filter_ in run.rows and header.next_offset <= run.end:
                 if position >= 0:
                     piece = memoryview(records)[position:end_position]
-                    runs.append(await self._evaluate_range(partition, known, wanted, piece, start, header.base_offset))
+                    runs.append(await self._evaluate_range(partition, known, filter_, piece, start, header.base_offset))
                     position = -1
                 if not runs or runs[-1] is not run:
                     runs.append(run)
@@ -168,13 +168,13 @@ class FilterCache:
         if position >= 0:
             end = max(last, next_offset)
             piece = memoryview(records)[position:end_position]
-            runs.append(await self._evaluate_range(partition, known, wanted, piece, start, end))
+            runs.append(await self._evaluate_range(partition, known, filter_, piece, start, end))
         return runs
 
     async def _evaluate_range(
-        self, partition: TopicPartition, known: _Partition, wanted: Filter, records: Buffer, start: int, end: int
+        self, partition: TopicPartition, known: _Partition, filter_: Filter, records: Buffer, start: int, end: int
     ) -> _Run:
-        rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, wanted)}
+        rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, filter_)}
         first, next_offset = Offset(start), Offset(end)
         unreadable: Unreadable = ()
         try:
@@ -247,11 +247,11 @@ def _run_start(run: _Run) -> int:
 
 
 class QueueFilter:
-    def __init__(self, cache: FilterCache, partition: TopicPartition, wanted: Filter) -> None:
+    def __init__(self, cache: FilterCache, partition: TopicPartition, filter_: Filter) -> None:
         self._filters = cache
         self._partition = partition
-        self.filter = wanted
-        cache.add_filter(partition, wanted)
+        self.filter = filter_
+        cache.add_filter(partition, filter_)
 
     def close(self) -> None:
         self._filters.remove_filter(self._partition, self.filter)

@@ -651,14 +651,14 @@ class Queue:
             raise CoordinatorUnavailable(
                 f"message {min(unwritten)} is still being written to the dead letter topic; try again in a moment"
             )
-        wanted = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
+        pending = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
         left = self._parked_max - fold.stragglers.unfinished
-        if sum(one.offset < fold.window.start for one in wanted) > left:
+        if sum(one.offset < fold.window.start for one in pending) > left:
             raise PolicyViolation(
                 f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
                 "redrive the others when some of these are done"
             )
-        for run in _group_consecutive(wanted):
+        for run in _group_consecutive(pending):
             first, last = run[0].offset, run[-1].offset
             self._record(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", encode_revivals(run)))
             if self._order is None:
@@ -666,7 +666,7 @@ class Queue:
             elif self._order.is_ready:
                 for one in run:
                     self._supply.revive(self._order, one.offset, one.key)
-        return len(wanted)
+        return len(pending)
 
     def _is_unrevived(self, revival: Revival, state: int) -> bool:
         """Whether a message is in a state and was not revived by this letter before."""

@@ -313,23 +313,23 @@ class StateShard:
     def written(self) -> list[QueueKey]:
         return [key for key, queue in self._queues.items() if queue.has_state]
 
-    def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
-        """Return the states of queues that are wanted, given the number of their last write, without fencing.
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
+        """Return the states of selected queues, given the number of their last write, without fencing.
 
         States that cannot be read are left out.
         """
         return [
             (key, Loaded(queue.image.capture(), queue.sequence, queue.image.is_large))
             for key, queue in self._queues.items()
-            if queue.has_state and is_wanted(key, queue.sequence) and not queue.image.is_broken
+            if queue.has_state and is_selected(key, queue.sequence) and not queue.image.is_broken
         ]
 
-    def images(self, is_wanted: Callable[[QueueKey], bool]) -> list[tuple[QueueKey, QueueImage]]:
-        """Return the images of queues that are wanted, without those that cannot be read."""
+    def images(self, is_selected: Callable[[QueueKey], bool]) -> list[tuple[QueueKey, QueueImage]]:
+        """Return the images of selected queues, without those that cannot be read."""
         return [
             (key, queue.image)
             for key, queue in self._queues.items()
-            if queue.has_state and is_wanted(key) and not queue.image.is_broken
+            if queue.has_state and is_selected(key) and not queue.image.is_broken
         ]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
@@ -566,17 +566,17 @@ class StateCoordinator(Coordinator[StateShard]):
                 gone += await shard.run(lambda state: state.forget(is_gone), pure=True)
         return gone
 
-    def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
-        """Yield the states on this node that are wanted, given the number of their last write."""
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
+        """Yield the states of selected queues on this node, given the number of their last write."""
         for shard in self._runtime.shards:
             if shard.state is not None:
-                yield from shard.state.changed(is_wanted)
+                yield from shard.state.changed(is_selected)
 
-    def images(self, is_wanted: Callable[[QueueKey], bool]) -> Iterator[tuple[QueueKey, QueueImage]]:
-        """Yield the images of queues on this node that are wanted."""
+    def images(self, is_selected: Callable[[QueueKey], bool]) -> Iterator[tuple[QueueKey, QueueImage]]:
+        """Yield the images of selected queues on this node."""
         for shard in self._runtime.shards:
             if shard.state is not None:
-                yield from shard.state.images(is_wanted)
+                yield from shard.state.images(is_selected)
 
     def written(self) -> list[QueueKey]:
         """Return the queues with a state on this node."""

@@ -287,9 +287,9 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         _check_id(transactional_id)
         return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
 
-    async def listing(self, wanted: TransactionFilter) -> list[TransactionDescription]:
+    async def listing(self, filter_: TransactionFilter) -> list[TransactionDescription]:
         """List the transactional ids of this node."""
-        responses = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
+        responses = [shard.submit(lambda state: state.listing(filter_), pure=True) for shard in self.shards]
         return [one for listing in await asyncio.gather(*responses) for one in listing]
 
     def status(self) -> TransactionsStatus:

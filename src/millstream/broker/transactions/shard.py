@@ -298,10 +298,10 @@ class TransactionShard:
         _check_producer(transaction, who)
         if transaction.state is TransactionState.PREPARED:
             raise InvalidTransactionState(f"{who.transactional_id!r} is prepared; nothing can be added")
-        wanted = frozenset(partitions)
-        if transaction.state is TransactionState.ONGOING and wanted <= transaction.partitions:
+        added = frozenset(partitions)
+        if transaction.state is TransactionState.ONGOING and added <= transaction.partitions:
             return [], None
-        grown = transaction.with_partitions(wanted, version=version, now_ms=self._clock.now_ms())
+        grown = transaction.with_partitions(added, version=version, now_ms=self._clock.now_ms())
         return [transaction_record(grown)], None
 
     def verify(
@@ -394,10 +394,10 @@ class TransactionShard:
     def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
         return [], _description(self._require_known(transactional_id))
 
-    def listing(self, wanted: TransactionFilter) -> Outcome[list[TransactionDescription]]:
+    def listing(self, filter_: TransactionFilter) -> Outcome[list[TransactionDescription]]:
         """List the transactional ids that a filter selects."""
         now_ms = self._clock.now_ms()
-        return [], [_description(one) for one in self._transactions.values() if _matches(one, wanted, now_ms)]
+        return [], [_description(one) for one in self._transactions.values() if _matches(one, filter_, now_ms)]
 
     def counts(self) -> dict[str, int]:
         """Count the transactional ids by state."""
@@ -642,9 +642,9 @@ def _concurrent_error(transaction: Transaction) -> ConcurrentTransactions:
 
 
 def _wrong_state_error(transaction: Transaction, *, commit: bool) -> InvalidTransactionState:
-    wanted = "committed" if commit else "aborted"
+    outcome = "committed" if commit else "aborted"
     return InvalidTransactionState(
-        f"{transaction.transactional_id!r} is {transaction.state.value} and cannot be {wanted}"
+        f"{transaction.transactional_id!r} is {transaction.state.value} and cannot be {outcome}"
     )
 
 
@@ -665,13 +665,13 @@ def _ending_of(transaction: Transaction) -> Ending:
     )
 
 
-def _matches(transaction: Transaction, wanted: TransactionFilter, now_ms: int) -> bool:
-    if wanted.states and transaction.state.value not in wanted.states:
+def _matches(transaction: Transaction, filter_: TransactionFilter, now_ms: int) -> bool:
+    if filter_.states and transaction.state.value not in filter_.states:
         return False
-    if wanted.producer_ids and transaction.producer_id not in wanted.producer_ids:
+    if filter_.producer_ids and transaction.producer_id not in filter_.producer_ids:
         return False
-    return wanted.longer_than_ms < 0 or (
-        transaction.started_ms >= 0 and now_ms - transaction.started_ms > wanted.longer_than_ms
+    return filter_.longer_than_ms < 0 or (
+        transaction.started_ms >= 0 and now_ms - transaction.started_ms > filter_.longer_than_ms
     )
 
 

@@ -132,9 +132,9 @@ class Backlogs:
         return places
 
     async def _list_offsets(
-        self, wanted: Iterable[TopicPartition], time_ms: int, isolation: int, known: Mapping[TopicPartition, int]
+        self, partitions: Iterable[TopicPartition], time_ms: int, isolation: int, known: Mapping[TopicPartition, int]
     ) -> dict[TopicPartition, int]:
-        found = await self._client.list_offsets_of(dict.fromkeys(wanted, time_ms), isolation=isolation)
+        found = await self._client.list_offsets_of(dict.fromkeys(partitions, time_ms), isolation=isolation)
         held = {where: known[where] for where in found if where in known}
         return {**held, **{where: one.offset for where, one in found.items() if isinstance(one, ListedOffset)}}
 

@@ -109,14 +109,14 @@ def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
 
 async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[DamagedOffsets] | None:
     """Return the damage of some partitions on their leaders; None if a leader does not report it."""
-    wanted = set(partitions)
-    leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
+    selected = set(partitions)
+    leaders = {one.leader_id for one in topic.partitions.values() if one.partition in selected and one.leader_id >= 0}
     lost: list[DamagedOffsets] = []
     for leader in sorted(leaders):
         status = await _find_status(client, leader)
         if status is None or "damage" not in status:
             return None
-        lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in wanted]
+        lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in selected]
     return sorted(lost)
 
 

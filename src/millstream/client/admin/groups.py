@@ -65,8 +65,8 @@ async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]]
                 pass
         return summary
 
-    wanted = await list_groups(client) if listed is None else listed
-    found = await gather_or_cancel(summarize(*one) for one in wanted)
+    selected = await list_groups(client) if listed is None else listed
+    found = await gather_or_cancel(summarize(*one) for one in selected)
     return [summary for summary in found if summary is not None]
 
 

@@ -67,7 +67,7 @@ def lacks_history(document: dict[str, Any]) -> bool:
 
 
 async def find_by_id(
-    client: Client, wanted: str, topic: str, since: str, until: str = "end", *, note: Callable[[str], None]
+    client: Client, searched_id: str, topic: str, since: str, until: str = "end", *, note: Callable[[str], None]
 ) -> list[Position]:
     """Find the messages of a topic with an id in a time range, by reading that part of the log.
 
@@ -93,7 +93,7 @@ async def find_by_id(
                 if header.is_control:
                     continue
                 # In a thread: batches may be large and compressed.
-                places += await asyncio.to_thread(_with_id, response.records, header, wanted, found, partition)
+                places += await asyncio.to_thread(_with_id, response.records, header, searched_id, found, partition)
             if offset == before:
                 break
     return [place for place in places if place.offset >= 0][:FOUND_MAX]
@@ -104,11 +104,13 @@ FOUND_MAX: Final = 100
 FETCH_BYTES: Final = 4 * 1024 * 1024
 
 
-def _with_id(records: Buffer, header: BatchHeader, wanted: str, topic: TopicMetadata, partition: int) -> list[Position]:
+def _with_id(
+    records: Buffer, header: BatchHeader, searched_id: str, topic: TopicMetadata, partition: int
+) -> list[Position]:
     return [
         Position(topic.name, partition, record.offset)
         for record in decode_batch(records, header)
-        if message_id(topic.topic_id, partition, record.offset, record.headers) == wanted
+        if message_id(topic.topic_id, partition, record.offset, record.headers) == searched_id
     ]
 
 
@@ -157,10 +159,10 @@ async def trace_at(
 async def topic_name(client: Client, topic: str) -> str:
     """Return the name of a topic that is given by name or by id."""
     try:
-        wanted = UUID(topic)
+        topic_id = UUID(topic)
     except ValueError:
         return topic
     for found in (await client.metadata()).topics.values():
-        if found.topic_id == wanted:
+        if found.topic_id == topic_id:
             return found.name
     return topic

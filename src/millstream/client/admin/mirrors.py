@@ -158,15 +158,15 @@ def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) ->
     return {"lag": sum(known.values()) if known else None, "lag_unknown": max(0, sum(copies.values()) - len(known))}
 
 
-def _select_copies(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _select_copies(described: dict[str, Any], is_selected: Callable[[str], bool]) -> dict[str, Any]:
     """Return the description of a mirror with only some of its copies, and their errors."""
-    copies = {topic: count for topic, count in described["copies"].items() if is_wanted(topic)}
+    copies = {topic: count for topic, count in described["copies"].items() if is_selected(topic)}
     partitions = [one for one in described["partitions"] if one["topic"] in copies]
     elsewhere = {one["error"] for one in described["partitions"] if one["topic"] not in copies}
     error = next((one["error"] for one in partitions if one["error"]), "") or (
         "" if described["error"] in elsewhere else described["error"]
     )
-    cuts = {topic: offsets for topic, offsets in described["cuts"].items() if is_wanted(topic)}
+    cuts = {topic: offsets for topic, offsets in described["cuts"].items() if is_selected(topic)}
     changed = {"copies": copies, "cuts": cuts, "partitions": partitions, "error": error}
     return {**described, **_lags(copies, partitions), **changed}
 

@@ -112,11 +112,11 @@ class Tailer:
         """Yield every message before the ends."""
         limits = FetchLimits(FETCH_BYTES_MAX, 0, isolation=self._isolation)
         while True:
-            wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
-            if not wanted:
+            positions = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
+            if not positions:
                 return
             before = dict(self._positions)
-            for where, response in (await self._fetch(wanted, limits)).items():
+            for where, response in (await self._fetch(positions, limits)).items():
                 for message in self._messages(self._advance(where, response)):
                     if message.record.offset < ends[where.partition]:
                         yield message
@@ -229,9 +229,9 @@ class Tailer:
                     raise
                 await asyncio.sleep(_RETRY_S)
 
-    async def _fetch(self, wanted: Mapping[TopicPartition, Offset], limits: FetchLimits) -> _Fetched:
+    async def _fetch(self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits) -> _Fetched:
         try:
-            return await self._client.fetch_many(wanted, limits)
+            return await self._client.fetch_many(positions, limits)
         except CorruptBatch:
             if not await self._step_over():
                 raise

@@ -116,7 +116,7 @@ class Leasing:
     ) -> list[LeasedMessage]:
         """Ask one node after the other for messages that are available, up to the limits of the request."""
         messages: list[LeasedMessage] = []
-        wanted = 0
+        fitting = 0
         try:
             for node in nodes:
                 rest = remaining(request, messages)
@@ -126,11 +126,11 @@ class Leasing:
                     messages += await self._receive_from(node, rest)
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
-            wanted = _count_fitting(messages, request)
+            fitting = _count_fitting(messages, request)
         finally:
             # Surplus messages, or all of them if the client has gone or another node refuses.
-            await self.return_messages(request.subscription, request.worker, messages[wanted:])
-        return messages[:wanted]
+            await self.return_messages(request.subscription, request.worker, messages[fitting:])
+        return messages[:fitting]
 
     def _receive_from_any(self, nodes: Sequence[NodeId]) -> list[NodeId]:
         """Rotate the nodes at random, leaving out those that hang unless all do.
@@ -148,7 +148,7 @@ class Leasing:
     ) -> list[LeasedMessage]:
         """Ask all nodes at once and return the first messages; nothing if none has any."""
         receiving = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
-        is_wanted = False
+        is_complete = False
         messages: list[LeasedMessage] = []
         try:
             for response in asyncio.as_completed(receiving):
@@ -157,17 +157,17 @@ class Leasing:
                         break
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
-            is_wanted = True
+            is_complete = True
         finally:
             for task in receiving:
                 task.cancel()
             await asyncio.wait(receiving)
             received = [task.result() for task in receiving if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(received)
-            wanted = _count_fitting(messages, request) if is_wanted else 0
+            fitting = _count_fitting(messages, request) if is_complete else 0
             # Surplus messages, or all of them if the client has gone.
-            await self.return_messages(request.subscription, request.worker, messages[wanted:])
-        return messages[:wanted]
+            await self.return_messages(request.subscription, request.worker, messages[fitting:])
+        return messages[:fitting]
 
     async def _receive_from(self, node: NodeId, request: ReceiveRequest) -> list[LeasedMessage]:
         pool = await self._client.pool_for(node)

@@ -167,7 +167,7 @@ class Searches:
         response, start = fetched.response, fetched.start
         last = max((header.next_offset for header in iterate_whole_headers(response.records)), default=Offset(start))
         stop = last if end is None else min(last, end)
-        wanted: list[OffsetRange] = [OffsetRange(start, stop)]
+        ranges: list[OffsetRange] = [OffsetRange(start, stop)]
         if condition is not None:
             messages = Messages(
                 topic=topic.name,
@@ -183,10 +183,10 @@ class Searches:
                 progress.skip(f"{topic.name}-{fetched.partition} from offset {start}: {error}")
                 return Step([], stop)
             matching = evaluated.offsets[evaluated.matches[0]]
-            wanted = [OffsetRange(offset, offset + 1) for offset in matching.tolist()]
-        if not wanted:
+            ranges = [OffsetRange(offset, offset + 1) for offset in matching.tolist()]
+        if not ranges:
             return Step([], stop)
-        found, next_offset = await self._records(services, topic, fetched, wanted, progress, limit)
+        found, next_offset = await self._records(services, topic, fetched, ranges, progress, limit)
         return Step(found, stop if next_offset is None else next_offset)
 
     async def _records(
@@ -194,7 +194,7 @@ class Searches:
         services: Services,
         topic: TopicMetadata,
         fetched: Fetched,
-        wanted: list[OffsetRange],
+        ranges: list[OffsetRange],
         progress: Progress,
         limit: int | None,
     ) -> tuple[list[Message], int | None]:
@@ -206,13 +206,13 @@ class Searches:
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
             if is_aborted or header.is_control:
                 continue
-            while at < len(wanted) and wanted[at].end <= header.base_offset:
+            while at < len(ranges) and ranges[at].end <= header.base_offset:
                 at += 1
             inside: list[OffsetRange] = []
-            for number in range(at, len(wanted)):
-                if wanted[number].start > header.last_offset:
+            for number in range(at, len(ranges)):
+                if ranges[number].start > header.last_offset:
                     break
-                inside.append(OffsetRange(wanted[number].start, min(wanted[number].end, header.next_offset)))
+                inside.append(OffsetRange(ranges[number].start, min(ranges[number].end, header.next_offset)))
             start = int(header.base_offset)
             while inside := [OffsetRange(max(one.start, start), one.end) for one in inside if one.end > start]:
                 try:

@@ -81,10 +81,10 @@ def retry_after(value: str | None) -> float | None:
     if text.isascii() and text.isdigit() and len(text) <= 10:
         return min(float(text), RETRY_AFTER_S_MAX)
     try:
-        wanted = parsedate_to_datetime(text).timestamp()
+        retry_at = parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return None
-    return min(max(0.0, wanted - time.time()), RETRY_AFTER_S_MAX)
+    return min(max(0.0, retry_at - time.time()), RETRY_AFTER_S_MAX)
 
 
 DOWN_AFTER: Final = 3

@@ -68,15 +68,15 @@ class BrokerConnections:
         frame = await channel.exchange(key, 0, [body], timeout_s=RESPONSE_S)
         return frame[response_body_at(key, 0, frame) :]
 
-    async def receive(self, wanted: ReceiveRequest) -> ReadRecords:
+    async def receive(self, request: ReceiveRequest) -> ReadRecords:
         """Receive messages from this node, within limits; a cancelled call leaves nothing leased."""
-        leased = await self._requests.receive(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + RESPONSE_S)
+        leased = await self._requests.receive(self._pool, request, timeout_s=request.wait_ms / 1000 + RESPONSE_S)
         if leased.response.error:
             raise error_from_code(leased.response.error, leased.response.message)
         try:
-            return await self._unpacking.read_leased(None, leased, wanted.max_bytes)
+            return await self._unpacking.read_leased(None, leased, request.max_bytes)
         except BaseException:
-            self._requests.return_leases(self._pool, wanted, leased.response.partitions)
+            self._requests.return_leases(self._pool, request, leased.response.partitions)
             raise
 
     async def close(self) -> None:
@@ -102,10 +102,10 @@ class PushProcess:
 
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
         """Push exactly these subscriptions from now on."""
-        wanted = {one.subscription_id: one for one in subscriptions}
-        for known in [one for one in self._pushers if one not in wanted]:
+        by_id = {one.subscription_id: one for one in subscriptions}
+        for known in [one for one in self._pushers if one not in by_id]:
             self._pushers.pop(known).stop()
-        for known, declared in wanted.items():
+        for known, declared in by_id.items():
             pusher = self._pushers.get(known)
             if pusher is None:
                 self._start_pusher(known, declared)

@@ -261,8 +261,8 @@ class Pusher:
 
     async def _lease(self, room: int) -> ReadRecords:
         """Lease some messages, unless `stop` comes first."""
-        wanted = ReceiveRequest(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
-        taking = asyncio.ensure_future(self._receive(wanted))
+        request = ReceiveRequest(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
+        taking = asyncio.ensure_future(self._receive(request))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait([taking, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -163,8 +163,8 @@ def _version_document(schema: SchemaMessage) -> dict[str, Any]:
 
 def _format(request: RegistryRequest) -> str:
     """Return the format that is asked for; one that Confluent's registry does not have is ignored, as there."""
-    wanted = request.text("format")
-    return wanted if wanted in ("resolved", "serialized") else ""
+    format = request.text("format")
+    return format if format in ("resolved", "serialized") else ""
 
 
 def _sent(request: RegistryRequest) -> dict[str, Any]:
@@ -574,13 +574,13 @@ def _query(text: bytes) -> dict[str, list[str]]:
 
 def _content_type(accept: bytes) -> str | None:
     """Return the content type of a response; None if the client accepts none of those available."""
-    wanted = [one.partition(";")[0].strip().lower() for one in accept.decode("latin-1").split(",") if one.strip()]
-    if not wanted:
+    accepted = [one.partition(";")[0].strip().lower() for one in accept.decode("latin-1").split(",") if one.strip()]
+    if not accepted:
         return CONTENT_TYPE
-    for one in wanted:
+    for one in accepted:
         if one in ("*/*", "application/*", CONTENT_TYPE, "application/vnd.schemaregistry+json"):
             return CONTENT_TYPE if one != "application/vnd.schemaregistry+json" else one
-    return JSON if JSON in wanted else None
+    return JSON if JSON in accepted else None
 
 
 def _check_body_type(headers: dict[bytes, bytes]) -> None:

@@ -28,15 +28,15 @@ def inexact_reason(number: int) -> str:
     return f"it has {number}, which doubles cannot hold exactly"
 
 
-def places_of(schema: pa.DataType | pa.Schema, wanted: pa.DataType, above: Place = ()) -> Iterator[Place]:
+def places_of(schema: pa.DataType | pa.Schema, target: pa.DataType, above: Place = ()) -> Iterator[Place]:
     """Yield the paths that have a type."""
     kind = _kind(schema)
     if pa.types.is_struct(kind):
         for field in kind:
-            yield from places_of(field.type, wanted, (*above, field.name))
+            yield from places_of(field.type, target, (*above, field.name))
     elif pa.types.is_list(kind):
-        yield from places_of(kind.value_type, wanted, (*above, ELEMENT))
-    elif kind == wanted:
+        yield from places_of(kind.value_type, target, (*above, ELEMENT))
+    elif kind == target:
         yield above
 
 
@@ -52,9 +52,9 @@ def leaf_places(schema: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[
         yield above
 
 
-def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
-    """Yield the paths that are long in one type and double in the wanted one."""
-    one, other = _kind(known), _kind(wanted)
+def narrower(known: pa.DataType | pa.Schema, target: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
+    """Yield the paths that are long in the known type and double in the target."""
+    one, other = _kind(known), _kind(target)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         for field in one:
             position = other.get_field_index(field.name)
@@ -70,8 +70,8 @@ def retyped(schema: pa.Schema, places: Collection[Place], kind: pa.DataType) -> 
     """Return a schema with a type at some of its paths; unknown paths are ignored."""
     if not places:
         return schema
-    wanted = frozenset(places)
-    return pa.schema([field.with_type(_retyped(field.type, wanted, kind, (field.name,))) for field in schema])
+    paths = frozenset(places)
+    return pa.schema([field.with_type(_retyped(field.type, paths, kind, (field.name,))) for field in schema])
 
 
 def _retyped(known: pa.DataType, places: frozenset[Place], kind: pa.DataType, above: Place) -> pa.DataType:
@@ -234,14 +234,14 @@ def _joined(known: pa.DataType, found: pa.DataType) -> pa.DataType:
     return known
 
 
-def added_columns(table: pa.Schema, wanted: pa.Schema) -> list[pa.Field]:
+def added_columns(table: pa.Schema, target: pa.Schema) -> list[pa.Field]:
     """Return the columns that a table has to gain, itself or in structs, before files of a schema are committed.
 
     Raise `ColumnMismatch` if the table has one of them under another type: such files cannot be read as part of it.
     Files with long payload columns where the table has double raise `StalePlan`: another run has widened the column.
     """
     added = []
-    for field in wanted:
+    for field in target:
         position = table.get_field_index(field.name)
         if position < 0:
             added.append(field)

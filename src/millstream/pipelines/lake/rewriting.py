@@ -345,9 +345,9 @@ class Widening:
         if size > self._bytes_max:
             return dict.fromkeys(places, self._too_large(size))
         refused = self._inexact(files, places)
-        wanted = [place for place in places if place not in refused]
-        if wanted:
-            self._replace(wanted)
+        remaining = [place for place in places if place not in refused]
+        if remaining:
+            self._replace(remaining)
         return refused
 
     def _too_large(self, size: int) -> str:
@@ -369,7 +369,7 @@ class Widening:
     def _replace(self, places: Sequence[Place]) -> None:
         for _attempt in range(WIDENING_ATTEMPTS_MAX):
             table = self._log.refresh()
-            if table is None or not self._is_wanted(table, places):
+            if table is None or not self._needs_widening(table, places):
                 # Another run widened the columns, or deleted the table.
                 self._discard(kept=self._log.paths())
                 return
@@ -384,7 +384,7 @@ class Widening:
         self._discard(kept=self._log.paths())
         raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers keep committing")
 
-    def _is_wanted(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
+    def _needs_widening(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
         schema = schema_of(table)
         return any(narrower(schema, retyped(schema, places, pa.float64())))
 

@@ -72,10 +72,10 @@ class Rows(NamedTuple):
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         offsets = batch.column("offset")
         within = pc.and_(pc.greater_equal(offsets, self.start), pc.less(offsets, self.end))
-        wanted = pc.and_(pc.equal(batch.column("partition"), self.partition), within)
+        condition = pc.and_(pc.equal(batch.column("partition"), self.partition), within)
         if TOPIC_ID in batch.schema.names:
-            wanted = pc.and_(wanted, pc.equal(batch.column(TOPIC_ID), self.topic_id))
-        return batch if pc.all(wanted).as_py() else batch.filter(wanted)
+            condition = pc.and_(condition, pc.equal(batch.column(TOPIC_ID), self.topic_id))
+        return batch if pc.all(condition).as_py() else batch.filter(condition)
 
 
 def paths_of(table: deltalake.DeltaTable, rows: Rows) -> list[str]:
@@ -88,8 +88,8 @@ def scan(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of some files of a table; read-only access suffices."""
     stored = file_schema(schema)
-    wanted = list(columns) if columns is not None else stored.names
-    needed = {*wanted, "partition", "offset"}
+    selected = list(columns) if columns is not None else stored.names
+    needed = {*selected, "partition", "offset"}
     if not all(map(topic_of, paths)):
         # Another program has merged files, possibly of several topics.
         needed.add(TOPIC_ID)
@@ -97,7 +97,7 @@ def scan(
     for batch in ordered(files, groups, pa.schema([field for field in stored if field.name in needed])):
         found = rows.of(batch)
         if len(found):
-            yield found.select(wanted)
+            yield found.select(selected)
 
 
 def landed_since(

@@ -114,9 +114,9 @@ class _Log:
         for path in (self._path, self._earlier):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                wanted = min(size, bytes_max - len(found))
-                file.seek(size - wanted)
-                found, is_truncated = file.read(wanted) + found, wanted < size
+                length = min(size, bytes_max - len(found))
+                file.seek(size - length)
+                found, is_truncated = file.read(length) + found, length < size
         if not found and not self._path.exists():
             return None
         return JobLog(found.decode(errors="replace"), is_truncated)
@@ -224,19 +224,19 @@ class JobsChild:
         if due and not self._idle_reason:
             self._owner.become_candidate()
         if not self._owner.is_this_node or self._idle_reason:
-            wanted: dict[UUID, Pipeline] = {}
+            runnable: dict[UUID, Pipeline] = {}
         else:
-            wanted = due
+            runnable = due
         self._jobs = {key: job for key, job in self._jobs.items() if not job.ended.is_set()}
         for key, job in self._jobs.items():
-            if key in wanted:
-                job.change(wanted[key])
+            if key in runnable:
+                job.change(runnable[key])
             elif self._owner.is_this_node and not self._idle_reason:
-                # It is no longer wanted.
+                # The job is no longer due.
                 job.stop()
             else:
                 job.leave()
-        for key, pipeline in wanted.items():
+        for key, pipeline in runnable.items():
             if key not in self._jobs:
                 self._jobs[key] = job = _Job(self, pipeline)
                 group.create_task(job.run(), name=f"job {pipeline.name}")

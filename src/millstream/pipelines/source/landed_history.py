@@ -68,7 +68,7 @@ class LandedHistory:
             for number, offset in offsets.items():
                 beginning = first[topic][number]
                 if offset > beginning:
-                    # The log has older messages, so nothing that is wanted precedes it.
+                    # The log has older messages, so the table has no earlier message of the range.
                     continue
                 time_ms = _time_ms(position, topic, number)
                 found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
@@ -143,12 +143,12 @@ def _first_in(one: Range, time_ms: int | None) -> int | None:
     """Return the first offset of a range that a table has, for messages since a time."""
     columns = ("offset",) if time_ms is None else ("offset", "timestamp")
     for batch in _rows(one, columns):
-        wanted = batch
+        matching = batch
         if time_ms is not None:
             stamps = batch.column("timestamp").cast(pa.int64())
-            wanted = batch.filter(pc.greater_equal(stamps, time_ms * 1000))
-        if wanted.num_rows:
-            return int(wanted.column("offset")[0].as_py())
+            matching = batch.filter(pc.greater_equal(stamps, time_ms * 1000))
+        if matching.num_rows:
+            return int(matching.column("offset")[0].as_py())
     return None
 
 
@@ -187,8 +187,8 @@ def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
 def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a landed range, in order, as the log would return them."""
     names = shape.record_names
-    wanted = tuple(_LAKE_NAMES.get(name, name) for name in names if name != "topic")
-    for batch in _rows(one, tuple(dict.fromkeys((*wanted, "offset")))):
+    stored_names = tuple(_LAKE_NAMES.get(name, name) for name in names if name != "topic")
+    for batch in _rows(one, tuple(dict.fromkeys((*stored_names, "offset")))):
         columns = [
             pa.repeat(pa.scalar(one.topic, pa.string()), batch.num_rows)
             if name == "topic"

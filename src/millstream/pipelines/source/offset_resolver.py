@@ -54,12 +54,12 @@ class OffsetResolver:
             return {topic: list(numbers) for topic, numbers in options.assign.items()}
         if options.pattern is None:
             return self._named(options.subscribe)
-        wanted = re.compile(options.pattern)
+        pattern = re.compile(options.pattern)
         found = self.link.call(self.link.client.metadata(None))
         return {
             name: sorted(topic.partitions)
             for name, topic in sorted(found.topics.items())
-            if not topic.is_internal and wanted.fullmatch(name)
+            if not topic.is_internal and pattern.fullmatch(name)
         }
 
     def earliest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
@@ -220,11 +220,11 @@ def no_messages_since_error(topic: str, number: int, time_ms: int) -> InvalidSet
 
 def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
     """Apply Spark's rule that offsets name every partition that is read, and no other."""
-    wanted = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
+    queried = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
     named = {(topic, number) for topic, numbers in given.items() for number in numbers}
     for what, difference in (
-        ("does not name", wanted - named),
-        ("names, but the query does not read,", named - wanted),
+        ("does not name", queried - named),
+        ("names, but the query does not read,", named - queried),
     ):
         if difference:
             listed = ", ".join(f"{topic}-{number}" for topic, number in sorted(difference)[:5])

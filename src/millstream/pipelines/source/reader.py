@@ -81,16 +81,16 @@ class Bounds:
         return False
 
     def _take_topic(self, one: Filter, value: Any) -> bool:
-        wanted = _values(one, value)
-        if wanted is None:
+        allowed = _values(one, value)
+        if allowed is None:
             return False
-        self.topics = wanted if self.topics is None else self.topics & wanted
+        self.topics = allowed if self.topics is None else self.topics & allowed
         return True
 
     def _take_partition(self, one: Filter, value: Any) -> bool:
-        wanted = _values(one, value)
-        if wanted is not None:
-            self.partitions = wanted if self.partitions is None else self.partitions & wanted
+        allowed = _values(one, value)
+        if allowed is not None:
+            self.partitions = allowed if self.partitions is None else self.partitions & allowed
             return True
         bounds = _bounds(one, value)
         if bounds is None:

@@ -226,9 +226,9 @@ def shaped(batch: pa.RecordBatch, shape: Shape, schemas: SchemaRows | None = Non
 
 def _decode_payloads(batch: pa.RecordBatch, columns: Sequence[Column], schemas: SchemaRows) -> list[pa.Array]:
     """Return the fields of every payload, decoded by the schema that it names; no fields and a reason if that fails."""
-    wanted = [pa.field(payload_field(column.name), column.kind) for column in columns if column.name != ERROR]
+    fields = [pa.field(payload_field(column.name), column.kind) for column in columns if column.name != ERROR]
     read = schemas.read(batch.column("value"), batch.column("headers"))
-    arrays = iter(columns_of(read, pa.schema(wanted)).flatten())
+    arrays = iter(columns_of(read, pa.schema(fields)).flatten())
     reasons = pa.array(read.reasons, pa.string())
     return [reasons if column.name == ERROR else next(arrays) for column in columns]
 

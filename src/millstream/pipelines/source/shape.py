@@ -80,12 +80,12 @@ class Shape:
 
     @property
     def record_names(self) -> tuple[str, ...]:
-        wanted = {column.name for column in self.columns if not column.is_payload}
+        needed = {column.name for column in self.columns if not column.is_payload}
         if self.payload:
-            wanted.add("value")
+            needed.add("value")
         if self.by_schema:
-            wanted.add("headers")
-        return tuple(name for name in NAMES if name in wanted)
+            needed.add("headers")
+        return tuple(name for name in NAMES if name in needed)
 
     @property
     def payload(self) -> tuple[Column, ...]:
@@ -150,13 +150,13 @@ def _column(field: StructField, options: ReadOptions) -> Column:
                 "option valueFormat=json or decode=schema)"
             )
         return Column(field.name, to_arrow_type(field.dataType, timezone="UTC"), is_payload=True)
-    wanted = TYPES[field.name]
-    if field.dataType == wanted:
-        return Column(field.name, to_arrow_type(wanted, timezone="UTC"))
+    expected = TYPES[field.name]
+    if field.dataType == expected:
+        return Column(field.name, to_arrow_type(expected, timezone="UTC"))
     if field.name in _TEXT and isinstance(field.dataType, StringType):
         return Column(field.name, pa.string())
     raise InvalidSetting(
-        f"the schema has {field.name} as {field.dataType.simpleString()}; in a record it is {wanted.simpleString()}"
+        f"the schema has {field.name} as {field.dataType.simpleString()}; in a record it is {expected.simpleString()}"
     )
 
 

@@ -121,8 +121,8 @@ def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[s
     return _merged(stored_options(schema), given, READ_ONLY)
 
 
-def _names(given: Mapping[str, str], wanted: Iterable[str]) -> bool:
-    return not {name.lower() for name in given}.isdisjoint(wanted)
+def _names(given: Mapping[str, str], options: Iterable[str]) -> bool:
+    return not {name.lower() for name in given}.isdisjoint(options)
 
 
 def of_reading(declared: Mapping[str, str]) -> dict[str, str]:

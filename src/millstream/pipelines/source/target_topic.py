@@ -91,9 +91,9 @@ _TIMEOUT: Final = timedelta(seconds=60)
 
 def make_topics(link: Link, names: Iterable[str], partitions: int = BY_BROKER) -> None:
     """Create missing topics with the broker's defaults; to use other settings, create or alter them yourself."""
-    wanted = sorted(names)
-    there = link.call(link.client.metadata(wanted)).topics
-    missing = [name for name in wanted if name not in there]
+    sorted_names = sorted(names)
+    there = link.call(link.client.metadata(sorted_names)).topics
+    missing = [name for name in sorted_names if name not in there]
     for start in range(0, len(missing), AT_ONCE_MAX):
         link.call(_create(link.client, missing[start : start + AT_ONCE_MAX], partitions))
 

@@ -275,10 +275,10 @@ def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
     """Return the last header of a name for every record; headers of other names create no Python objects."""
     import numpy as np
 
-    wanted = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)
+    encoded_name = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)
     starts = headers.keys.offsets[:-1]
-    found = np.flatnonzero(np.diff(headers.keys.offsets) == wanted.size)
-    for at, byte in enumerate(wanted.tolist()):
+    found = np.flatnonzero(np.diff(headers.keys.offsets) == encoded_name.size)
+    for at, byte in enumerate(encoded_name.tolist()):
         found = found[headers.keys.data[starts[found] + at] == byte]
     texts: list[str | None] = [None] * len(headers)
     rows = np.searchsorted(headers.offsets, found, side="right") - 1

@@ -163,32 +163,32 @@ class _Coder:
         self.constants: dict[str, Any] = {}
         self._made = 0
 
-    def truth(self, node: Node, wanted: bool) -> ast.expr:
-        """Return a condition that holds if the node is TRUE, or FALSE if `wanted` is false."""
+    def truth(self, node: Node, expected: bool) -> ast.expr:
+        """Return a condition that holds if the node is TRUE, or FALSE if `expected` is false."""
         match node:
             case Not():
-                return self.truth(node.operand, not wanted)
+                return self.truth(node.operand, not expected)
             case Junction():
-                joined = ast.And() if (node.operator == "AND") == wanted else ast.Or()
-                return ast.BoolOp(joined, [self.truth(part, wanted) for part in node.parts])
+                joined = ast.And() if (node.operator == "AND") == expected else ast.Or()
+                return ast.BoolOp(joined, [self.truth(part, expected) for part in node.parts])
             case Comparison():
-                symbol = node.operator if wanted else NEGATED[node.operator]
+                symbol = node.operator if expected else NEGATED[node.operator]
                 return self._comparison(symbol, node.left, node.right)
             case Between():
-                return self._between(node, wanted)
+                return self._between(node, expected)
             case Membership():
-                return self._membership(node, wanted)
+                return self._membership(node, expected)
             case Like():
-                return self._like(node, wanted)
+                return self._like(node, expected)
             case IsNull():
-                return _is_none(self.value(node.operand), wanted)
+                return _is_none(self.value(node.operand), expected)
             case IsTruth():
                 condition = self.truth(node.operand, node.truth)
-                return condition if wanted else ast.UnaryOp(ast.Not(), condition)
+                return condition if expected else ast.UnaryOp(ast.Not(), condition)
             case Literal():
-                return ast.Constant(node.value is wanted)
+                return ast.Constant(node.value is expected)
             case _:
-                return _is(self.value(node), wanted)
+                return _is(self.value(node), expected)
 
     def value(self, node: Node) -> ast.expr:
         match node:
@@ -305,50 +305,50 @@ class _Coder:
             ast.BoolOp(ast.And(), [_is_none(again, False), compared]),
         )
 
-    def _between(self, node: Between, wanted: bool) -> ast.expr:
+    def _between(self, node: Between, expected: bool) -> ast.expr:
         moments = Kind.TIMESTAMP in map(kind_of, (node.operand, node.low, node.high))
         first, again = self._bound(self._moment(node.operand) if moments else self.value(node.operand))
         parts: list[ast.expr] = []
         for symbol, limit in ((">=", node.low), ("<=", node.high)):
-            symbol = symbol if wanted else NEGATED[symbol]
+            symbol = symbol if expected else NEGATED[symbol]
             if Kind.NULL in (kind_of(node.operand), kind_of(limit)):
                 parts.append(ast.Constant(False))
             elif moments or _are_alike(node.operand, limit):
                 parts.append(self._plain(symbol, again, self._moment(limit) if moments else self.value(limit)))
             else:
                 parts.append(self._unlike(symbol, (node.operand, again), (limit, self.value(limit))))
-        both = ast.BoolOp(ast.And() if wanted else ast.Or(), parts)
+        both = ast.BoolOp(ast.And() if expected else ast.Or(), parts)
         # Binds the name before either part needs it; the test itself always holds.
         binding = ast.Compare(first, [ast.IsNot()], [ast.Constant(...)])
         return both if first is again else ast.BoolOp(ast.And(), [binding, both])
 
-    def _membership(self, node: Membership, wanted: bool) -> ast.expr:
+    def _membership(self, node: Membership, expected: bool) -> ast.expr:
         choices = _choices(node)
-        if not wanted and choices.has_null:
+        if not expected and choices.has_null:
             return ast.Constant(False)
         kind = kind_of(node.operand)
         kinds = {choice.kind for choice in node.choices if choice.kind is not Kind.NULL}
         first, again = self._bound(self.value(node.operand))
         known = self._constant(choices.values)
-        found = ast.Compare(again, [ast.In() if wanted else ast.NotIn()], [known])
+        found = ast.Compare(again, [ast.In() if expected else ast.NotIn()], [known])
         if kinds == {kind}:
             return ast.BoolOp(ast.And(), [_is_none(first, False), found])
-        held = _is(_call(self._constant(choices.hold), again), wanted)
+        held = _is(_call(self._constant(choices.hold), again), expected)
         if kind is Kind.ANY and len(kinds) == 1:
             return ast.IfExp(
                 self._has_kind(first, kinds.pop()), found, ast.BoolOp(ast.And(), [_is_none(again, False), held])
             )
         return ast.BoolOp(ast.And(), [_is_none(first, False), held])
 
-    def _like(self, node: Like, wanted: bool) -> ast.expr:
+    def _like(self, node: Like, expected: bool) -> ast.expr:
         first, again = self._bound(self.value(node.operand))
         matches = self._constant(compile_like(node.pattern, node.escape))
         matched: ast.expr = _call(matches, again)
-        if not wanted:
+        if not expected:
             matched = ast.UnaryOp(ast.Not(), matched)
         if kind_of(node.operand) is Kind.TEXT:
             return ast.BoolOp(ast.And(), [_is_none(first, False), matched])
-        other = _is(_call(self._constant(operation.like), again, matches), wanted)
+        other = _is(_call(self._constant(operation.like), again, matches), expected)
         return ast.IfExp(self._has_kind(first, Kind.TEXT), matched, other)
 
     def _has_kind(self, operand: ast.expr, kind: Kind) -> ast.expr:
@@ -402,13 +402,13 @@ def _compare(left: ast.expr, symbol: str, right: ast.expr) -> ast.expr:
     return ast.Compare(left, [_COMPARE[symbol]()], [right])
 
 
-def _is(operand: ast.expr, wanted: bool) -> ast.expr:
+def _is(operand: ast.expr, expected: bool) -> ast.expr:
     if isinstance(operand, ast.Constant):
-        return ast.Constant(operand.value is wanted)
-    return ast.Compare(operand, [ast.Is()], [ast.Constant(wanted)])
+        return ast.Constant(operand.value is expected)
+    return ast.Compare(operand, [ast.Is()], [ast.Constant(expected)])
 
 
-def _is_none(operand: ast.expr, wanted: bool) -> ast.expr:
+def _is_none(operand: ast.expr, expected: bool) -> ast.expr:
     if isinstance(operand, ast.Constant):
-        return ast.Constant((operand.value is None) == wanted)
-    return ast.Compare(operand, [ast.Is() if wanted else ast.IsNot()], [ast.Constant(None)])
+        return ast.Constant((operand.value is None) == expected)
+    return ast.Compare(operand, [ast.Is() if expected else ast.IsNot()], [ast.Constant(None)])

@@ -1,7 +1,7 @@
 """Filters of subscriptions: SQL conditions on messages, compiled once and evaluated on whole batches.
 
-    wanted = compile_filter("payload.total > 1000 AND headers['region'] = 'eu'")
-    wanted.matches(batch)
+    filter_ = compile_filter("payload.total > 1000 AND headers['region'] = 'eu'")
+    filter_.matches(batch)
 
 docs/filters.md has the language.
 """

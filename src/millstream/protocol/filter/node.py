@@ -227,8 +227,8 @@ class Uses:
     @property
     def fields(self) -> frozenset[str]:
         """Return the record fields that must be decoded, by the codec's names."""
-        wanted = {"key": self.key, "headers": bool(self.headers), "value": self.payload}
-        return frozenset(name for name, is_used in wanted.items() if is_used)
+        usage = {"key": self.key, "headers": bool(self.headers), "value": self.payload}
+        return frozenset(name for name, is_used in usage.items() if is_used)
 
     def __or__(self, other: Uses) -> Uses:
         return Uses(key=self.key or other.key, headers=self.headers | other.headers, paths=self.paths | other.paths)

@@ -58,8 +58,8 @@ _IMPLICIT: Final[dict[str, Any]] = {
 def reshape(message: Any, target: type[T]) -> T:
     """Convert a message to the class of another version of the same message."""
     source: Any = type(message)
-    wanted: Any = target
-    reshaped: T = message if source is wanted else reshaper(source, wanted)(message)
+    target_type: Any = target
+    reshaped: T = message if source is target_type else reshaper(source, target_type)(message)
     return reshaped
 
 

@@ -226,7 +226,7 @@ class OfferRequest(Request[OfferResponse], frozen=True, kw_only=True):
 
     KEY: ClassVar = 32129
     topics: Sequence[UUID] = ()
-    """Topics whose queues are wanted."""
+    """Topics whose queues are requested."""
     known: Sequence[QueueKeyMessage] = ()
     """The queues that the caller has; unchanged ones are omitted."""
 

@@ -111,12 +111,12 @@ def decode_columns(
     """
     batches = buffer if isinstance(buffer, Batches) else find_batches(buffer)
     table = batches.table
-    wanted = (table["base_offset"] < end_offset) & (table["base_offset"] + table["last_delta"] >= start_offset)
+    selected = (table["base_offset"] < end_offset) & (table["base_offset"] + table["last_delta"] >= start_offset)
     if not control:
-        wanted &= table["attributes"] & CONTROL_FLAG == 0
+        selected &= table["attributes"] & CONTROL_FLAG == 0
     if aborted:
-        wanted &= ~_aborted(batches, aborted)
-    table = table[wanted]
+        selected &= ~_aborted(batches, aborted)
+    table = table[selected]
 
     def decode(some: Table, start: int) -> Iterator[Columns]:
         if verify_crc:

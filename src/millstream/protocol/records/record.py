@@ -310,16 +310,16 @@ def walk_records(
         raise CorruptBatch(f"{size - at} bytes follow the last record of a batch")
 
 
-def _pass_records(section: bytes, header: BatchHeader, wanted: int) -> tuple[int, int]:
+def _pass_records(section: bytes, header: BatchHeader, maximum: int) -> tuple[int, int]:
     """Step over the records before an offset delta, if offsets follow from their positions.
 
     Returns how many there are and where the next one starts.
     """
     if header.record_count * RECORD_BYTES_MIN > len(section):
         raise CorruptBatch(f"{header.record_count} records cannot fit into {len(section)} bytes")
-    if wanted <= 0 or header.record_count != header.last_offset_delta + 1:
+    if maximum <= 0 or header.record_count != header.last_offset_delta + 1:
         return 0, 0
-    at, count = 0, min(wanted, header.record_count)
+    at, count = 0, min(maximum, header.record_count)
     for _ in range(count):
         length, at = read_varint(section, at)
         if length < RECORD_BYTES_MIN - 1 or at + length > len(section):

@@ -90,20 +90,20 @@ def parse(schema: SchemaText) -> ParsedTexts:
     return ParsedTexts(parsed.canonical(), parsed.normalized())
 
 
-def render(schema: SchemaText, wanted: str) -> str:
+def render(schema: SchemaText, form: str) -> str:
     """Print a schema in another format: `resolved` writes out references, `serialized` is Protobuf's descriptor.
 
     `compiled` is all that a codec needs: an Avro schema with its references written out, a JSON array of a JSON Schema
     and the documents that it refers to, or the descriptors of a Protobuf file and all its imports in base 64.
     """
     parsed = _parse(schema)
-    if wanted == COMPILED:
+    if form == COMPILED:
         return _compiled(parsed, schema)
-    if wanted == "serialized" and schema.schema_type == PROTOBUF:
+    if form == "serialized" and schema.schema_type == PROTOBUF:
         from millstream.protocol.schemas.protobuf import ProtobufSchema
 
         return parsed.serialized() if isinstance(parsed, ProtobufSchema) else parsed.canonical()
-    return parsed.resolved() if wanted == "resolved" else parsed.canonical()
+    return parsed.resolved() if form == "resolved" else parsed.canonical()
 
 
 def _compiled(parsed: _Schema, schema: SchemaText) -> str:

@@ -59,8 +59,8 @@ def unframe(payload: bytes, header: bytes | None = None) -> Framed:
 
 def schema_header(headers: Iterable[tuple[str, bytes | None]], field: str) -> bytes | None:
     """Return the header that names the schema of the key or the value, the last one if there are more."""
-    wanted = HEADERS[field]
-    found = [content for name, content in headers if name == wanted]
+    header_name = HEADERS[field]
+    found = [content for name, content in headers if name == header_name]
     return found[-1] if found else None
 
 

@@ -220,8 +220,8 @@ class Client:
         """Request the cluster's and some topics' metadata (all, if None) from a node (any, if None); `create` lets the
         broker create missing topics.
         """
-        wanted = topics if topics is None else tuple(topics)
-        return await self._retrying(lambda: self._fetch_metadata(wanted, create=create, node=node))
+        requested = topics if topics is None else tuple(topics)
+        return await self._retrying(lambda: self._fetch_metadata(requested, create=create, node=node))
 
     async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
         """Return the leader of a partition, from the cache or by asking."""
@@ -342,12 +342,12 @@ class Client:
         Raise `CorruptBatch` where the disk has lost the offset, and `StorageFailure` if that is not known after
         `INSPECTION_S`.
         """
-        wanted = TopicPartition(topic, PartitionIndex(partition))
+        position = TopicPartition(topic, PartitionIndex(partition))
         limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
 
         async def attempt() -> FetchedPartition:
             leader = await self._find_leader(topic, partition)
-            return fetch.single_partition(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+            return fetch.single_partition(await self.fetch_from(leader, {position: Offset(offset)}, limits), position)
 
         return await self._while_inspected(lambda: self._retrying(attempt))
 
@@ -366,11 +366,11 @@ class Client:
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchedPartition]:
 
-        async def fetch(leader: NodeId, wanted: dict[TopicPartition, Offset]) -> dict[TopicPartition, Any]:
+        async def fetch(leader: NodeId, offsets: dict[TopicPartition, Offset]) -> dict[TopicPartition, Any]:
             try:
-                return {**await self.fetch_from(leader, wanted, limits)}
+                return {**await self.fetch_from(leader, offsets, limits)}
             except (BrokerUnreachable, RequestTimedOut):
-                for partition in wanted:
+                for partition in offsets:
                     self._leaders.pop(partition, None)
                 raise
 
@@ -406,12 +406,12 @@ class Client:
         async def attempt() -> dict[int, ListedOffset]:
             by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
             for number, time_ms in times_ms.items():
-                wanted = by_leader.setdefault(await self._find_leader(topic, number), {})
-                wanted[TopicPartition(topic, PartitionIndex(number))] = time_ms
+                times = by_leader.setdefault(await self._find_leader(topic, number), {})
+                times[TopicPartition(topic, PartitionIndex(number))] = time_ms
             listed: dict[int, ListedOffset] = {}
-            for leader, wanted in by_leader.items():
-                found = await self._list_from(leader, wanted, isolation)
-                listed.update({where.partition: list_offsets.listed_in(found, where) for where in wanted})
+            for leader, times in by_leader.items():
+                found = await self._list_from(leader, times, isolation)
+                listed.update({where.partition: list_offsets.listed_in(found, where) for where in times})
             return listed
 
         # A lookup by time reads batches.
@@ -473,8 +473,8 @@ class Client:
         return response
 
     async def _find_leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
-        wanted = TopicPartition(topic, PartitionIndex(partition))
-        known = self._leaders.get(wanted)
+        place = TopicPartition(topic, PartitionIndex(partition))
+        known = self._leaders.get(place)
         if known is not None:
             return known
         response = await self._fetch_metadata([topic], create=create)
@@ -482,11 +482,11 @@ class Client:
             needs = "DESCRIBE, which READ and WRITE include"
             raise error_from_code(response.errors[topic], None, about=f"topic {topic!r}", needs=needs)
         partitions = response.topics[topic].partitions if topic in response.topics else {}
-        if wanted.partition not in partitions:
+        if place.partition not in partitions:
             raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, but no partition {partition}")
-        if wanted not in self._leaders:
-            raise NotLeader(f"{wanted} has no leader now; its nodes may be down")
-        return self._leaders[wanted]
+        if place not in self._leaders:
+            raise NotLeader(f"{place} has no leader now; its nodes may be down")
+        return self._leaders[place]
 
     async def _produce_to(
         self,
@@ -658,9 +658,9 @@ class Client:
             self._pools[host, port] = pool
         return pool
 
-    def _cache_metadata(self, response: ClusterMetadata, wanted: Collection[str] | None) -> None:
+    def _cache_metadata(self, response: ClusterMetadata, requested: Collection[str] | None) -> None:
         self._nodes = dict(response.nodes)
-        asked = None if wanted is None else set(wanted)
+        asked = None if requested is None else set(requested)
         self._leaders = {
             partition: leader
             for partition, leader in self._leaders.items()

@@ -66,13 +66,13 @@ def write_fetch(
     for partition, offset in positions.items():
         by_topic.setdefault(partition.topic, []).append((partition.partition, offset))
     writer.array_length(len(by_topic))
-    for topic, wanted in by_topic.items():
+    for topic, offsets in by_topic.items():
         if topic_ids is None:
             writer.string(topic)
         else:
             writer.uuid(topic_ids[topic])
-        writer.array_length(len(wanted))
-        for index, offset in wanted:
+        writer.array_length(len(offsets))
+        for index, offset in offsets:
             _write_position(writer, version, index, offset, limits.max_bytes)
         writer.no_tags()
     if version >= 7:

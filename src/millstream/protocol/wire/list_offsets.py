@@ -52,10 +52,10 @@ def write_listing(version: int, times_ms: Mapping[TopicPartition, int], isolatio
     writer.int32(_CONSUMER)
     writer.int8(isolation)
     writer.array_length(len(by_topic))
-    for topic, wanted in by_topic.items():
+    for topic, times in by_topic.items():
         writer.string(topic)
-        writer.array_length(len(wanted))
-        for index, time_ms in wanted:
+        writer.array_length(len(times))
+        for index, time_ms in times:
             writer.int32(index)
             if version >= 4:
                 writer.int32(NO_EPOCH)

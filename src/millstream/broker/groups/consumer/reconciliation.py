@@ -295,17 +295,17 @@ def _revoke_unwanted(position: Position, goal: MemberTarget, owned: Assignment |
 def _advance(position: Position, goal: MemberTarget, owned: Assignment | None) -> Position:
     kept: dict[UUID, frozenset[int]] = {}
     revoked: dict[UUID, frozenset[int]] = {}
-    wanted: dict[UUID, frozenset[int]] = {}
+    missing: dict[UUID, frozenset[int]] = {}
     for topic_id in {*goal.target, *position.assigned}:
         target = goal.target.get(topic_id, NO_PARTITIONS) if topic_id in goal.topics else NO_PARTITIONS
         has = position.assigned.get(topic_id, NO_PARTITIONS)
         _set_if_any(kept, topic_id, has & target)
         _set_if_any(revoked, topic_id, has - target)
-        _set_if_any(wanted, topic_id, target - has)
+        _set_if_any(missing, topic_id, target - has)
     if _may_hold(owned, revoked):
         return dataclasses.replace(position, state=MemberState.UNREVOKED, assigned=kept, pending=revoked)
-    free = {topic_id: _free_partitions(topic_id, numbers, goal) for topic_id, numbers in wanted.items()}
-    waits = any(len(free[topic_id]) < len(numbers) for topic_id, numbers in wanted.items())
+    free = {topic_id: _free_partitions(topic_id, numbers, goal) for topic_id, numbers in missing.items()}
+    waits = any(len(free[topic_id]) < len(numbers) for topic_id, numbers in missing.items())
     return dataclasses.replace(
         position.at(goal.epoch),
         state=MemberState.UNRELEASED if waits else MemberState.STABLE,

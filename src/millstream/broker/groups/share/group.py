@@ -21,13 +21,15 @@ Assignment = Mapping[UUID, frozenset[int]]
 """Partitions by topic."""
 
 
-def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
+def assign_partitions(
+    subscriptions: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]
+) -> dict[str, Assignment]:
     """Assign the partitions of subscribed topics to members."""
-    shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in wanted}
+    shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in subscriptions}
     # Each topic starts with another member, so that single-partition topics are not all assigned to the first one.
     turn = 0
     for topic in sorted(partitions):
-        members = sorted(member for member, topics in wanted.items() if topic in topics)
+        members = sorted(member for member, topics in subscriptions.items() if topic in topics)
         if not members:
             continue
         for member, share in _distribute(members, partitions[topic], turn).items():
@@ -117,11 +119,11 @@ def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Ass
     names = frozenset().union(*(member.topics for member in members.values()))
     topics = {topic.name: topic.topic_id for topic in existing(view, names)}
     partitions = partitions_of(existing(view, names))
-    wanted = {
+    subscriptions = {
         member.member_id: frozenset(topics[name] for name in member.topics if name in topics)
         for member in members.values()
     }
-    return assign_partitions(wanted, partitions)
+    return assign_partitions(subscriptions, partitions)
 
 
 def hash_of(members: dict[str, ShareMember], view: TopicView) -> int:

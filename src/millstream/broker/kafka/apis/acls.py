@@ -157,14 +157,14 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
     async def handle(self, request: DeleteAclsRequest, client: ClientInfo) -> DeleteAclsResponse:
         if self._security is None:
             return _deletions([_error_result(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.filters))
-        return _deletions([await self._delete(self._security, wanted) for wanted in request.filters])
+        return _deletions([await self._delete(self._security, requested) for requested in request.filters])
 
     def failure(self, error: MillstreamError, request: DeleteAclsRequest) -> DeleteAclsResponse:
         return _deletions([_error_result(error_code(error), error_message(error))] * len(request.filters))
 
-    async def _delete(self, security: SecurityState, wanted: DeleteAclsFilter) -> DeleteAclsFilterResult:
+    async def _delete(self, security: SecurityState, requested: DeleteAclsFilter) -> DeleteAclsFilterResult:
         try:
-            gone = await security.delete_acls(_read_filter(wanted))
+            gone = await security.delete_acls(_read_filter(requested))
         except MillstreamError as error:
             return _error_result(error_code(error), error_message(error))
         return DeleteAclsFilterResult(

@@ -101,11 +101,11 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         if request.names is not None:
             named = (self._topics.get(name) for name in request.names[:PAGE_MAX])
             return [topic for topic in named if topic is not None]
-        wanted = request.search.strip().lower()
+        text = request.search.strip().lower()
         return [
             topic
             for topic in self._topics.all()
-            if (request.internal or not topic.is_internal) and wanted in topic.name.lower()
+            if (request.internal or not topic.is_internal) and text in topic.name.lower()
         ]
 
     async def _describe_topic(self, at: int, topic: Topic, request: ListTopicsRequest) -> ListedTopic:

@@ -55,56 +55,59 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         named = Counter(topic.name for topic in request.topics)
         deadline = RequestDeadline(request.timeout)
         results: dict[str, CreatePartitionsTopicResult] = {}
-        for wanted in request.topics:
+        for requested in request.topics:
             code, message = ErrorCode.none, None
             try:
-                if named[wanted.name] > 1:
-                    raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
+                if named[requested.name] > 1:
+                    raise InvalidRequest(f"topic {requested.name!r} is named more than once in the request")
                 await self._topics.add_partitions(
-                    wanted.name,
-                    wanted.count,
+                    requested.name,
+                    requested.count,
                     validate_only=request.validate_only,
-                    placement=self._check_growth(wanted),
-                    timeout_s=deadline.remaining_s(f"topic {wanted.name!r}"),
+                    placement=self._check_growth(requested),
+                    timeout_s=deadline.remaining_s(f"topic {requested.name!r}"),
                 )
             except MillstreamError as error:
                 code, message = error_code(error), error_message(error)
-            results[wanted.name] = CreatePartitionsTopicResult(name=wanted.name, error_code=code, error_message=message)
+            results[requested.name] = CreatePartitionsTopicResult(
+                name=requested.name, error_code=code, error_message=message
+            )
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 
-    def _check_growth(self, wanted: CreatePartitionsTopic) -> Placement | None:
+    def _check_growth(self, requested: CreatePartitionsTopic) -> Placement | None:
         """Check that the topic can grow; return the placement of its new partitions, if given."""
-        topic = topic_named(self._topics, wanted.name)
+        topic = topic_named(self._topics, requested.name)
         if topic.is_internal:
-            raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")
+            raise PolicyViolation(f"topic {requested.name!r} holds the broker's own state; its partitions are fixed")
         if topic.mirror:
             raise MirroredTopic(
-                f"topic {wanted.name!r} is a copy of mirror {topic.mirror!r}, which adds the partitions that are added "
-                "at the source"
+                f"topic {requested.name!r} is a copy of mirror {topic.mirror!r}, which adds partitions when its source "
+                "does; add them there"
             )
-        if wanted.count == topic.partitions:
-            raise InvalidPartitions(f"topic {wanted.name!r} has {topic.partitions} partitions already")
-        if wanted.count < topic.partitions:
+        if requested.count == topic.partitions:
+            raise InvalidPartitions(f"topic {requested.name!r} has {topic.partitions} partitions already")
+        if requested.count < topic.partitions:
             raise InvalidPartitions(
-                f"topic {wanted.name!r} has {topic.partitions} partitions; {wanted.count} would not be an increase"
+                f"topic {requested.name!r} has {topic.partitions} partitions; "
+                f"{requested.count} would not be an increase"
             )
-        if wanted.assignments is None:
+        if requested.assignments is None:
             return None
-        added = wanted.count - topic.partitions
-        if len(wanted.assignments) != added:
+        added = requested.count - topic.partitions
+        if len(requested.assignments) != added:
             raise InvalidAssignment(
-                f"{added} partitions are added, but {len(wanted.assignments)} assignments are given"
+                f"{added} partitions are added, but {len(requested.assignments)} assignments are given"
             )
-        for assigned in wanted.assignments:
+        for assigned in requested.assignments:
             check_replicas(assigned.broker_ids, self._membership)
             if len(assigned.broker_ids) != topic.replication:
                 raise InvalidAssignment(
-                    f"topic {wanted.name!r} has {topic.replication} replicas of each partition, "
+                    f"topic {requested.name!r} has {topic.replication} replicas of each partition, "
                     f"the assignment gives {len(assigned.broker_ids)}"
                 )
         return {
             index: tuple(NodeId(node) for node in assigned.broker_ids)
-            for index, assigned in enumerate(wanted.assignments, topic.partitions)
+            for index, assigned in enumerate(requested.assignments, topic.partitions)
         }
 
     @staticmethod

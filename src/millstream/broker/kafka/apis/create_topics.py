@@ -68,73 +68,77 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         deadline = RequestDeadline(request.timeout)
         results: dict[str, CreatableTopicResult] = {}
         valid: list[tuple[CreatableTopic, NewTopic]] = []
-        for wanted in request.topics:
+        for requested in request.topics:
             try:
-                if named[wanted.name] > 1:
-                    raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                valid.append((wanted, self._new_topic(wanted)))
+                if named[requested.name] > 1:
+                    raise InvalidRequest(f"topic {requested.name!r} is named more than once in the request")
+                valid.append((requested, self._new_topic(requested)))
             except MillstreamError as error:
-                results[wanted.name] = _error_result(wanted, error)
+                results[requested.name] = _error_result(requested, error)
         for at in range(0, len(valid), _AT_ONCE_MAX):
             some = valid[at : at + _AT_ONCE_MAX]
             outcomes = await self._create([new for _, new in some], deadline, validate_only=request.validate_only)
-            for (wanted, _), outcome in zip(some, outcomes, strict=True):
+            for (requested, _), outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, MillstreamError):
-                    results[wanted.name] = _error_result(wanted, outcome)
+                    results[requested.name] = _error_result(requested, outcome)
                     continue
-                results[wanted.name] = self._created_result(wanted, outcome)
+                results[requested.name] = self._created_result(requested, outcome)
                 # Describing the settings of thousands of topics takes a while; let other tasks run meanwhile.
                 await asyncio.sleep(0)
         ordered = tuple(results[name] for name in named)
         return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=ordered)
 
     async def _create(
-        self, wanted: Sequence[NewTopic], deadline: RequestDeadline, *, validate_only: bool
+        self, requested: Sequence[NewTopic], deadline: RequestDeadline, *, validate_only: bool
     ) -> Sequence[Topic | MillstreamError]:
         try:
             timeout_s = deadline.remaining_s("the topics")
-            return await self._topics.create_all(wanted, validate_only=validate_only, timeout_s=timeout_s)
+            return await self._topics.create_all(requested, validate_only=validate_only, timeout_s=timeout_s)
         except MillstreamError as error:
-            return [error] * len(wanted)
+            return [error] * len(requested)
 
-    def _new_topic(self, wanted: CreatableTopic) -> NewTopic:
-        partitions, replication, placement = self._parse_layout(wanted)
+    def _new_topic(self, requested: CreatableTopic) -> NewTopic:
+        partitions, replication, placement = self._parse_layout(requested)
         overrides: dict[str, str] = {}
-        for config in wanted.configs:
+        for config in requested.configs:
             if config.value is None:
-                raise InvalidSetting(f"setting {config.name} of topic {wanted.name!r} has no value")
+                raise InvalidSetting(f"setting {config.name} of topic {requested.name!r} has no value")
             overrides[config.name] = config.value
         return NewTopic(
-            name=wanted.name, partitions=partitions, replication=replication, overrides=overrides, placement=placement
+            name=requested.name,
+            partitions=partitions,
+            replication=replication,
+            overrides=overrides,
+            placement=placement,
         )
 
-    def _parse_layout(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
+    def _parse_layout(self, requested: CreatableTopic) -> tuple[int, int, Placement | None]:
         """Return the requested partitions and replicas, as numbers or as a placement."""
-        if not wanted.assignments:
-            if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
+        if not requested.assignments:
+            if requested.num_partitions != _DEFAULT and requested.num_partitions < 1:
                 raise InvalidPartitions(
-                    f"a topic has at least 1 partition, not {wanted.num_partitions} (-1 asks for the default)"
+                    f"a topic has at least 1 partition, not {requested.num_partitions} (-1 asks for the default)"
                 )
-            if wanted.replication_factor != _DEFAULT and wanted.replication_factor < 1:
+            if requested.replication_factor != _DEFAULT and requested.replication_factor < 1:
                 raise InvalidReplication(
-                    f"a topic has at least 1 replica, not {wanted.replication_factor} (-1 asks for the default)"
+                    f"a topic has at least 1 replica, not {requested.replication_factor} (-1 asks for the default)"
                 )
-            return wanted.num_partitions, wanted.replication_factor, None
-        if wanted.num_partitions != _DEFAULT or wanted.replication_factor != _DEFAULT:
+            return requested.num_partitions, requested.replication_factor, None
+        if requested.num_partitions != _DEFAULT or requested.replication_factor != _DEFAULT:
             raise InvalidRequest("with a manual assignment, the numbers of partitions and replicas must both be -1")
-        indexes = sorted(assigned.partition_index for assigned in wanted.assignments)
+        indexes = sorted(assigned.partition_index for assigned in requested.assignments)
         if indexes != list(range(len(indexes))):
             raise InvalidAssignment(f"the assignment must name every partition from 0 on once, not {indexes}")
-        replication = check_assignments([assigned.broker_ids for assigned in wanted.assignments], self._membership)
+        replication = check_assignments([assigned.broker_ids for assigned in requested.assignments], self._membership)
         placement = {
             int(assigned.partition_index): tuple(NodeId(node) for node in assigned.broker_ids)
-            for assigned in wanted.assignments
+            for assigned in requested.assignments
         }
         return len(indexes), replication, placement
 
-    def _created_result(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
+    def _created_result(self, requested: CreatableTopic, topic: Topic) -> CreatableTopicResult:
         return CreatableTopicResult(
-            name=wanted.name,
+            name=requested.name,
             topic_id=topic.topic_id,
             error_code=ErrorCode.none,
             error_message=None,
@@ -160,7 +164,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             yield change_of(topic, CREATE, "topic", topic.name, settings)
 
 
-def _error_result(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
+def _error_result(requested: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
     return CreatableTopicResult(
-        name=wanted.name, topic_id=None, error_code=error_code(error), error_message=error_message(error), configs=()
+        name=requested.name, topic_id=None, error_code=error_code(error), error_message=error_message(error), configs=()
     )

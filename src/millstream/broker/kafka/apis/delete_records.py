@@ -44,24 +44,24 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
         topics = tuple(
             DeleteRecordsTopicResult(
                 name=topic.name,
-                partitions=tuple(self._partition_result(topic.name, wanted) for wanted in topic.partitions),
+                partitions=tuple(self._partition_result(topic.name, requested) for requested in topic.partitions),
             )
             for topic in request.topics
         )
         return DeleteRecordsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
-    def _partition_result(self, topic: str, wanted: DeleteRecordsPartition) -> DeleteRecordsPartitionResult:
+    def _partition_result(self, topic: str, requested: DeleteRecordsPartition) -> DeleteRecordsPartitionResult:
         code, low_watermark = ErrorCode.none, _NO_LOW_WATERMARK
         try:
-            low_watermark = i64(self._delete(topic, wanted))
+            low_watermark = i64(self._delete(topic, requested))
         except MillstreamError as error:
             code = error_code(error)
         return DeleteRecordsPartitionResult(
-            partition_index=wanted.partition_index, low_watermark=low_watermark, error_code=code
+            partition_index=requested.partition_index, low_watermark=low_watermark, error_code=code
         )
 
-    def _delete(self, topic: str, wanted: DeleteRecordsPartition) -> Offset:
-        partition = self._topics.partition(topic, wanted.partition_index)
+    def _delete(self, topic: str, requested: DeleteRecordsPartition) -> Offset:
+        partition = self._topics.partition(topic, requested.partition_index)
         partition.check_leader_epoch(NO_EPOCH)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"records of {topic!r} are the broker's own state and cannot be deleted")
@@ -70,10 +70,10 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
                 f"topic {topic!r} keeps the last record per key; its records are not deleted by offset"
             )
         end = partition.high_watermark
-        before = end if wanted.offset == _TO_THE_END else Offset(wanted.offset)
+        before = end if requested.offset == _TO_THE_END else Offset(requested.offset)
         if not 0 <= before <= end:
             raise OffsetOutOfRange(
-                f"{topic}-{wanted.partition_index} can be deleted up to {end}, not {before}",
+                f"{topic}-{requested.partition_index} can be deleted up to {end}, not {before}",
                 start=partition.log_start,
                 end=end,
             )

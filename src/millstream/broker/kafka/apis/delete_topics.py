@@ -54,16 +54,16 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         # A topic may be given by name and by id, so they are counted by what they resolve to.
-        identities = [self._key_of(wanted) for wanted in request.topics]
+        identities = [self._key_of(requested) for requested in request.topics]
         named = Counter(identities)
         deadline = RequestDeadline(request.timeout)
         outcomes: dict[Any, Topic | MillstreamError] = {}
         found: dict[Any, Topic] = {}
-        for identity, wanted in zip(identities, request.topics, strict=True):
+        for identity, requested in zip(identities, request.topics, strict=True):
             try:
                 if named[identity] > 1:
-                    raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
-                found[identity] = self._find(wanted)
+                    raise InvalidRequest(f"topic {requested.name or requested.topic_id} is named more than once")
+                found[identity] = self._find(requested)
             except MillstreamError as error:
                 outcomes[identity] = error
         # Only after all are found: a topic that was missing when rights were checked and is created meanwhile must not
@@ -79,8 +79,8 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         while some := dict(islice(rest, _AT_ONCE_MAX)):
             outcomes |= zip(some, await self._delete(tuple(some.values()), deadline), strict=True)
         responses = {
-            identity: _result(wanted, outcomes[identity])
-            for identity, wanted in zip(identities, request.topics, strict=True)
+            identity: _result(requested, outcomes[identity])
+            for identity, requested in zip(identities, request.topics, strict=True)
         }
         return DeleteTopicsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses.values()))
 
@@ -108,18 +108,18 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         topics = tuple(DeleteTopicState(name=name, topic_id=None) for name in request.topic_names)
         return DeleteTopicsRequest(topics=topics, timeout=request.timeout)
 
-    def _key_of(self, wanted: DeleteTopicState) -> Any:
-        topic = self._topics.get(wanted.name) if wanted.name is not None else None
-        return wanted.topic_id or (topic.topic_id if topic is not None else wanted.name)
+    def _key_of(self, requested: DeleteTopicState) -> Any:
+        topic = self._topics.get(requested.name) if requested.name is not None else None
+        return requested.topic_id or (topic.topic_id if topic is not None else requested.name)
 
-    def _find(self, wanted: DeleteTopicState) -> Topic:
-        if wanted.name is not None and wanted.topic_id is not None:
+    def _find(self, requested: DeleteTopicState) -> Topic:
+        if requested.name is not None and requested.topic_id is not None:
             raise InvalidRequest("a topic to delete is named by its name or by its id, not by both")
-        if wanted.topic_id is not None:
-            return topic_with_id(self._topics, wanted.topic_id)
-        if wanted.name is None:
+        if requested.topic_id is not None:
+            return topic_with_id(self._topics, requested.topic_id)
+        if requested.name is None:
             raise InvalidRequest("a topic to delete has neither a name nor an id")
-        return topic_named(self._topics, wanted.name)
+        return topic_named(self._topics, requested.name)
 
     @staticmethod
     def changes(_request: DeleteTopicsRequest, response: DeleteTopicsResponse, _users: Users) -> Iterator[Change]:
@@ -127,9 +127,12 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
             yield change_of(topic, DELETE, "topic", topic.name or str(topic.topic_id))
 
 
-def _result(wanted: DeleteTopicState, outcome: Topic | MillstreamError) -> DeletableTopicResult:
+def _result(requested: DeleteTopicState, outcome: Topic | MillstreamError) -> DeletableTopicResult:
     if isinstance(outcome, Topic):
         return DeletableTopicResult(name=TopicName(outcome.name), topic_id=outcome.topic_id, error_code=ErrorCode.none)
     return DeletableTopicResult(
-        name=wanted.name, topic_id=wanted.topic_id, error_code=error_code(outcome), error_message=error_message(outcome)
+        name=requested.name,
+        topic_id=requested.topic_id,
+        error_code=error_code(outcome),
+        error_message=error_message(outcome),
     )

@@ -42,7 +42,7 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
 
     async def handle(self, request: DescribeClientQuotasRequest, client: ClientInfo) -> DescribeClientQuotasResponse:
         try:
-            wanted = _parse_filter(request)
+            filter_ = _parse_filter(request)
         except _Refused as refused:
             return DescribeClientQuotasResponse(
                 throttle_time=NO_THROTTLE, error_code=refused.code, error_message=str(refused), entries=None
@@ -53,7 +53,7 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
                 values=tuple(ValueData(key=key, value=f64(value)) for key, value in sorted(limits.items())),
             )
             for entity, limits in self._quotas.all().items()
-            if wanted.matches(entity)
+            if filter_.matches(entity)
         )
         return DescribeClientQuotasResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, error_message=None, entries=entries

@@ -79,13 +79,15 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)
         # An empty list of names also requests all settings, as in Kafka.
-        wanted = set(resource.configuration_keys or ())
+        requested = set(resource.configuration_keys or ())
         return DescribeConfigsResult(
             error_code=code,
             error_message=message,
             resource_type=resource.resource_type,
             resource_name=resource.resource_name,
-            configs=tuple(_build_result(view, request) for view in views if not wanted or view.declared.name in wanted),
+            configs=tuple(
+                _build_result(view, request) for view in views if not requested or view.declared.name in requested
+            ),
         )
 
     def _settings(self, resource: DescribeConfigsResource) -> Iterable[SettingView]:

@@ -53,15 +53,15 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
         return super().upgrade(version, request)
 
     async def handle(self, request: ListConfigResourcesRequest, client: ClientInfo) -> ListConfigResourcesResponse:
-        wanted = set(request.resource_types) or _KNOWN
-        if not wanted <= _KNOWN:
+        requested = set(request.resource_types) or _KNOWN
+        if not requested <= _KNOWN:
             return ListConfigResourcesResponse(
                 throttle_time=NO_THROTTLE, error_code=ErrorCode.unsupported_version, config_resources=()
             )
         listed = tuple(
             ConfigResource(resource_name=name, resource_type=i8(kind))
             for kind, name in self._resources()
-            if kind in wanted
+            if kind in requested
         )
         return ListConfigResourcesResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, config_resources=listed

@@ -115,21 +115,21 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         return dataclasses.replace(upgraded, topics=topics)
 
     async def _partition_response(
-        self, topic: str, wanted: ListOffsetsPartition, request: ListOffsetsRequest
+        self, topic: str, requested: ListOffsetsPartition, request: ListOffsetsRequest
     ) -> ListOffsetsPartitionResponse:
-        if wanted.timestamp == _UNSUPPORTED:
-            return _error_partition(wanted, ErrorCode.unsupported_version)
+        if requested.timestamp == _UNSUPPORTED:
+            return _error_partition(requested, ErrorCode.unsupported_version)
         try:
-            partition = self._topics.partition(topic, wanted.partition_index)
-            partition.check_leader_epoch(wanted.current_leader_epoch)
+            partition = self._topics.partition(topic, requested.partition_index)
+            partition.check_leader_epoch(requested.current_leader_epoch)
             end = _readable_end(partition, request)
-            found = await _look_up(partition, wanted.timestamp, end)
-            if _is_uncertain(partition, wanted.timestamp, found, request):
-                return _error_partition(wanted, ErrorCode.offset_not_available)
+            found = await _look_up(partition, requested.timestamp, end)
+            if _is_uncertain(partition, requested.timestamp, found, request):
+                return _error_partition(requested, ErrorCode.offset_not_available)
         except MillstreamError as error:
-            return _error_partition(wanted, error_code(error))
+            return _error_partition(requested, error_code(error))
         return ListOffsetsPartitionResponse(
-            partition_index=wanted.partition_index,
+            partition_index=requested.partition_index,
             error_code=ErrorCode.none,
             timestamp=i64(found.timestamp_ms),
             offset=i64(found.offset),
@@ -143,10 +143,10 @@ def _as_no_leader(response: ListOffsetsPartitionResponse) -> ListOffsetsPartitio
     return dataclasses.replace(response, error_code=ErrorCode.leader_not_available)
 
 
-def _mark_unsupported(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
-    if wanted.timestamp >= 0 or version >= _FIRST_VERSION_OF.get(wanted.timestamp, version + 1):
-        return wanted
-    return dataclasses.replace(wanted, timestamp=_UNSUPPORTED)
+def _mark_unsupported(version: int, requested: ListOffsetsPartition) -> ListOffsetsPartition:
+    if requested.timestamp >= 0 or version >= _FIRST_VERSION_OF.get(requested.timestamp, version + 1):
+        return requested
+    return dataclasses.replace(requested, timestamp=_UNSUPPORTED)
 
 
 def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
@@ -186,5 +186,5 @@ def _epoch_at_start(partition: Partition) -> Epoch:
     return Epoch(first) if first <= log.latest_epoch else partition.leader_epoch
 
 
-def _error_partition(wanted: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:
-    return ListOffsetsPartitionResponse(partition_index=wanted.partition_index, error_code=code)
+def _error_partition(requested: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:
+    return ListOffsetsPartitionResponse(partition_index=requested.partition_index, error_code=code)

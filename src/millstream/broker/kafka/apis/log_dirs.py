@@ -61,11 +61,11 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
             )
         return DescribeLogDirsResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results=(result,))
 
-    def _build_topics(self, wanted: tuple[DescribableLogDirTopic, ...] | None) -> tuple[DescribeLogDirsTopic, ...]:
-        if wanted is None:
+    def _build_topics(self, requested: tuple[DescribableLogDirTopic, ...] | None) -> tuple[DescribeLogDirsTopic, ...]:
+        if requested is None:
             by_topic = {topic.name: self._topics.partitions_of(topic) for topic in self._topics.all()}
         else:
-            by_topic = {one.topic: self._find_partitions(one) for one in wanted}
+            by_topic = {one.topic: self._find_partitions(one) for one in requested}
         return tuple(
             DescribeLogDirsTopic(
                 name=TopicName(name), partitions=tuple(_build_partition(partition) for partition in partitions)
@@ -74,12 +74,12 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
             if partitions
         )
 
-    def _find_partitions(self, wanted: DescribableLogDirTopic) -> list[Partition]:
-        topic = self._topics.get(wanted.topic)
+    def _find_partitions(self, requested: DescribableLogDirTopic) -> list[Partition]:
+        topic = self._topics.get(requested.topic)
         if topic is None:
             return []
         carried = {int(partition.index): partition for partition in self._topics.partitions_of(topic)}
-        return [carried[index] for index in dict.fromkeys(wanted.partitions) if index in carried]
+        return [carried[index] for index in dict.fromkeys(requested.partitions) if index in carried]
 
 
 def _build_partition(partition: Partition) -> DescribeLogDirsPartition:
@@ -111,11 +111,11 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
 
     async def handle(self, request: AlterReplicaLogDirsRequest, client: ClientInfo) -> AlterReplicaLogDirsResponse:
         results: dict[TopicName, list[AlterReplicaLogDirPartitionResult]] = {}
-        for wanted in request.dirs:
-            for topic in wanted.topics:
+        for requested in request.dirs:
+            for topic in requested.topics:
                 results.setdefault(topic.name, []).extend(
                     AlterReplicaLogDirPartitionResult(
-                        partition_index=index, error_code=self._check_move(wanted.path, topic.name, index)
+                        partition_index=index, error_code=self._check_move(requested.path, topic.name, index)
                     )
                     for index in topic.partitions
                 )

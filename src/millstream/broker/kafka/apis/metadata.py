@@ -76,9 +76,9 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             described = [self._describe(topic, operations, alive) for topic in self._topics.all()]
         else:
             described = [
-                await self._look_up(wanted, create=request.allow_auto_topic_creation, operations=operations)
-                for wanted in dict.fromkeys(request.topics)
-                if wanted.name is not None or wanted.topic_id is not None
+                await self._look_up(requested, create=request.allow_auto_topic_creation, operations=operations)
+                for requested in dict.fromkeys(request.topics)
+                if requested.name is not None or requested.topic_id is not None
             ]
         return self._response(tuple(described), client)
 
@@ -101,7 +101,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
 
     def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
         """Return the error for every requested topic, since older versions have no other field for it."""
-        refused = tuple(_error_topic(error_code(error), wanted) for wanted in request.topics or ())
+        refused = tuple(_error_topic(error_code(error), requested) for requested in request.topics or ())
         return self._response(refused, None, error=error_code(error))
 
     def _response(
@@ -129,21 +129,23 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             error_code=error,
         )
 
-    async def _look_up(self, wanted: MetadataRequestTopic, *, create: bool, operations: i32) -> MetadataResponseTopic:
+    async def _look_up(
+        self, requested: MetadataRequestTopic, *, create: bool, operations: i32
+    ) -> MetadataResponseTopic:
         try:
-            topic = await self._find(wanted, create=create)
+            topic = await self._find(requested, create=create)
         except MillstreamError as error:
             code = ErrorCode.leader_not_available if isinstance(error, _TRANSIENT) else error_code(error)
-            return _error_topic(code, wanted, operations)
+            return _error_topic(code, requested, operations)
         return self._describe(topic, operations, self._live_nodes())
 
     def _live_nodes(self) -> frozenset[int]:
         return frozenset(node.node_id for node in self._membership.nodes())
 
-    async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
-        if wanted.topic_id is not None:
-            return topic_with_id(self._topics, wanted.topic_id)
-        name = wanted.name or ""
+    async def _find(self, requested: MetadataRequestTopic, *, create: bool) -> Topic:
+        if requested.topic_id is not None:
+            return topic_with_id(self._topics, requested.topic_id)
+        name = requested.name or ""
         if create:
             return await self._topics.ensure(name)
         check_topic_name(name)
@@ -193,13 +195,13 @@ def _names_ids(request: Any) -> bool:
 
 
 def _error_topic(
-    code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_REQUESTED
+    code: ErrorCode, requested: MetadataRequestTopic, operations: i32 = NOT_REQUESTED
 ) -> MetadataResponseTopic:
     return MetadataResponseTopic(
         error_code=code,
-        name=wanted.name,
-        topic_id=wanted.topic_id,
-        is_internal=wanted.name in INTERNAL_TOPICS,
+        name=requested.name,
+        topic_id=requested.topic_id,
+        is_internal=requested.name in INTERNAL_TOPICS,
         partitions=(),
         topic_authorized_operations=operations,
     )

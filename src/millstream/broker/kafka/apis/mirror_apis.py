@@ -126,8 +126,10 @@ class MirrorAlter(_MirrorApi[AlterMirrorRequest, Response]):
         if request.settings:
             known = (await self._mirrors.mirrors.find(request.name)).settings
             added = {name: text for name, text in request.settings.items() if name in ("schemas", "acls") and text}
-            wanted = MirrorSettings.from_strings(added)
-            fresh = replace(wanted, schemas=wanted.schemas and not known.schemas, acls=wanted.acls and not known.acls)
+            changed = MirrorSettings.from_strings(added)
+            fresh = replace(
+                changed, schemas=changed.schemas and not known.schemas, acls=changed.acls and not known.acls
+            )
             check_declared(fresh, self._mirrors.schemas, self._mirrors.rules)
             await self._mirrors.mirrors.alter(request.name, request.settings)
         if request.enabled is not None:

@@ -136,11 +136,11 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
 
     async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicResponse, ...]:
         names = [self._name_of(query.version, topic) for topic in asked]
-        wanted: dict[str, list[int]] = {}
+        requested: dict[str, list[int]] = {}
         for name, topic in zip(names, asked, strict=True):
             if name is not None:
-                wanted.setdefault(name, []).extend(topic.partitions)
-        fetched = await self._fetch_offsets(query, wanted)
+                requested.setdefault(name, []).extend(topic.partitions)
+        fetched = await self._fetch_offsets(query, requested)
         return tuple(
             self.refuse_topic(topic, ErrorCode.unknown_topic_id)
             if name is None
@@ -148,10 +148,10 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
             for name, topic in zip(names, asked, strict=True)
         )
 
-    async def _fetch_offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
+    async def _fetch_offsets(self, query: GroupQuery, requested: dict[str, list[int]] | None) -> FetchedOffsets:
         return await self._groups.fetch(
             query.group_id,
-            wanted,
+            requested,
             member_id=query.member_id,
             epoch=query.member_epoch,
             require_stable=query.require_stable,

@@ -36,22 +36,22 @@ class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpoch
         topics = tuple(
             OffsetForLeaderTopicResult(
                 topic=topic.topic,
-                partitions=tuple(self._partition_result(topic.topic, wanted) for wanted in topic.partitions),
+                partitions=tuple(self._partition_result(topic.topic, requested) for requested in topic.partitions),
             )
             for topic in request.topics
         )
         return OffsetForLeaderEpochResponse(throttle_time=NO_THROTTLE, topics=topics)
 
-    def _partition_result(self, topic: str, wanted: OffsetForLeaderPartition) -> EpochEndOffset:
+    def _partition_result(self, topic: str, requested: OffsetForLeaderPartition) -> EpochEndOffset:
         try:
-            partition = self._topics.partition(topic, wanted.partition)
-            partition.check_leader_epoch(wanted.current_leader_epoch)
+            partition = self._topics.partition(topic, requested.partition)
+            partition.check_leader_epoch(requested.current_leader_epoch)
         except MillstreamError as error:
-            return EpochEndOffset(error_code=error_code(error), partition=wanted.partition)
-        epoch, end_offset = partition.log.end_of_epoch(Epoch(wanted.leader_epoch))
+            return EpochEndOffset(error_code=error_code(error), partition=requested.partition)
+        epoch, end_offset = partition.log.end_of_epoch(Epoch(requested.leader_epoch))
         return EpochEndOffset(
             error_code=ErrorCode.none,
-            partition=wanted.partition,
+            partition=requested.partition,
             leader_epoch=i32(epoch),
             end_offset=i64(end_offset),
         )

@@ -57,14 +57,14 @@ class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPart
     async def handle(
         self, request: ListPartitionReassignmentsRequest, client: ClientInfo
     ) -> ListPartitionReassignmentsResponse:
-        wanted = None
+        requested = None
         if request.topics is not None:
-            wanted = {(str(one.name), int(index)) for one in request.topics for index in one.partition_indexes}
+            requested = {(str(one.name), int(index)) for one in request.topics for index in one.partition_indexes}
         by_topic: dict[str, list[OngoingPartitionReassignment]] = {}
         for (topic_id, index), move in sorted(self._topics.reassignments().items()):
             topic = self._topics.by_id(topic_id)
             state = None if topic is None else self._topics.state_of(topic, index)
-            if topic is None or state is None or (wanted is not None and (topic.name, int(index)) not in wanted):
+            if topic is None or state is None or (requested is not None and (topic.name, int(index)) not in requested):
                 continue
             by_topic.setdefault(topic.name, []).append(
                 OngoingPartitionReassignment(
@@ -113,8 +113,8 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         may_change = request.allow_replication_factor_change
         for topic in request.topics:
             partitions = [
-                await self._partition_response(topic.name, wanted, deadline, may_change=may_change)
-                for wanted in topic.partitions
+                await self._partition_response(topic.name, requested, deadline, may_change=may_change)
+                for requested in topic.partitions
             ]
             responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(partitions)))
         return AlterPartitionReassignmentsResponse(
@@ -126,31 +126,31 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         )
 
     async def _partition_response(
-        self, topic: str, wanted: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
+        self, topic: str, requested: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
     ) -> ReassignablePartitionResponse:
         code, message = ErrorCode.none, None
         try:
-            deadline.remaining_s(f"{topic}-{wanted.partition_index}")
-            await self._reassign(topic, wanted, may_change=may_change)
+            deadline.remaining_s(f"{topic}-{requested.partition_index}")
+            await self._reassign(topic, requested, may_change=may_change)
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)
         return ReassignablePartitionResponse(
-            partition_index=wanted.partition_index, error_code=code, error_message=message
+            partition_index=requested.partition_index, error_code=code, error_message=message
         )
 
-    async def _reassign(self, name: str, wanted: ReassignablePartition, *, may_change: bool) -> None:
+    async def _reassign(self, name: str, requested: ReassignablePartition, *, may_change: bool) -> None:
         topic = topic_named(self._topics, name)
         target: tuple[NodeId, ...] | None = None
-        if wanted.replicas is not None:
+        if requested.replicas is not None:
             # A missing partition is reported before missing nodes.
-            self._topics.state_of(topic, wanted.partition_index)
-            check_replicas(wanted.replicas, self._membership)
-            target = tuple(NodeId(node) for node in wanted.replicas)
+            self._topics.state_of(topic, requested.partition_index)
+            check_replicas(requested.replicas, self._membership)
+            target = tuple(NodeId(node) for node in requested.replicas)
             if not may_change and len(target) != topic.replication:
                 raise InvalidReplication(
                     f"topic {name!r} has {topic.replication} replicas; name as many, not {len(target)}"
                 )
-        await self._topics.reassign(topic, wanted.partition_index, target)
+        await self._topics.reassign(topic, requested.partition_index, target)
 
     @staticmethod
     def changes(

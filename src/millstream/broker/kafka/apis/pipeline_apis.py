@@ -233,8 +233,8 @@ class PipelineList(PrivateApi[ListPipelinesRequest, ListPipelinesResponse]):
         if request.names is None:
             listed = [self._describe(one, ()) for one in self._pipelines.all()]
             return ListPipelinesResponse(pipelines=[_without_long_texts(one) for one in listed])
-        wanted = [await self._pipelines.find(name) for name in request.names]
-        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in wanted])
+        selected = [await self._pipelines.find(name) for name in request.names]
+        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in selected])
 
     def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {

@@ -112,21 +112,21 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
             *(subject_need(Operation.DESCRIBE, str(name)) for name in sorted(referenced)),
         ]
 
-    async def message_of(self, version: SubjectVersion, wanted: str = "") -> SchemaMessage:
+    async def message_of(self, version: SubjectVersion, form: str = "") -> SchemaMessage:
         return msgspec.structs.replace(
-            await self.message_of_schema(self._registry.schema_of(version), wanted),
+            await self.message_of_schema(self._registry.schema_of(version), form),
             subject=str(version.subject),
             version=version.version,
             deleted=version.is_deleted,
         )
 
-    async def message_of_schema(self, schema: StoredSchema, wanted: str = "") -> SchemaMessage:
+    async def message_of_schema(self, schema: StoredSchema, form: str = "") -> SchemaMessage:
         content = schema.content
         return SchemaMessage(
             id=schema.schema_id,
             guid=schema.guid,
             schema_type=content.schema_type,
-            schema=await self._registry.render(schema, wanted),
+            schema=await self._registry.render(schema, form),
             references=content.references,
             metadata=content.metadata,
             rule_set=content.rule_set,
@@ -372,12 +372,12 @@ class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
         )
 
     async def _with_properties(
-        self, subject: QualifiedSubject, wanted: Mapping[str, str], *, deleted: bool
+        self, subject: QualifiedSubject, properties: Mapping[str, str], *, deleted: bool
     ) -> SubjectVersion:
         versions = (await self._registry.find_versions(subject, deleted=deleted)).select(deleted=deleted)
         for version in reversed(versions):
             metadata = self._registry.schema_of(version).content.metadata or {}
-            if wanted.items() <= dict(metadata.get("properties") or {}).items():
+            if properties.items() <= dict(metadata.get("properties") or {}).items():
                 return version
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
 

@@ -77,14 +77,14 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
                 group_id=asked.group_id, topics=(), error_code=error_code(error), error_message=error_message(error)
             )
         if asked.topics is None:
-            wanted: dict[str, list[int]] = {}
+            requested: dict[str, list[int]] = {}
             for topic, partition in sorted(known):
-                wanted.setdefault(topic, []).append(partition)
+                requested.setdefault(topic, []).append(partition)
         else:
-            wanted = {topic.topic_name: list(topic.partitions) for topic in asked.topics}
+            requested = {topic.topic_name: list(topic.partitions) for topic in asked.topics}
         return DescribeShareGroupOffsetsResponseGroup(
             group_id=asked.group_id,
-            topics=tuple(self._build_topic(name, partitions, known) for name, partitions in wanted.items()),
+            topics=tuple(self._build_topic(name, partitions, known) for name, partitions in requested.items()),
             error_code=ErrorCode.none,
         )
 

@@ -291,10 +291,10 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
 
     async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
         if request.names is None:
-            wanted = self._subscriptions.all()
+            selected = self._subscriptions.all()
         else:
-            wanted = [await self._subscriptions.find(name) for name in request.names]
-            await self._open_queues(wanted, request.open)
+            selected = [await self._subscriptions.find(name) for name in request.names]
+            await self._open_queues(selected, request.open)
         begun = self._service.share_topics.stored_queues()
         queues: dict[UUID, list[Delivery]] = {}
         engine = self._service.loaded
@@ -302,18 +302,18 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
         described = []
         # Before other work gets its turn, which may delete some.
-        settings = [self._subscriptions.settings_of(one) for one in wanted]
+        settings = [self._subscriptions.settings_of(one) for one in selected]
         copied = await self._copied_queues(
-            {one.subscription_id: settings[at].isolation for at, one in enumerate(wanted)}
+            {one.subscription_id: settings[at].isolation for at, one in enumerate(selected)}
         )
-        for at, one in enumerate(wanted):
+        for at, one in enumerate(selected):
             if at % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
             document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
             document["queues"] += copied.get(one.subscription_id, ())
             described.append(document if request.names is not None else {**document, "stored_queues": []})
         if leases_max := max(0, min(request.leases_max, LEASES_MAX)):
-            for one, document in zip(wanted, described, strict=True):
+            for one, document in zip(selected, described, strict=True):
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)
 

@@ -62,7 +62,7 @@ class UpdateFeatures(VersionedApi[UpdateFeaturesRequest, Any]):
 
 
 def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: bool) -> Refusal:
-    name, wanted = update.feature, update.max_version_level
+    name, level = update.feature, update.max_version_level
     if twice:
         return ErrorCode.invalid_request, f"feature {name!r} is named more than once in the request"
     if update.upgrade_type not in _UPGRADE_TYPES:
@@ -71,15 +71,15 @@ def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: boo
     if feature is None:
         known = ", ".join(sorted(features))
         return ErrorCode.invalid_update_version, f"there is no feature {name!r}; the features are {known}"
-    if not feature.oldest <= wanted <= feature.newest:
+    if not feature.oldest <= level <= feature.newest:
         return (
             ErrorCode.invalid_update_version,
-            f"{name} has levels {feature.oldest} to {feature.newest}, not {wanted}",
+            f"{name} has levels {feature.oldest} to {feature.newest}, not {level}",
         )
-    if wanted != feature.level:
+    if level != feature.level:
         return (
             ErrorCode.invalid_update_version,
-            f"{name} is at level {feature.level}, which is fixed by the release and cannot be set to {wanted}",
+            f"{name} is at level {feature.level}, which is fixed by the release and cannot be set to {level}",
         )
     return _ACCEPTED
 

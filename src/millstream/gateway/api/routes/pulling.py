@@ -209,19 +209,19 @@ class SettledLeases(msgspec.Struct, frozen=True):
 
 async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMessages:
     """Lease messages; a client that disconnects before it has the response leases none."""
-    wanted = request.body
-    name, worker = request.path["subscription"], services.new_worker(wanted.worker)
-    request.memory.reserve(wanted.max_bytes)
-    receive = ReceiveRequest(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
+    body = request.body
+    name, worker = request.path["subscription"], services.new_worker(body.worker)
+    request.memory.reserve(body.max_bytes)
+    receive = ReceiveRequest(name, worker, body.max, body.max_bytes, body.wait_ms, address=request.address)
     messages = await receive_until(services, receive, request.disconnected)
     request.undelivered = partial(services.leasing.return_messages, name, worker, messages)
     size = sum(held_bytes(message.record) for message in messages)
     request.memory.resize(size)
-    if wanted.decode is None:
+    if body.decode is None:
         return PulledMessages([leased(message, worker) for message in messages])
     documents = []
     for message in messages:
-        more = await decoded_members(services.client, wanted.decode, message.topic, message.record)
+        more = await decoded_members(services.client, body.decode, message.topic, message.record)
         size += decoded_bytes(more)
         request.memory.resize(size)
         documents.append(leased(message, worker, **more))
@@ -234,14 +234,14 @@ async def receive_until(
     """Lease messages unless the client disconnects or the gateway stops meanwhile."""
     leasing = asyncio.ensure_future(services.leasing.receive(receive))
     ends = (services.stopping,) if disconnected is None else (disconnected, services.stopping)
-    is_wanted = False
+    can_respond = False
     try:
         done, _ = await asyncio.wait((leasing, *ends), return_when=asyncio.FIRST_COMPLETED)
-        is_wanted = leasing in done and disconnected not in done
+        can_respond = leasing in done and disconnected not in done
     finally:
-        if not is_wanted:
+        if not can_respond:
             await _return_leased(services, receive, leasing)
-    return leasing.result() if is_wanted else []
+    return leasing.result() if can_respond else []
 
 
 async def _return_leased(

@@ -156,8 +156,8 @@ async def allow(visit: Visit) -> Response:
 
 
 async def remove(visit: Visit) -> Response:
-    wanted = visit.text("rule", length_max=8192)
-    rule = next((one for one in await describe_acls(visit.services.client, AclFilter()) if str(one) == wanted), None)
+    text = visit.text("rule", length_max=8192)
+    rule = next((one for one in await describe_acls(visit.services.client, AclFilter()) if str(one) == text), None)
     if rule is None:
         raise invalid("there is no such rule any more; nothing was changed")
     visit.confirm(rule.principal)

@@ -24,8 +24,8 @@ _GROUP: Final = ResourceType.GROUP
 
 async def list_all(visit: Visit) -> Response:
     """List groups; lag is looked up for those on the page."""
-    wanted = visit.search.lower()
-    listed = [one for one in await list_groups(visit.services.client) if wanted in one[0].lower()]
+    search = visit.search.lower()
+    listed = [one for one in await list_groups(visit.services.client) if search in one[0].lower()]
     shown = await group_summaries(visit.services.client, visit.on_page(listed))
     return Page("groups.html", {**visit.paging(len(listed)), "groups": shown})
 

@@ -72,12 +72,12 @@ def _row(described: dict[str, Any]) -> dict[str, Any]:
 
 
 async def list_all(visit: Visit) -> Response:
-    wanted = visit.search.lower()
+    search = visit.search.lower()
     order, descending = visit.choice("order", _ORDERS), visit.text("down") == "1"
     rows = [
         row
         for row in await visit.shared(lambda: _all_rows(visit))
-        if wanted in row["subscription"].lower() or any(wanted in topic.lower() for topic in row["topics"])
+        if search in row["subscription"].lower() or any(search in topic.lower() for topic in row["topics"])
     ]
     rows.sort(key=lambda row: -1 if row[order] is None else row[order], reverse=descending)
     context = {

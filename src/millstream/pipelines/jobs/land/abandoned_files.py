@@ -50,7 +50,7 @@ class _Folder:
     empty_listings: int = 0
     """Listings in a row that found nothing."""
 
-    def is_wanted(self, now: float) -> bool:
+    def needs_listing(self, now: float) -> bool:
         """Whether to look again; expired attempts are forgotten."""
         self.attempts = {attempt: until for attempt, until in self.attempts.items() if until > now}
         return bool(self.attempts) and self.empty_listings < EMPTY_LISTINGS_MAX
@@ -104,7 +104,7 @@ class AbandonedFiles:
             _logger.info("files of failed attempts could not be listed: %s", error)
         now = self._clock()
         for key, folder in due.items():
-            if not folder.is_wanted(now):
+            if not folder.needs_listing(now):
                 self._folders.pop(key, None)
             elif folder.due > now and self._folders.pop(key, None) is not None:
                 # Folders that this sweep did not reach come first the next time.

@@ -54,10 +54,10 @@ def holds(text: str, batch: pa.RecordBatch, topic: str) -> Flags:
     """Return for every message of one partition whether a condition holds."""
     if not len(batch):
         return np.zeros(0, np.bool_)
-    wanted = condition(text)
+    compiled = condition(text)
     partition = int(batch.column("partition")[0].as_py())
     columns = from_arrow(batch.select([name for name in _READ if name in batch.schema.names]))
-    return wanted.matches(ColumnBatch(columns, topic=topic, partition=partition, uses=wanted.uses))
+    return compiled.matches(ColumnBatch(columns, topic=topic, partition=partition, uses=compiled.uses))
 
 
 _READ: Final = ("offset", "timestamp", "key", "value", "headers")

@@ -584,14 +584,14 @@ class Decoder:
         if found is None:
             return None
         dropped = frozenset(dropped_fields(_after(self._fields, found), table.schema)) if self._evolves else frozenset()
-        wanted = table.select(schema.names)
-        if wanted.schema.types != schema.types:
+        declared = table.select(schema.names)
+        if declared.schema.types != schema.types:
             # A value without a column of its own is inside one that exists.
             table = _read(text, schema, evolves=False)
             if table is None or table.num_rows != rows:
                 return None
-            wanted = table.select(schema.names)
-        columns = self._columns(wanted, rows)
+            declared = table.select(schema.names)
+        columns = self._columns(declared, rows)
         if columns is None:
             return None
         return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped=dropped)

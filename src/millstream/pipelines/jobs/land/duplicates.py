@@ -71,11 +71,11 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
 
 def within(found: pa.Table, ranges: Iterable[Range]) -> pa.Table:
     number, offset = found.column("partition"), found.column("offset")
-    wanted = pa.chunked_array([pa.repeat(False, len(found))])
+    matches = pa.chunked_array([pa.repeat(False, len(found))])
     for one in ranges:
         is_in = pc.and_(pc.greater_equal(offset, one.start), pc.less(offset, one.end))
-        wanted = pc.or_(wanted, pc.and_(pc.equal(number, one.partition), is_in))
-    return found.filter(wanted)
+        matches = pc.or_(matches, pc.and_(pc.equal(number, one.partition), is_in))
+    return found.filter(matches)
 
 
 def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:

@@ -104,8 +104,8 @@ class EventFolders:
         is_landed = pc.is_null(reasons).to_numpy(zero_copy_only=False)
         is_further = is_landed & (np.abs(hours - int(self._now() // 3600)) > _PRESENT_HOURS)
         found, counts = np.unique(hours[is_further], return_counts=True)
-        wanted = found[np.argsort(-counts, kind="stable")].tolist()
-        new = [hour for hour in wanted if hour not in self._further]
+        by_count = found[np.argsort(-counts, kind="stable")].tolist()
+        new = [hour for hour in by_count if hour not in self._further]
         room = FOLDERS_MAX - len(self._further)
         self._further.update(new[:room])
         if len(new) <= room:

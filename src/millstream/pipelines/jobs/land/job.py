@@ -106,10 +106,12 @@ def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
 
 def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, keep_others: bool) -> list[pa.Field]:
     """Merge given fields into known ones; `keep_others` keeps fields that only the table has."""
-    wanted = {field.name.lower(): field for field in given}
+    given_by_name = {field.name.lower(): field for field in given}
     there = {field.name.lower(): field for field in known}
     fields = [*known, *(field for field in given if field.name.lower() not in there)] if keep_others else given
-    return [_merge_field(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
+    return [
+        _merge_field(there.get(field.name.lower()), given_by_name.get(field.name.lower()) or field) for field in fields
+    ]
 
 
 def _merge_field(known: pa.Field | None, given: pa.Field) -> pa.Field:
@@ -386,12 +388,12 @@ class LandJob:
 
     def _check_event_time(self, topic: str, table: LakeTable) -> None:
         """Raise `InvalidSetting` if the table exists and is partitioned in another way."""
-        there, wanted = table.event_time(), self._settings.event_time
-        if there is None or there == ("" if wanted is None else str(wanted)):
+        there, declared = table.event_time(), self._settings.event_time
+        if there is None or there == ("" if declared is None else str(declared)):
             return
         how = there or "the hour of landing"
         raise InvalidSetting(
-            f"the table at {self._lake}/{topic} is partitioned by {how}, not by {wanted or 'the hour of landing'}: "
+            f"the table at {self._lake}/{topic} is partitioned by {how}, not by {declared or 'the hour of landing'}: "
             "a table keeps its partitioning; change `partition.by` back, or move the table with its quarantine away "
             "to land it again, or give the pipeline another lake"
         )
@@ -513,9 +515,9 @@ class LandJob:
             if size is not None:
                 self._message_bytes[topic] = size
         sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
-        wanted = [one for batch in batches for one in batch.topic_ranges()]
+        ranges = [one for batch in batches for one in batch.topic_ranges()]
         parallelism = self._context.spark.sparkContext.defaultParallelism
-        return tasks(wanted, sizes, parallelism=parallelism)
+        return tasks(ranges, sizes, parallelism=parallelism)
 
     def _task_access(self, batches: Sequence[TopicBatch]) -> Access:
         topics = may_read(batch.topic for batch in batches)

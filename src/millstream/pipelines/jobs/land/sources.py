@@ -76,12 +76,12 @@ class Sources:
         found = self.link.call(self.link.client.metadata(topics))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
-    def message_bytes(self, wanted: Sequence[Range]) -> float | None:
+    def message_bytes(self, ranges: Sequence[Range]) -> float | None:
         """Estimate the stored size of a topic's messages from the first of those to be read; None if that fails.
 
         An estimate never stops a batch, which has other topics: the tasks report what cannot be read, or skip it.
         """
-        longest = max(wanted, key=len, default=None)
+        longest = max(ranges, key=len, default=None)
         if longest is None:
             return None
         try:
@@ -105,16 +105,16 @@ async def _find_sources(client: Client, names: list[str], pattern: re.Pattern[st
             error = error_from_code(response.errors[name], None, about=f"topic {name!r}")
             if not isinstance(error, UnknownTopic):
                 raise error
-    wanted = [
+    selected = [
         topic
         for name, topic in sorted(response.topics.items())
         if pattern is None or (pattern.fullmatch(name) and not topic.is_internal)
     ]
-    places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in wanted for number in topic.partitions]
+    places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in selected for number in topic.partitions]
     firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
     ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
     limit = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
-    found = await asyncio.gather(*(_build_source(client, topic, firsts, ends, limit) for topic in wanted))
+    found = await asyncio.gather(*(_build_source(client, topic, firsts, ends, limit) for topic in selected))
     return [source for source in found if source is not None]
 
 
@@ -184,24 +184,24 @@ def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
     return found
 
 
-def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[Range]:
-    return [Range(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
+def topic_ranges(topic: str, plan_of: Mapping[int, PartitionPlan]) -> list[Range]:
+    return [Range(topic, number, plan.first, plan.end) for number, plan in sorted(plan_of.items()) if len(plan)]
 
 
-def tasks(wanted: Sequence[Range], message_bytes: Mapping[str, float], *, parallelism: int) -> list[list[Range]]:
+def tasks(ranges: Sequence[Range], message_bytes: Mapping[str, float], *, parallelism: int) -> list[list[Range]]:
     """Divide ranges into as many tasks as run in parallel, or more if they would be too large.
 
     They are laid end to end and cut into equal sizes: a large partition is shared by several tasks, and a hundred small
     topics need no more tasks than one large topic.
     """
-    sizes = [len(one) * message_bytes[one.topic] for one in wanted]
+    sizes = [len(one) * message_bytes[one.topic] for one in ranges]
     total = sum(sizes)
     if not total:
         return []
     count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
     shared: list[list[Range]] = [[]]
     room = total / count
-    for one, size in zip(wanted, sizes, strict=True):
+    for one, size in zip(ranges, sizes, strict=True):
         rest = one
         # The last task takes the rest.
         while size > room and len(shared) < count:

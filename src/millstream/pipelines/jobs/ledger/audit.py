@@ -353,18 +353,20 @@ def ordered_events(table: LedgerTable, queue: QueueAudit) -> Iterator[pa.Table]:
     found = table.dataset()
     if found is None:
         return
-    wanted = (
+    condition = (
         (ds.field("subscription_id") == queue.subscription_id)
         & (ds.field("topic_id") == queue.topic_id)
         & (ds.field("partition") == queue.partition)
     )
     files: list[tuple[int, ds.Fragment]] = []
-    for fragment in found.get_fragments(filter=wanted):
-        low = pc.min(fragment.to_table(columns=["state_offset"], filter=wanted, schema=found.schema).column(0)).as_py()
+    for fragment in found.get_fragments(filter=condition):
+        low = pc.min(
+            fragment.to_table(columns=["state_offset"], filter=condition, schema=found.schema).column(0)
+        ).as_py()
         if low is not None:
             files.append((low, fragment))
     for _low, fragment in sorted(files, key=lambda one: one[0]):
-        events = fragment.to_table(columns=list(COLUMNS), filter=wanted, schema=found.schema)
+        events = fragment.to_table(columns=list(COLUMNS), filter=condition, schema=found.schema)
         events = events.sort_by([("state_offset", "ascending"), ("row", "ascending")]).combine_chunks()
         if queue.mark:
             at = pc.index(events.column("reason"), queue.mark).as_py()

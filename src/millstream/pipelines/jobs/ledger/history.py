@@ -59,8 +59,8 @@ def _rows(table: LedgerTable, topic_id: str, partition: int, offset: int) -> lis
     """Return the events about a message, in order; moves of a queue are about all its messages."""
     about = (ds.field("offset") <= offset) & (ds.field("end_offset") > offset)
     moves = ds.field("kind").isin(["sought", "deleted"])
-    wanted = (ds.field("topic_id") == topic_id) & (ds.field("partition") == partition) & (about | moves)
-    rows = [row for batch in table.events(wanted, _COLUMNS) for row in batch.to_pylist()]
+    condition = (ds.field("topic_id") == topic_id) & (ds.field("partition") == partition) & (about | moves)
+    rows = [row for batch in table.events(condition, _COLUMNS) for row in batch.to_pylist()]
     return sorted(rows, key=lambda row: (row["state_offset"], row["row"] or 0))
 
 

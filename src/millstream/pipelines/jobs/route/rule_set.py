@@ -387,14 +387,14 @@ def _together(several: Sequence[Rows], size: int) -> Rows:
 
 
 def _grouped(
-    column: Sequence[Any], kinds: tuple[type, ...], wanted: dict[Value, list[int]]
+    column: Sequence[Any], kinds: tuple[type, ...], rules_by_value: dict[Value, list[int]]
 ) -> tuple[dict[Value, list[int]], list[int]]:
-    """Return the rows of each wanted value, and the rows whose value is of another kind."""
+    """Return the rows of each value that has rules, and the rows whose value is of another kind."""
     groups: dict[Value, list[int]] = {}
     odd: list[int] = []
     for row, value in enumerate(column):
         if type(value) in kinds:
-            if value in wanted:
+            if value in rules_by_value:
                 groups.setdefault(value, []).append(row)
         elif value is not None:
             odd.append(row)
