@@ -31,8 +31,6 @@ class _TransactionApi(PrivateApi[RequestT, ResponseT]):
 class PrepareTransaction(_TransactionApi[BatchMember, Response]):
     """Prepares the transaction of a writer that has written its part of a batch.
 
-        {"transactional_id": "spark/…", "producer_id": 7, "producer_epoch": 0}   response: {"error": 0, "message": null}
-
     From here on the transaction has no timeout, nothing can be added to it, and only CompleteBatch, AbortBatch or
     AbortTransaction end it. May be repeated. A writer whose batch is committed already, by others, is PRODUCER_FENCED.
     """
@@ -50,10 +48,6 @@ class PrepareTransaction(_TransactionApi[BatchMember, Response]):
 
 class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]):
     """Commits all parts of a batch atomically.
-
-        {"query": "q", "batch": 3,
-         "members": [{"transactional_id": "spark/q/3/0/…", "producer_id": 7, "producer_epoch": 0}, …]}
-        response: {"error": 0, "message": null, "done_now": true}
 
     The decision, the last batch of the query and the end of every other attempt up to this batch are one append to
     `__transaction_state`; markers follow, and are written again after a crash. A member that is not prepared fails the
@@ -79,8 +73,6 @@ class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]
 class AbortBatch(_TransactionApi[AbortBatchRequest, AbortBatchResponse]):
     """Aborts every attempt at a batch.
 
-        {"query": "q", "batch": 3, "run": "4f2a"}   response: {"error": 0, "message": null, "aborted": 2}
-
     A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but
     not by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced
     from here on, so that a task that is still running cannot open a transaction that would never end.
@@ -99,8 +91,6 @@ class AbortBatch(_TransactionApi[AbortBatchRequest, AbortBatchResponse]):
 class LastBatch(_TransactionApi[LastBatchRequest, LastBatchResponse]):
     """Returns the last committed batch of a query.
 
-        {"query": "q"}   response: {"error": 0, "message": null, "batch": 3}
-
     -1 means none. Writers ask first, and do not write a committed batch again.
     """
 
@@ -115,8 +105,6 @@ class LastBatch(_TransactionApi[LastBatchRequest, LastBatchResponse]):
 
 class AbortTransaction(_TransactionApi[AbortTransactionRequest, AbortTransactionResponse]):
     """Aborts a hanging transaction.
-
-        {"transactional_id": "tx"}   response: {"error": 0, "message": null, "state": "Ongoing"}
 
     The producer is fenced, as after a timeout; prepared transactions of a batch are aborted too. `state` is the one
     before. An id without an open transaction, and one that is being committed, get INVALID_TXN_STATE.

@@ -45,11 +45,6 @@ _TURN: Final = 250
 class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     """Lists a page of topics.
 
-        {"search": "ord", "names": null, "internal": false, "order": "name" | "partitions" | "records" | "bytes",
-         "descending": false, "offset": 0, "limit": 100, "partitions": false}
-        response: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
-        records_in, bytes_in, bytes_out, partition_bytes], …], "total": 1}
-
     `total` counts the topics on all pages. Numbers of records and bytes are those of the partitions that this node
     leads, so a client that needs them for the cluster asks every node; `records_in` and the two after it count from the
     start of the node.
@@ -159,8 +154,6 @@ _NEVER: Final = (-1, -1, frozenset[NodeId]())
 class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
     """Reports the state of a node in a few numbers.
 
-        {}   response: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
-
     Unlike NodeStatus, the response does not grow with the number of partitions, and they are counted in turns with
     other work. `without_leader` and `under_replicated` count the partitions of the whole cluster, as this node knows
     them.
@@ -241,9 +234,6 @@ class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     """Returns the rights of the client itself.
 
-        {"rights": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
-        response: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
-
     `principal` is empty where clients are not authorized, and everything is allowed.
     """
 
@@ -267,11 +257,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
 
 
 class NoteReading(PrivateApi[NoteReadingRequest, Response]):
-    """Records in the audit log that a user views messages; the console sends it before it shows them.
-
-    {"topic": "orders", "how": "message", "partition": 0, "offset": 42, "filter": ""}
-    response: {"error": 0, "message": null}
-    """
+    """Records in the audit log that a user views messages; the console sends it before it shows them."""
 
     async def needs(self, request: NoteReadingRequest) -> Sequence[Need]:
         return [(Operation.READ, ResourceType.TOPIC, request.topic)]

@@ -85,9 +85,6 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
 class MirrorCreate(_MirrorApi[CreateMirrorRequest, Response]):
     """Creates a mirror.
 
-        {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "enabled": true}
-        response: {"error": 0, "message": null}
-
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
     """
 
@@ -113,9 +110,6 @@ async def _cluster_of(settings: MirrorSettings, name: str) -> str | None:
 class MirrorAlter(_MirrorApi[AlterMirrorRequest, Response]):
     """Changes, pauses or resumes a mirror.
 
-        {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "enabled": true}
-        response: {"error": 0, "message": null}
-
     A setting of null is reset to its default. `enabled` resumes or pauses it; null changes nothing. An unknown name is
     RESOURCE_NOT_FOUND.
     """
@@ -139,8 +133,6 @@ class MirrorAlter(_MirrorApi[AlterMirrorRequest, Response]):
 
 class MirrorDelete(_MirrorApi[DeleteMirrorRequest, Response]):
     """Deletes a mirror that has no copies any more.
-
-        {"name": "paris", "force": false}     response: {"error": 0, "message": null}
 
     NON_EMPTY_GROUP if it has copies, which would be left without a writer: fail over or delete them first. So is a
     mirror whose source can be made to follow after a failover, unless it is forced.
@@ -183,11 +175,8 @@ class MirrorList(_MirrorApi[ListMirrorsRequest, ListMirrorsResponse]):
 class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     """Makes copies writable, and returns where each of them was cut.
 
-        {"name": "paris", "topics": null}, or regular expressions for the names of topics
-        response: {"error": 0, "message": null, "partitions": [{"topic": …, "partition": 0, "offset": 4711,
-        "epoch": 1003, "dropped": 0, "aborted": [], "source_end": 4720}], "source_error": "", "waited_ms": 210}
-
-    Without topics, the mirror is paused. `source_end` is null if the source could not be asked. May be repeated.
+    Topics are regular expressions for names. Without topics, the mirror is paused. `source_end` is null if the source
+    could not be asked. May be repeated.
     """
 
     changes = single_change("mirror", UPDATE)
@@ -200,11 +189,7 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
 
 
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
-    """Cuts a copy that this node leads, for the node that carries out a failover.
-
-    {"mirror": "paris", "topic": "orders", "partition": 0, "epoch": 1003, "verified": 4711}
-    response: {"error": 0, "message": null, "cut": {…}}
-    """
+    """Cuts a copy that this node leads, for the node that carries out a failover."""
 
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
@@ -214,11 +199,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
 
 
 class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
-    """Reports the progress of a node's copies; then exposes transactions that have arrived completely everywhere.
-
-    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000, "is_readable": false}
-    response: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
-    """
+    """Reports the progress of a node's copies; then exposes transactions that have arrived completely everywhere."""
 
     changes = None
     cluster_operation = Operation.CLUSTER_ACTION
@@ -228,10 +209,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
 
 
 class MirrorNotice(_MirrorApi[CommitNoticeRequest, Response]):
-    """Notifies the owner of a mirror that clients on the sending node wait for a commit.
-
-    {"mirror": "paris"}     response: {"error": 0, "message": null}
-    """
+    """Notifies the owner of a mirror that clients on the sending node wait for a commit."""
 
     cluster_operation = Operation.CLUSTER_ACTION
     changes = None
@@ -243,12 +221,6 @@ class MirrorNotice(_MirrorApi[CommitNoticeRequest, Response]):
 
 class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     """Returns everything but records from a node of a source, for a mirror of another cluster.
-
-        {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
-        response: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
-        "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
-        without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]},
-        "fenced": {"orders": "paris"}, "letters": {"billing-dlq": ["orders"]}}
 
     `mirrored` are topics that are copies themselves, which are not mirrored again; `origins` are the ids of the
     clusters from which the records of a topic came; `fenced` are topics that refuse writers during a switch, with the
@@ -283,11 +255,6 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
 class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
     """Returns the schemas of a source, for a mirror of another cluster.
 
-        {"since": 17, "offset": 0}
-        response: {"error": 0, "message": null, "last": 18, "schemas": [{"id": 1, "subject": "orders-value", …}],
-        "settings": [{"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null}],
-        "has_more": false}
-
     `since` is the last change that the caller knows, -1 for none; without a change since, nothing is returned.
     Subjects of topics that the caller may not describe are returned too: a mirror deletes what is missing, and schemas
     refer to those of other subjects.
@@ -302,10 +269,6 @@ class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
 
 class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
-
-        {"topics": ["orders"], "topic_ids": {"orders": "5cf0…"}, "with_groups": true}
-        response: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}},
-        "groups": {"billing": {"orders": {0: 4700}}}, "groups_omitted": false}
 
     For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
     `groups` are those for which transactions have committed offsets, with their offsets in these topics at that moment.
@@ -334,10 +297,6 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 class MirrorHold(_MirrorApi[HoldCommitsRequest, HoldCommitsResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
-        {"token": "9f…", "action": "hold", "hold_ms": 2000, "topics": {}}
-        response: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]], "groups": {},
-        "groups_omitted": false}
-
     `shards` are the coordinators that the node runs, as partition and leader epoch. "release" lets decisions through
     again, and `held` says whether they were held until now. "read groups" returns the groups of MirrorBarrier in some
     topics, given with their ids or null, by the partition of `__consumer_offsets` that stores them.
@@ -352,8 +311,6 @@ class MirrorHold(_MirrorApi[HoldCommitsRequest, HoldCommitsResponse]):
 
 class MirrorFence(_MirrorApi[FenceRequest, Response]):
     """Waits until a node refuses clients of topics, and has acknowledged what they wrote, for MirrorAdopt.
-
-        {"mirror": "paris", "topic_ids": ["5cf0…"], "cuts": {}}     response: {"error": 0, "message": null}
 
     With cuts, it truncates those partitions there; NOT_LEADER_OR_FOLLOWER if it does not lead one. REQUEST_TIMED_OUT
     if records are not replicated in time.
@@ -370,11 +327,6 @@ class MirrorFence(_MirrorApi[FenceRequest, Response]):
 class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
     """Lets the old source of a mirror follow this cluster, after a failover.
 
-        {"name": "paris", "address": "broker-1.berlin:9092", "settings": {"user": "mirror", "password": "…"},
-        "save_to": ""}
-        response: {"error": 0, "message": null, "removed": [{"topic": "orders", "partition": 0, "start": 4711,
-        "end": 4720}], "saved_to": "", "recreated": [], "waited_ms": 350}
-
     The old source declares a mirror of the same name, drops what only it has, and copies the difference; this cluster
     deletes its own. The user that the mirror signs in as there needs ALTER on the old source.
     """
@@ -387,9 +339,6 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
 
 class MirrorSwitch(_MirrorApi[SwitchRequest, ReverseResponse]):
     """Switches the direction of a mirror without loss.
-
-        as MirrorReverse, with "timeout_ms": 60000
-        response: as MirrorReverse, with "partitions": [{"topic": …, "partition": 0, "offset": 4720, …}]
 
     The source refuses writers, everything that it has is copied, then this cluster takes writers and the source
     follows. If that takes too long, the source keeps its role.
@@ -405,10 +354,6 @@ class MirrorSwitch(_MirrorApi[SwitchRequest, ReverseResponse]):
 
 class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
     """Asks an old source to follow the cluster that takes over from it.
-
-        {"name": "paris", "step": "follow", "settings": {"from": "broker-1.berlin:9092"}, "cuts": {"orders": {0: 4711}},
-        "topic_ids": ["5cf0…"], "names": ["orders"], "save_to": "", "is_fenced": false}
-        response: {"error": 0, "message": null, "ends": {}, "removed": [{…}], "recreated": []}
 
     `check` changes nothing and returns the ranges beyond the cuts that hold records. `fence` refuses writers, waits
     until all decided transactions have ended, and returns the end of each partition and these ranges. `follow` drops

@@ -86,10 +86,6 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
 class PipelineCreate(_PipelineChange[CreatePipelineRequest, CreatePipelineResponse]):
     """Creates a pipeline.
 
-        {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "enabled": true,
-        "validate_only": false}
-        response: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
-
     A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
     RuleChange. Notes are what its owner should know, and no reason to refuse it.
     """
@@ -121,9 +117,6 @@ class PipelineCreate(_PipelineChange[CreatePipelineRequest, CreatePipelineRespon
 
 class PipelineAlter(_PipelineChange[AlterPipelineRequest, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
-
-        {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "enabled": true, "parked": null}
-        response: {"error": 0, "message": null, "notes": []}
 
     A setting of null is reset to its default. `enabled` starts or stops it; null changes nothing. `parked` is the
     reason why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its
@@ -180,8 +173,6 @@ def _schema_notes(before: Pipeline, after: Pipeline) -> Iterator[str]:
 
 class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """Deletes a pipeline.
-
-        {"name": "land-orders"}     response: {"error": 0, "message": null}
 
     Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
     """
@@ -259,10 +250,6 @@ class PipelineList(PrivateApi[ListPipelinesRequest, ListPipelinesResponse]):
 class PipelineLanded(PrivateApi[RecordLandedRequest, Response]):
     """Reports how far topics are landed.
 
-        {"pipeline_id": "…", "lake": "", "format": "delta",
-         "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
-        response: {"error": 0, "message": null}
-
     The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with.
     A topic with `retention.until.landed` keeps what follows.
     """
@@ -280,10 +267,6 @@ class PipelineLanded(PrivateApi[RecordLandedRequest, Response]):
 
 class RuleChange(_PipelineChange[ChangeRulesRequest, ChangeRulesResponse]):
     """Changes the rules of a route pipeline.
-
-        {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
-        "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
-        response: {"error": 0, "message": null, "rules": 17, "notes": []}
 
     Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
     subscription names it instead of a condition. An invalid condition is refused with the position of the error.
@@ -319,13 +302,7 @@ class _JobRequest(PrivateApi[RequestT, ResponseT]):
 
 
 class PipelineRuns(_JobRequest[JobRunsRequest, JobRunsResponse]):
-    """Lists the last runs of a job, the latest first; every node knows them.
-
-    {"name": "nightly", "limit": 20}
-    response: {"error": 0, "message": null, "runs": [{"run": 7, "state": "succeeded", "scheduled_ms": …,
-    "started_ms": …, "ended_ms": …, "attempt": 1, "node": 1, "code_hash": "…", "version": 3, "error": "",
-    "progress": {"written": 1200}}]}
-    """
+    """Lists the last runs of a job, the latest first; every node knows them."""
 
     changes = None
 
@@ -341,9 +318,6 @@ class PipelineRuns(_JobRequest[JobRunsRequest, JobRunsResponse]):
 
 class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     """Returns the end of a job run's output.
-
-        {"name": "nightly", "run": 7, "bytes_max": 262144}, or run 0 for the last one
-        response: {"error": 0, "message": null, "run": 7, "text": "…", "is_truncated": false}
 
     The node that ran it has the text; others respond with run 0.
     """
@@ -372,10 +346,7 @@ LOG_BYTES_MAX = 1024 * 1024
 
 
 class PipelineRequestRun(_JobRequest[StartRunRequest, Response]):
-    """Requests a run of a job now; if one is running, the new one follows it.
-
-    {"name": "nightly"}     response: {"error": 0, "message": null}
-    """
+    """Requests a run of a job now; if one is running, the new one follows it."""
 
     changes = single_change("pipeline", UPDATE)
     cluster_operation = Operation.ALTER
@@ -390,8 +361,6 @@ class PipelineRequestRun(_JobRequest[StartRunRequest, Response]):
 
 class PipelineCancelRun(_JobRequest[CancelRunRequest, CancelRunResponse]):
     """Cancels the run of a job that is in progress; it is not retried, and its schedule continues.
-
-        {"name": "nightly"}     response: {"error": 0, "message": null, "run": 7}
 
     Only the node that runs it can; others respond with run 0, so a client asks all nodes.
     """

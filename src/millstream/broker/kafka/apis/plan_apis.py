@@ -53,10 +53,6 @@ class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
 class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     """Stores a plan for review.
 
-        {"kind": "drain", "subject": "2", "moves": [{"topic": "orders", "topic_id": "…", "index": 0,
-        "before": [1, 2], "target": [1, 3], "size_bytes": 1048576}], "throttle_bytes": 33554432}
-        response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "proposed", …}
-
     It replaces the last plan, which must have ended. A partition that was moved since is INVALID_REQUEST.
     """
 
@@ -69,11 +65,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
 
 
 class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
-    """Lets the controller carry out a plan, or changes the speed of a running one.
-
-    {"plan_id": "1f0c2a3b", "throttle_bytes": null}
-    response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "running", …}
-    """
+    """Lets the controller carry out a plan, or changes the speed of a running one."""
 
     changes = _plan_changed(UPDATE)
 
@@ -83,10 +75,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
 
 
 class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
-    """Stops a plan: moves under way go back, completed ones stay.
-
-    {"plan_id": "1f0c2a3b"}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "cancelling", …}
-    """
+    """Stops a plan: moves under way go back, completed ones stay."""
 
     changes = _plan_changed(UPDATE)
 
@@ -96,13 +85,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 
 
 class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
-    """Returns the last plan, the state of each move, the drained nodes, and the machines and racks of nodes.
-
-    {}     response: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
-    "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
-    "moves": [{"move": {…}, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1},
-    "racks": {"1": "a", "1001": "a"}}
-    """
+    """Returns the last plan, the state of each move, the drained nodes, and the machines and racks of nodes."""
 
     changes = None
     cluster_operation = Operation.DESCRIBE
@@ -121,10 +104,7 @@ class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
 
 
 class NodeUndrain(_PlanApi[UndrainRequest, Response]):
-    """Lets a drained node get leaders and replicas again.
-
-    {"node": 2}     response: {"error": 0, "message": null}
-    """
+    """Lets a drained node get leaders and replicas again."""
 
     async def handle(self, request: UndrainRequest) -> Response:
         await self.plans.undrain(NodeId(request.node))

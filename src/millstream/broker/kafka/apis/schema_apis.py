@@ -153,11 +153,6 @@ def new_schema(body: SchemaBody[Any], *, schema_id: int | None = None, version: 
 class SchemaRegister(RegistryApi[RegisterSchemaRequest, SchemaResponse]):
     """Registers a schema as the next version of a subject.
 
-        {"subject": "orders-value", "schema": "…", "schema_type": "AVRO", "references": [["name", "subject", 1], …],
-        "metadata": {…}, "rule_set": {…}, "normalize": false, "id": null, "version": null}
-        response: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
-        …}}
-
     A schema that a version of the subject has already is not registered again, unless its `version` is given, which is
     the next one, or any in IMPORT mode; -1 is the latest. Only IMPORT mode takes an `id`. Without a text, the schema is
     that of the latest version. A refusal has Confluent's code: 409 if the schema is incompatible, 42201 if invalid,
@@ -180,10 +175,6 @@ class SchemaRegister(RegistryApi[RegisterSchemaRequest, SchemaResponse]):
 class SchemaLookup(RegistryApi[LookupSchemaRequest, SchemaResponse]):
     """Finds the version of a subject that has a schema.
 
-        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "deleted": false, "format": ""}
-        response: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
-        …}}
-
     A refusal has Confluent's code: 40401 for an unknown subject, 40403 if none of its versions has the schema.
     """
 
@@ -202,9 +193,6 @@ class SchemaLookup(RegistryApi[LookupSchemaRequest, SchemaResponse]):
 
 class SchemaCheck(RegistryApi[CheckSchemaRequest, CheckResponse]):
     """Checks whether a schema is compatible with a subject.
-
-        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest", "compiled": false}
-        response: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …], "compiled": "…"}
 
     Without a version, the schema is checked against those that the subject's level covers. It is compatible if there
     are no reasons against it. `compiled` asks for the schema as codecs need it, to try it on stored messages.
@@ -230,10 +218,6 @@ class SchemaCheck(RegistryApi[CheckSchemaRequest, CheckResponse]):
 
 class SchemaGet(RegistryApi[GetSchemaRequest, SchemaResponse]):
     """Returns a schema by its id or guid, and which versions have it.
-
-        {"id": 1, "guid": "", "subject": "", "format": "", "deleted": false}
-        response: {"error": 0, "message": null, "code": 0, "schema": {…}, "uses": [["orders-value", 1], …],
-        "ids": [[".", 1], …], "max_id": 7}
 
     The subject says in which context the id is; without one it is the default context. `format` is `serialized` for the
     descriptor of a Protobuf schema, `resolved` for an Avro schema with its references written out.
@@ -273,11 +257,6 @@ class SchemaGet(RegistryApi[GetSchemaRequest, SchemaResponse]):
 
 class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
     """Lists subjects, their schemas, and contexts.
-
-        {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false,
-        "offset": 0, "limit": -1}
-        response: {"error": 0, "message": null, "code": 0, "subjects": ["orders-value", …], "schemas": [{…}, …],
-        "contexts": [".", …]}
 
     Schemas are returned without the names of their subjects, and not more than fit into a response. A prefix
     `:.context:` lists a context, `:*:` all of them; otherwise the subjects of the default context are listed.
@@ -343,10 +322,6 @@ def _select_page(listed: Sequence[T], request: ListSubjectsRequest) -> Sequence[
 class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
     """Returns the versions of a subject, or one of them.
 
-        {"subject": "orders-value", "version": "latest", "deleted": false, "deleted_only": false, "format": "",
-        "metadata": null}
-        response: {"error": 0, "message": null, "code": 0, "versions": [1, 2], "schema": {…}, "referrers": [3]}
-
     Without a version, the numbers of all are returned; with one, its schema and the ids of the schemas that refer to
     it. `metadata` asks for the latest version that has these properties.
     """
@@ -385,9 +360,6 @@ class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
 class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
     """Deletes a subject or one of its versions.
 
-        {"subject": "orders-value", "version": null, "permanent": false}
-        response: {"error": 0, "message": null, "code": 0, "versions": [1, 2]}
-
     A deleted version is hidden, but its id still returns its schema. Permanent deletion is for versions that are
     deleted already. What other schemas refer to is not deleted.
     """
@@ -410,10 +382,6 @@ class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
 class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
     """Returns configuration and mode of a subject or context.
 
-        {"subject": "", "default_to_global": false}
-        response: {"error": 0, "message": null, "code": 0, "config": {"compatibilityLevel": "BACKWARD"},
-        "mode": "READWRITE"}
-
     An empty subject is the default context, `:.name:` another one. Of a subject, only what was set for itself is
     returned, unless `default_to_global` asks for what applies to it.
     """
@@ -435,10 +403,6 @@ class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
 
 class SchemaConfigure(RegistryApi[ConfigureRequest, SettingsResponse]):
     """Changes or resets configuration or mode of a subject or context.
-
-        {"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null, "reset_config": false,
-        "reset_mode": false, "force": false}
-        response: {"error": 0, "message": null, "code": 0, "config": {…}, "mode": null}, which was set before
 
     IMPORT mode is for subjects and contexts without schemas, unless `force` is given; deleted versions are then deleted
     permanently.

@@ -48,11 +48,6 @@ SCOPE_RULES_MAX: Final = 1000
 class TokenCreate(PrivateApi[CreateTokenRequest, CreateTokenResponse]):
     """Creates an API token.
 
-        {"owner": "", "lifetime_ms": 2592000000,
-        "scope": [{"operation": "read", "type": "topic", "name": "orders", "pattern": "literal"}]}
-        response: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
-        "expires_ms": 1790000000000, "is_shortened": false}
-
     Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
     that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
     The token itself is in this response only.
@@ -116,9 +111,6 @@ def _token_owner(request: CreateTokenRequest, rights: Rights) -> str:
 class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
     """Lists API tokens.
 
-        {}     response: {"error": 0, "message": null, "tokens": [{"token_id": "mst_…", "owner": "User:alice",
-        "scope": [], "parent": "", "created_ms": 1780000000000, "expires_ms": 1790000000000}]}
-
     A client sees its own, and with DESCRIBE on the cluster those of everyone. Secrets are not kept, so they are not
     listed.
     """
@@ -149,8 +141,6 @@ class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
 
 class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
     """Revokes an API token.
-
-        {"token_id": "mst_…"}     response: {"error": 0, "message": null}
 
     Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
     another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
@@ -188,10 +178,6 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
 class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
     """Lists the secrets in the catalog without their values, and seals them again.
 
-        {"reseal": false}
-        response: {"error": 0, "message": null, "newest": "1f0c…", "resealed": 0, "secrets": [{"noun": "subscription",
-        "name": "billing", "setting": "millstream.push.secret", "key": "1f0c…", "problem": ""}, …]}
-
     `newest` is the key with which the node that responds seals, empty if it has none; `problem` says why it cannot open
     a secret. With `reseal`, secrets that older keys sealed are sealed with `newest` first.
     """
@@ -227,10 +213,6 @@ SESSION_S_MAX: Final = 30 * 86_400
 
 class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     """Authenticates a caller of a gateway, and returns an assertion about it.
-
-        {"scheme": "basic", "host": "10.0.0.7", "user": "alice", "secret": "…", "session_s": 0}
-        response: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…",
-        "expires_ms": 0, "pause_ms": 0, "session": "", "session_expires_ms": 0}
 
     `scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier response has as
     `session`, if `session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP

@@ -130,9 +130,6 @@ def _check_offset(partition: Partition, offset: int) -> None:
 class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
     """Creates a subscription.
 
-        {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
-        response: {"error": 0, "message": null, "subscription_id": "…"}
-
     A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
     docs/configuration.md.
     """
@@ -174,9 +171,6 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
 class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     """Changes a subscription.
 
-        {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
-        response: {"error": 0, "message": null}
-
     A setting of null is reset to its default; topics of null are left unchanged.
     """
 
@@ -211,8 +205,6 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
 
 class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     """Deletes a subscription.
-
-        {"name": "billing", "force": false}     response: {"error": 0, "message": null}
 
     The state of its queues is deleted; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
     with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
@@ -490,12 +482,9 @@ _DIGITS_MAX = 18
 class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptionResponse]):
     """Moves a subscription to another position.
 
-        {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
-        response: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
-
-    It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
-    Outstanding leases become void; messages after the new position are delivered again. A state that cannot be read is
-    replaced.
+    `to` is `earliest`, `latest`, `at:<ms>` or `offset:<n>`. It moves the queues that this node leads, of one topic or
+    partition or of all, so a client asks all nodes. Outstanding leases become void; messages after the new position are
+    delivered again. A state that cannot be read is replaced.
     """
 
     changes = single_change("subscription", UPDATE)
@@ -561,17 +550,13 @@ MARK_LENGTH_MAX: Final = 249
 class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesResponse]):
     """Redelivers the messages of dead letters.
 
-        {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "leader_epoch": 7,
-        "letter_topic_id": "…", "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
-        response, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
-
     The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
     the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with
     the same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no
     longer has; at their offsets may be others, from another leader epoch. They are all that are asked for when the
     topic is another one by now. Letters of a topic that is not the dead letter topic of the subscription are refused.
-    The leader of the partition responds. While the queue does not know yet that one of the letters is written, the
-    response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
+    The leader of the partition responds, when it is durable. While the queue does not know yet that one of the letters
+    is written, the response is COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
     """
 
     changes = single_change("subscription", UPDATE)
@@ -612,8 +597,6 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
 class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
     """Discards the delivery state of a topic.
 
-        {"name": "billing", "topic": "orders", "only_close": true}     response: {"error": 0, "message": null}
-
     The node that serves DeleteShareGroupOffsets sends it to every node twice: with `only_close` the queues of the topic
     are closed, and without it their states go. When they are next used they begin where the subscription's
     `share.auto.offset.reset` says.
@@ -640,12 +623,10 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
 class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
     """Appends a dead letter of another node.
 
-        [topic, partition, one record batch of an idempotent producer, node id, its secret]
-        response, when all replicas have it: [error, message, offset]
-
-    A letter is exempt from the schema rule of its topic, since the message that it holds may not conform to it. So the
-    sender has to be a node also without authentication: it shows the secret of its registration, which other nodes
-    read in the coordination store. Any other sender gets CLUSTER_AUTHORIZATION_FAILED.
+    It responds when all replicas have it. A letter is exempt from the schema rule of its topic, since the message that
+    it holds may not conform to it. So the sender has to be a node also without authentication: it shows the secret of
+    its registration, which other nodes read in the coordination store. Any other sender gets
+    CLUSTER_AUTHORIZATION_FAILED.
     """
 
     changes = None
@@ -666,9 +647,6 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterResponse]):
 
 class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse]):
     """Returns the delivery state of a message.
-
-        [subscription, topic, partition, offset, wait ms]
-        response: [error, message, state, attempt, next ms, is final]
 
     With a wait, it responds when the state is final: accepted, dead-lettered, dropped, filtered, skipped, absent, or
     done where it is not remembered how. Before that it is waiting, blocked, delayed, leased or rejected, and `next ms`
@@ -707,11 +685,8 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
 class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     """Records in the ledger which messages of queues are unfinished now.
 
-        {"mark": "…", "names": ["billing"]}, or null for all subscriptions with a ledger
-        response, when it is durable: {"error": 0, "message": null,
-        "queues": [{"subscription": "billing", …, "end": 12}]}
-
-    Each node marks the queues that it leads, so a client asks all nodes. An audit compares events with the mark.
+    It responds when that is durable. Each node marks the queues that it leads, so a client asks all nodes. An audit
+    compares events with the mark.
     """
 
     changes = None
@@ -772,10 +747,6 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
 class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
     """Returns what happened to a message in every subscription of its topic.
 
-        [topic, partition, offset]
-        response: {"error": 0, "message": null, "topic": …, "topic_id": …, "log_start": …, "subscriptions":
-        [{"subscription": "billing", "state": "accepted", "attempts": 2, "events": […], …}]}
-
     The leader of the partition responds, for the subscriptions that the client may describe. Events are those that the
     node remembers, the last ones of each queue; with a ledger, also those that have not landed yet. `unknown` says what
     is missing.
@@ -832,8 +803,6 @@ class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
 class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     """Returns the stored state of a queue to the queue's leader.
 
-        [subscription id, topic id, partition, leader epoch]  response: [error, message, snapshot or nil, last sequence]
-
     After the response, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
     """
 
@@ -845,10 +814,7 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
 
 
 class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
-    """Returns the frames of a queue about one message, as far as they are still in the log, to the queue's leader.
-
-    [subscription id, topic id, partition, offset, since]   response: [error, message, [frame, …]]
-    """
+    """Returns the frames of a queue about one message, as far as they are still in the log, to the queue's leader."""
 
     changes = None
 
@@ -859,11 +825,9 @@ class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
 class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
     """Stores the changes of queues, for the node that leads them.
 
-        [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
-        response, when all of it is durable: [error, message, [[error, message], …]]
-
-    Writes of one queue are numbered without gaps; one that is repeated counts once, one that leaves a gap is
-    OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.
+    It responds when all of it is durable. Writes of one queue are numbered without gaps; one that is repeated counts
+    once, one that leaves a gap is OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is
+    FENCED_LEADER_EPOCH.
     """
 
     changes = None
