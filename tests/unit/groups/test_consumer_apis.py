@@ -16,10 +16,10 @@ from kio.static.primitive import i32Timedelta
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import GROUP_OPERATIONS, NOT_REQUESTED, Api
-from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
-from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.delete_groups import DeleteGroups
 from millstream.broker.kafka.apis.describe_groups import DescribeGroups
+from millstream.broker.kafka.apis.group_descriptions import ConsumerGroupDescribe
+from millstream.broker.kafka.apis.group_heartbeats import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch

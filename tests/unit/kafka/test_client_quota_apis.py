@@ -9,8 +9,13 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.declared_state import ClientQuotas
-from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
-from millstream.broker.kafka.apis.describe_client_quotas import ANY_NAME, EXACT, THE_DEFAULT, DescribeClientQuotas
+from millstream.broker.kafka.apis.client_quotas import (
+    ANY_NAME,
+    EXACT,
+    THE_DEFAULT,
+    AlterClientQuotas,
+    DescribeClientQuotas,
+)
 from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
 from millstream_testing.api_requests import send_in_version, send_request
 

@@ -26,10 +26,9 @@ from millstream.broker.kafka.apis.batch_transactions import (
     LastBatch,
     PrepareTransaction,
 )
-from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
 from millstream.broker.kafka.apis.end_txn import EndTxn
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
-from millstream.broker.kafka.apis.list_transactions import ListTransactions
+from millstream.broker.kafka.apis.transaction_listings import DescribeTransactions, ListTransactions
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers

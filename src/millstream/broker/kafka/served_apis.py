@@ -27,37 +27,32 @@ from millstream.broker.kafka.apis import (
 from millstream.broker.kafka.apis.acls import CreateAcls, DeleteAcls, DescribeAcls
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
-from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.broker.kafka.apis.alter_configs import AlterConfigs
-from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
 from millstream.broker.kafka.apis.classic_members import Heartbeat, JoinGroup, LeaveGroup, SyncGroup
 from millstream.broker.kafka.apis.client_list import ClientList
-from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
-from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
+from millstream.broker.kafka.apis.client_quotas import AlterClientQuotas, DescribeClientQuotas
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
 from millstream.broker.kafka.apis.delete_groups import DeleteGroups
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
-from millstream.broker.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
 from millstream.broker.kafka.apis.describe_configs import DescribeConfigs
 from millstream.broker.kafka.apis.describe_groups import DescribeGroups
 from millstream.broker.kafka.apis.describe_producers import DescribeProducers
 from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
-from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
-from millstream.broker.kafka.apis.describe_user_scram_credentials import DescribeUserScramCredentials
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.broker.kafka.apis.end_txn import EndTxn
 from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.find_coordinator import FindCoordinator
+from millstream.broker.kafka.apis.group_descriptions import ConsumerGroupDescribe, ShareGroupDescribe
+from millstream.broker.kafka.apis.group_heartbeats import ConsumerGroupHeartbeat, ShareGroupHeartbeat
 from millstream.broker.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
 from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.list_offsets import ListOffsets
-from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.log_dirs import AlterReplicaLogDirs, DescribeLogDirs
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.broker.kafka.apis.node_status import (
@@ -79,8 +74,6 @@ from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.sasl import SaslAuthenticate, SaslHandshake
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
-from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
-from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.broker.kafka.apis.share_group_offsets import (
     AlterShareGroupOffsets,
     DeleteShareGroupOffsets,
@@ -88,8 +81,10 @@ from millstream.broker.kafka.apis.share_group_offsets import (
 )
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
+from millstream.broker.kafka.apis.transaction_listings import DescribeTransactions, ListTransactions
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
+from millstream.broker.kafka.apis.user_scram_credentials import AlterUserScramCredentials, DescribeUserScramCredentials
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.kafka.quota_meter import QuotaMeters
