@@ -44,7 +44,7 @@ def ways(locked: Locked, folder: Path) -> Sequence[Path]:
         "PLAIN": _with_password("PLAIN", *ALICE),
         "SCRAM-SHA-256": _with_password("SCRAM-SHA-256", *ALICE),
         "SCRAM-SHA-512": _with_password("SCRAM-SHA-512", *ALICE),
-        "OAUTHBEARER": _with_token(locked.issuer.token("alice", lasts_s=3600), folder / "token"),
+        "OAUTHBEARER": _with_token(locked.issuer.token("alice", lifetime_s=3600), folder / "token"),
         "certificate": _with_certificate(locked, folder / "alice.both.pem"),
     }
     return [_write(folder / f"{name}.properties", shared | settings) for name, settings in found.items()]

@@ -126,7 +126,7 @@ class EmbeddedBroker:
         self._loop = asyncio.get_running_loop()
         if self._stop_requested:
             raise BrokerUnreachable("the broker was stopped before it was started")
-        broker = Broker(self._config, children=CHILD_PROCESSES, is_guest=True)
+        broker = Broker(self._config, children=CHILD_PROCESSES, is_embedded=True)
         await broker.start()
         try:
             self.kafka_address, self.http_address = broker.kafka_address, broker.http_address

@@ -33,7 +33,7 @@ class EtcdGroupMember(LocalEtcd):
             "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),
         }
 
-    def wait_until_well(self) -> None:
+    def wait_until_healthy(self) -> None:
         """Wait until it has a leader, which may be itself."""
         if self.process is not None:
             super()._wait_until_ready(self.process)
@@ -46,7 +46,7 @@ class EtcdGroupMember(LocalEtcd):
         return bool(status["leader"] == status["header"]["member_id"])
 
     def _wait_until_ready(self, process: LocalProcess) -> None:
-        """Do nothing: see `wait_until_well`."""
+        """Do nothing: see `wait_until_healthy`."""
 
 
 class EtcdGroup:
@@ -81,7 +81,7 @@ class EtcdGroup:
             for member in self.members:
                 member.start()
             for member in self.members:
-                member.wait_until_well()
+                member.wait_until_healthy()
         except BaseException:
             self.__exit__()
             raise

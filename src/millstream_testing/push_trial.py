@@ -227,22 +227,22 @@ class PushTrial:
             self._fault_spans.append(Span(began_ms, now_ms() + self._plan.lease_ms))
 
     async def _inject_fault(self, kind: str, node: TrialNode) -> None:
-        lasts_s = self._random.uniform(0.5, 4.0)
+        lifetime_s = self._random.uniform(0.5, 4.0)
         if kind == "kill-endpoint":
             await self._hook.stop()
-            await asyncio.sleep(lasts_s)
+            await asyncio.sleep(lifetime_s)
             await self._hook.start()
         elif kind == "kill-process":
             for pid in await asyncio.to_thread(push_processes, node.pid):
                 os.kill(pid, signal.SIGKILL)
         elif kind == "pause-node":
             node.pause()
-            await asyncio.sleep(lasts_s)
+            await asyncio.sleep(lifetime_s)
             node.resume()
         else:
             # Only the main process is killed: the push process has to notice that and end soon.
             await asyncio.to_thread(node.kill_main if kind == "kill-node" else node.stop)
-            await asyncio.sleep(lasts_s)
+            await asyncio.sleep(lifetime_s)
             node.kill()
             await asyncio.to_thread(node.start)
 

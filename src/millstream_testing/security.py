@@ -121,7 +121,7 @@ class Issuer:
         document = {"keys": [key.as_dict(private=False) for key in keys]}
         self.jwks.write_text(json.dumps(document), encoding="utf-8")
 
-    def token(self, subject: str, *, lasts_s: float = 300.0, **claims: Any) -> str:
+    def token(self, subject: str, *, lifetime_s: float = 300.0, **claims: Any) -> str:
         """Return a token as clients send it; claims that are None are left out."""
         now = int(time.time())
         all_claims: Mapping[str, Any] = {
@@ -129,7 +129,7 @@ class Issuer:
             "aud": AUDIENCE,
             "sub": subject,
             "iat": now,
-            "exp": now + lasts_s,
+            "exp": now + lifetime_s,
             **claims,
         }
         given = {name: value for name, value in all_claims.items() if value is not None}

@@ -101,8 +101,8 @@ def test_the_table_omits_millstreams_own_clients_unless_all_is_given(millstream:
     assert shown.lines[0].split() == header.split()
     assert any(line.startswith(f"{topic}-p ") and " producer " in line for line in shown.lines)
     assert "millstream-cli" not in shown.out
-    everybody = millstream("client", "list", "--all", "--interval", 0, "--json").document
-    assert of(everybody, "millstream-cli")[0]["roles"] == []
+    show_all = millstream("client", "list", "--all", "--interval", 0, "--json").document
+    assert of(show_all, "millstream-cli")[0]["roles"] == []
 
 
 @contextmanager

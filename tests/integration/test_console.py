@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.gateway.console.search import TAILS_PER_PERSON_MAX
+from millstream.gateway.console.search import TAILS_PER_USER_MAX
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.browser import (
@@ -846,8 +846,8 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
 
     with httpx.Client(timeout=WAIT_S) as client, ExitStack() as stack:
         # Kept: a dropped iterator closes its connection.
-        kept = [follow(client, stack) for _ in range(TAILS_PER_PERSON_MAX)]
-        assert [next(one) for one in kept] == [": listening"] * TAILS_PER_PERSON_MAX
+        kept = [follow(client, stack) for _ in range(TAILS_PER_USER_MAX)]
+        assert [next(one) for one in kept] == [": listening"] * TAILS_PER_USER_MAX
         refused = list(islice(follow(client, stack), 4))
         assert "live tails per user" in refused[-1], refused
     deadline = time.monotonic() + WAIT_S

@@ -81,7 +81,7 @@ def test_stopping_a_member_of_etcd_causes_no_client_errors(tmp_path: Path, postg
             create(f"without-{stopped.name}-{len(load.acknowledged)}")
             load.more(100)
             stopped.start()
-            stopped.wait_until_well()
+            stopped.wait_until_healthy()
         load.finish()
         assert load.errors == []
         assert Counter(read_all(cluster.kafka, "orders", len(load.acknowledged))) == Counter(load.acknowledged)

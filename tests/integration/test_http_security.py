@@ -255,7 +255,7 @@ NO_CREDENTIALS = (
 async def test_unknown_callers_are_challenged(locked: Locked) -> None:
     issuer = locked.issuer
     tokens = (
-        issuer.token("alice", lasts_s=-3600),
+        issuer.token("alice", lifetime_s=-3600),
         issuer.token("alice", aud="another"),
         issuer.token("alice", iss="https://another.example"),
         issuer.token("alice") + "x",

@@ -457,8 +457,8 @@ async def test_an_outage_of_a_handler_uses_up_no_message(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message has two attempts, at most one of which is used, however long the outage lasts."""
-    monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(subscriber_module, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(subscriber_module, "PAUSE_S_MAX", 0.01)
     monkeypatch.setattr(subscriber_module, "DELAY_S_MAX", 0.01)
     count, accepted, failures, failures_max = 30, CollectingHandler(30), 0, 100
 
@@ -482,8 +482,8 @@ async def test_an_outage_of_a_handler_uses_up_no_message(
 async def test_bad_messages_at_the_front_do_not_block_good_ones(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(subscriber_module, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(subscriber_module, "PAUSE_S_MAX", 0.01)
     bad, accepted = 40, CollectingHandler(20)
 
     async def handle(message: millstream.Message) -> None:
@@ -500,7 +500,7 @@ async def test_bad_messages_at_the_front_do_not_block_good_ones(
 async def test_a_worker_with_a_failing_handler_leaves_messages_to_others(
     server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber_module, "REST_S_MIN", HANG_S)
+    monkeypatch.setattr(subscriber_module, "PAUSE_S_MIN", HANG_S)
     failed = 0
 
     async def fail(message: millstream.Message) -> None:

@@ -503,7 +503,7 @@ def test_nodes_find_the_relations_that_spark_finds(spark: SparkSession, sql: str
     own: set[str] = set()
     found = {name for name, _ in relations(parser.parseQuery(sql), own, is_hidden=False)}
     statement = read_select(sql)
-    assert statement.is_clear
+    assert statement.is_complete
     assert set(statement.reads) == {name for name in found if name.lower() not in own}
 
 

@@ -190,14 +190,14 @@ class Broker:
         children: ChildProcesses | None = None,
         clock: Clock | None = None,
         files: Files | None = None,
-        is_guest: bool = False,
+        is_embedded: bool = False,
         machine: MachineShare | None = None,
     ) -> None:
         self._config = config
         self._machine = machine
         self._is_single = not config.in_cluster and machine is None
         self._children = children or ChildProcesses()
-        self._is_guest = is_guest
+        self._is_embedded = is_embedded
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
@@ -254,7 +254,7 @@ class Broker:
         return None if self._store is None else self._store.stop_failure
 
     async def _start(self) -> None:
-        if not self._is_guest:
+        if not self._is_embedded:
             keep_freed_memory()
             enable_trimming()
         config, undo = self._config, self._undo
@@ -481,7 +481,7 @@ class Broker:
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
                 boot_id=read_boot_id(),
                 supervise=self._supervise,
-                catalog_away_since_ms=lambda: declarations.unavailable_since_ms,
+                catalog_unavailable_since_ms=lambda: declarations.unavailable_since_ms,
                 is_single=self._is_single,
                 node_listener=self._listeners.own_listener,
             )
@@ -517,7 +517,7 @@ class Broker:
             producer_ids=producer_ids,
             declared=core.node.declared,
             plans=None if self._is_single else core.node.plans,
-            knowledge=self._listeners.knowledge,
+            authentication=self._listeners.authentication,
             secrets=core.secrets,
             budget=budget,
             connections=listener.connections,
@@ -538,14 +538,14 @@ class Broker:
         self._served = module.ServedApis(parts)
         await self._served.start()
         dispatch.serve(self._served.apis)
-        if not self._is_guest:
+        if not self._is_embedded:
             freeze_heap()
 
     def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
         """Yield why the node should get no traffic: its own reasons, and other nodes of its machine that are down."""
         yield from node.unready_reasons()
-        knowledge = self._listeners.knowledge
-        if knowledge is not None and not knowledge.state.is_loaded:
+        authentication = self._listeners.authentication
+        if authentication is not None and not authentication.state.is_loaded:
             yield NO_SNAPSHOT
         for other in () if self._machine is None else self._machine.nodes:
             if other != self._config.node_id and other not in node.view.live:

@@ -27,7 +27,7 @@ def client() -> None:
 
 @app.command("list")
 def list_(
-    everybody: Annotated[
+    show_all: Annotated[
         bool, typer.Option("--all", help="Also show connections that neither produce nor consume.")
     ] = False,
     interval: Annotated[
@@ -43,7 +43,7 @@ def list_(
         return await list_clients(asking, interval_s=interval)
 
     found = call_broker(common, operation)
-    shown = [one for one in found.clients if everybody or one.roles]
+    shown = [one for one in found.clients if show_all or one.roles]
     print_list(
         {"clients": [dataclasses.asdict(one) for one in shown], "omitted": found.omitted},
         ["client id", "node", "address", "software", "version", "role", "in/s", "out/s", "idle"],

@@ -32,9 +32,9 @@ from millstream.client.admin.dead_letter import (
     dead_letter_topics,
     find_topic,
     headers_of,
+    preview_redrive,
     process_letters,
     redrive_letters,
-    survey_letters,
     undeliverable_note,
 )
 
@@ -135,7 +135,7 @@ def redrive(
 ) -> None:
     """Redeliver the messages of open letters through their own subscriptions, and close the letters."""
     if dry:
-        _survey(name, filter_, limit, to_topic, common)
+        _preview(name, filter_, limit, to_topic, common)
         return
     if to_topic is not None:
         _publish(name, filter_, limit, to_topic, common)
@@ -156,9 +156,9 @@ def redrive(
         )
 
 
-def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
+def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
     """Report what a redrive would do."""
-    outcome = _run_survey(name, filter_, limit, to_topic, common)
+    outcome = _run_preview(name, filter_, limit, to_topic, common)
     gone = sum(outcome.refused.values())
     if to_topic is not None:
         # Published from the letters themselves, whether or not the originals still exist.
@@ -180,11 +180,11 @@ def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | N
     print_result(document, text, as_json=common.as_json)
 
 
-def _run_survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
+def _run_preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
     async def count(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
         if to_topic is not None:
             await dlq.check_target(to_topic)
-        await survey_letters(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
+        await preview_redrive(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
 
     return _process_letters(name, filter_, count, common, keep=True)
 
@@ -227,7 +227,7 @@ def purge(
 ) -> None:
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     if dry:
-        found = _run_survey(name, filter_, limit, None, common)
+        found = _run_preview(name, filter_, limit, None, common)
         text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
         print_result({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
         return

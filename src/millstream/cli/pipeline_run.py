@@ -190,9 +190,9 @@ class Stages:
             self._file.write(f"{self._name}: {stage}\n")
             self._file.flush()
 
-    def move(self, note: str, *, is_news: bool = True) -> None:
-        """Report progress in the stage; without `is_news`, only the live line changes."""
-        if self._shown is not None or (is_news and time.monotonic() - self._shown_at >= PROGRESS_S):
+    def move(self, note: str, *, is_new_failure: bool = True) -> None:
+        """Report progress in the stage; without `is_new_failure`, only the live line changes."""
+        if self._shown is not None or (is_new_failure and time.monotonic() - self._shown_at >= PROGRESS_S):
             self.show(note)
 
     def end(self) -> None:
@@ -635,5 +635,5 @@ class CommandRun:
 
     def _on_step(self, tally: Tally) -> None:
         note = f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left"
-        self._stages.move(note, is_news=tally.rows != self._rows_shown)
+        self._stages.move(note, is_new_failure=tally.rows != self._rows_shown)
         self._rows_shown = tally.rows

@@ -44,7 +44,7 @@ CatalogUrl = Annotated[
 CatalogPasswordFile = Annotated[str, flag("--catalog-password-file", "FILE", "The password of the catalog's user.")]
 
 
-def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Callable[..., None]:
+def _setting_password(done: str, template: str, text: str, *, is_new: bool) -> Callable[..., None]:
     def put(
         name: Name,
         password_stdin: FromStdin = False,
@@ -57,7 +57,7 @@ def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Calla
         word = _password(password_stdin, password_file)
         if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=is_new):
             _put(name, word, common, is_new=is_new)
-        print_result({"user": name, done: True}, said.format(name), as_json=common.as_json)
+        print_result({"user": name, done: True}, template.format(name), as_json=common.as_json)
 
     put.__doc__ = text
     return put

@@ -41,8 +41,8 @@ _REASON_LENGTH_MAX: Final = 1000
 
 FAILED_MESSAGES_MAX: Final = 10
 """How many different messages in a row may fail before the circuit breaker opens: a few may be to blame themselves."""
-REST_S_MIN: Final = 1.0
-REST_S_MAX: Final = 30.0
+PAUSE_S_MIN: Final = 1.0
+PAUSE_S_MAX: Final = 30.0
 TRIES_MAX: Final = 10
 """How many messages are tried after a pause: one after the first, one more after each, and at most this many."""
 DELAY_S_MAX: Final = 1800.0
@@ -68,10 +68,10 @@ class Breaker:
         """The messages that failed since the last success."""
         self._probe: Message | None = None
         self._may_probe = False
-        self._rests = 0
+        self._pauses = 0
         self._tries_left = 0
         """How many more messages are tried before the next pause."""
-        self._rest_s = REST_S_MIN
+        self._pause_s = PAUSE_S_MIN
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
@@ -117,7 +117,7 @@ class Breaker:
             "after %g s, then more after longer pauses",
             self._name,
             len(self._failed),
-            self._rest_s,
+            self._pause_s,
         )
         self._pause()
 
@@ -127,28 +127,28 @@ class Breaker:
         if self._tries_left > 0:
             self._try_one()
         else:
-            self._rest_s = min(2 * self._rest_s, REST_S_MAX)
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
             self._pause()
-        delay_s = min(max(outage_s, REST_S_MIN), DELAY_S_MAX)
+        delay_s = min(max(outage_s, PAUSE_S_MIN), DELAY_S_MAX)
         return Verb.RETURN if outage_s < OUTAGE_S_MAX else Verb.RELEASE, int(delay_s * 1000)
 
     def close(self) -> None:
         """Close the breaker."""
         self.is_open = False
         self._probe = None
-        self._rests = 0
-        self._rest_s = REST_S_MIN
+        self._pauses = 0
+        self._pause_s = PAUSE_S_MIN
         if self._timer is not None:
             self._timer.cancel()
         self._throttle(None)
         self._changed.set()
 
     def _pause(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._end_pause)
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._end_pause)
 
     def _end_pause(self) -> None:
-        self._rests += 1
-        self._tries_left = min(self._rests, TRIES_MAX)
+        self._pauses += 1
+        self._tries_left = min(self._pauses, TRIES_MAX)
         self._try_one()
 
     def _try_one(self) -> None:
@@ -212,7 +212,7 @@ class Subscriber:
         self._forget = forget
         """Called at the end; with True if the subscription is to be deleted."""
         self._workers: list[asyncio.Task[None]] = []
-        self._bystander: asyncio.Task[None] | None = None
+        self._stop_watcher: asyncio.Task[None] | None = None
         """Does nothing: it is cancelled only when every task of the program is cancelled, to end it."""
         self._is_ending = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -230,7 +230,7 @@ class Subscriber:
         """Start handling messages."""
         await self._source.start()
         loop = asyncio.get_running_loop()
-        self._bystander = loop.create_task(self._wait_until_stopped())
+        self._stop_watcher = loop.create_task(self._wait_until_stopped())
         for _ in range(self._concurrency):
             self._workers.append(loop.create_task(self._work()))
             self._workers[-1].add_done_callback(self._on_worker_done)
@@ -304,8 +304,8 @@ class Subscriber:
             self._threads.shutdown(wait=False)
         if not self._stopped.done():
             self._stopped.set_result(None)
-        if self._bystander is not None:
-            await asyncio.gather(self._bystander, return_exceptions=True)
+        if self._stop_watcher is not None:
+            await asyncio.gather(self._stop_watcher, return_exceptions=True)
 
     def _on_worker_done(self, worker: asyncio.Task[None]) -> None:
         if not worker.cancelled() and (error := worker.exception()) is not None:
@@ -360,7 +360,7 @@ class Subscriber:
 
     async def _should_continue(self) -> bool:
         """Return whether a worker continues after a cancellation: if its handler caused it, it is undone."""
-        task, bystander = asyncio.current_task(), self._bystander
+        task, bystander = asyncio.current_task(), self._stop_watcher
         if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():
             return False
         while task.uncancel():

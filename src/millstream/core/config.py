@@ -750,7 +750,7 @@ class Config:
         return self.pipelines_jobs == "on" or (self.pipelines_jobs == "auto" and not self.authorizes)
 
     @property
-    def keeps_lake_to_itself(self) -> bool | None:
+    def has_private_lake(self) -> bool | None:
         """Whether landed tables are in this machine's data folder, which other nodes of the cluster do not read.
 
         None if this node runs no pipelines, and so lands no tables.

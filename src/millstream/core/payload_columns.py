@@ -169,7 +169,7 @@ class _Reader:
 
     def columns(self) -> tuple[PayloadColumn, ...]:
         """Parse the whole text."""
-        is_struct = self._next_token.says("STRUCT") and self._tokens[1].marks("<")
+        is_struct = self._next_token.is_keyword("STRUCT") and self._tokens[1].is_sign("<")
         found = self._type(0).parts if is_struct else self._fields(0)
         if self._next_token.kind is not Kind.END:
             raise self._error_at(self._next_token, f"a comma is missing before {self._next_token.text!r}")
@@ -177,7 +177,7 @@ class _Reader:
 
     def _fields(self, depth: int) -> tuple[PayloadColumn, ...]:
         found = [self._field(depth)]
-        while self._next_token.marks(","):
+        while self._next_token.is_sign(","):
             self._advance()
             found.append(self._field(depth))
         return tuple(found)
@@ -191,7 +191,7 @@ class _Reader:
             )
         if name.kind is Kind.WORD and not name.text.isascii():
             raise self._error_at(name, f"write `{name.text}` in backquotes")
-        if self._next_token.marks(":"):
+        if self._next_token.is_sign(":"):
             self._advance()
         kind = self._type(depth)
         self._skip_remarks()
@@ -199,10 +199,10 @@ class _Reader:
 
     def _skip_remarks(self) -> None:
         """Skip constraints and comments, which have no effect: every field of a payload may be missing."""
-        if self._next_token.says("NOT"):
+        if self._next_token.is_keyword("NOT"):
             self._advance()
             self._expect_word("NULL")
-        if self._next_token.says("COMMENT"):
+        if self._next_token.is_keyword("COMMENT"):
             self._advance()
             comment = self._advance()
             if comment.kind is not Kind.TEXT:
@@ -227,7 +227,7 @@ class _Reader:
         raise self._error_at(token, "a type is missing, as in `id long, name string`")
 
     def _decimal(self, token: Token) -> ColumnType:
-        digits, behind = self._numbers() if self._next_token.marks("(") else (_DECIMAL_DIGITS, 0)
+        digits, behind = self._numbers() if self._next_token.is_sign("(") else (_DECIMAL_DIGITS, 0)
         if not behind <= digits <= DECIMAL_DIGITS_MAX or not digits:
             raise self._error_at(
                 token, f"a decimal has 1 to {DECIMAL_DIGITS_MAX} digits, and no more than these behind the point"
@@ -238,7 +238,7 @@ class _Reader:
         """Parse one or two numbers in brackets."""
         self._advance()
         first, second = self._number(), 0
-        if self._next_token.marks(","):
+        if self._next_token.is_sign(","):
             self._advance()
             second = self._number()
         self._expect(")", "a closing bracket is missing")
@@ -277,12 +277,12 @@ class _Reader:
 
     def _expect(self, mark: str, otherwise: str) -> None:
         token = self._advance()
-        if not token.marks(mark):
+        if not token.is_sign(mark):
             raise self._error_at(token, otherwise)
 
     def _expect_word(self, word: str) -> None:
         token = self._advance()
-        if not token.says(word):
+        if not token.is_keyword(word):
             raise self._error_at(token, f"{word} is missing")
 
     def _error_at(self, token: Token, reason: str) -> InvalidSetting:

@@ -585,7 +585,7 @@ class TransformSettings(MovingSettings):
             check_lake_url(place)
         statement = read_select(self.sql)
         topics = self.topics()
-        if not topics and statement.is_clear:
+        if not topics and statement.is_complete:
             raise InvalidSetting("the statement reads no topic: name topics as tables")
         for what, instead, names in statement.endless:
             of_topics = sorted(names.intersection(topics))
@@ -608,7 +608,7 @@ class TransformSettings(MovingSettings):
     @property
     def names_every_topic(self) -> bool:
         """Whether the statement could be read without Spark."""
-        return read_select(self.sql).is_clear
+        return read_select(self.sql).is_complete
 
     def unused_names(self) -> Iterator[tuple[str, str, Collection[str]]]:
         """Yield names of `schemas`, `watermarks` and `tables` that the statement does not read."""

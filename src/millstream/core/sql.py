@@ -1,7 +1,7 @@
 """Spark SQL, read by sqlglot on nodes that may have no Spark: tokens, and the relations that a SELECT statement reads.
 
 Spark's parser decides when a pipeline runs. A statement that is refused here is refused by Spark as well, and
-one that sqlglot cannot parse is left to Spark (`SelectStatement.is_clear`). sqlglot is imported on first use: most
+one that sqlglot cannot parse is left to Spark (`SelectStatement.is_complete`). sqlglot is imported on first use: most
 processes read no SQL.
 """
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     line: int
     column: int
-    picture: str
+    excerpt: str
 
 
 def locate(text: str, start: int, end: int) -> Place:
@@ -50,7 +50,7 @@ def locate(text: str, start: int, end: int) -> Place:
 def setting_error_at(about: str, text: str, start: int, end: int, reason: str) -> InvalidSetting:
     """Build the error for a setting whose text is invalid at a location."""
     place = locate(text, start, end)
-    return InvalidSetting(f"{about}, line {place.line}, column {place.column}: {reason}\n{place.picture}")
+    return InvalidSetting(f"{about}, line {place.line}, column {place.column}: {reason}\n{place.excerpt}")
 
 
 def _printable(text: str) -> str:
@@ -103,11 +103,11 @@ class Token(NamedTuple):
     start: int
     end: int
 
-    def says(self, *words: str) -> bool:
+    def is_keyword(self, *words: str) -> bool:
         """Return whether this is one of the given keywords, given in capital letters."""
         return self.kind is Kind.WORD and self.text.upper() in words
 
-    def marks(self, *signs: str) -> bool:
+    def is_sign(self, *signs: str) -> bool:
         """Return whether this is one of some signs."""
         return self.kind is Kind.MARK and self.text in signs
 
@@ -119,7 +119,7 @@ class SelectStatement:
     text: str
     reads: tuple[str, ...]
     """The topics and tables that it reads, in order; not the names that WITH gives to queries."""
-    is_clear: bool
+    is_complete: bool
     """Whether `reads` is complete."""
     endless: tuple[tuple[str, str, frozenset[str]], ...] = ()
     """Operations that need all messages at once, and so never end over a topic, each with what to use instead and the
@@ -132,7 +132,7 @@ def check_calls(text: str, own: Collection[str]) -> None:
     tokens = sql_tokens(ABOUT, text)
     for token, after in pairwise(tokens):
         name = token.text.lower()
-        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in FORBIDDEN and after.marks("(")
+        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in FORBIDDEN and after.is_sign("(")
         if is_call and name not in own and token.start not in _query_names(text):
             reason = f"{name} is forbidden, since it {FORBIDDEN[name]}; use a Python function (--udf) or a job"
             raise setting_error_at(ABOUT, text, token.start, token.end, reason)
@@ -162,15 +162,15 @@ def read_select(text: str) -> SelectStatement:
     if not tokens:
         raise InvalidSetting(f"{ABOUT} is empty: write a SELECT statement")
     first = tokens[0]
-    if not (first.says(*_BEGINS) or first.marks("(")):
+    if not (first.is_keyword(*_BEGINS) or first.is_sign("(")):
         raise setting_error_at(ABOUT, text, first.start, first.end, "a transform's statement must be a single SELECT")
     _check_brackets(tokens, text)
     _check_hyphens(tokens, text)
     tree = _parse(raw[: len(tokens)], text)
     reads = () if tree is None else tuple(dict.fromkeys(_relations(tree, text)))
-    is_clear = tree is not None and not any(token.says("STREAM", "IDENTIFIER") for token in tokens)
+    is_complete = tree is not None and not any(token.is_keyword("STREAM", "IDENTIFIER") for token in tokens)
     endless = () if tree is None else tuple(_endless(tree))
-    return SelectStatement(text[:ends_at].rstrip(), reads, is_clear, endless)
+    return SelectStatement(text[:ends_at].rstrip(), reads, is_complete, endless)
 
 
 def _tokenize(about: str, text: str) -> list[sqlglot.Token]:
@@ -219,7 +219,7 @@ def _check_single(tokens: Sequence[Token], text: str) -> int:
     """Return where the statement ends; raise if another one follows."""
     ends_at = len(text)
     for token in tokens:
-        if token.marks(";"):
+        if token.is_sign(";"):
             ends_at = min(ends_at, token.start)
         elif ends_at < len(text):
             raise setting_error_at(
@@ -231,9 +231,9 @@ def _check_single(tokens: Sequence[Token], text: str) -> int:
 def _check_brackets(tokens: Sequence[Token], text: str) -> None:
     opened: list[Token] = []
     for token in tokens:
-        if token.marks(*_OPENING):
+        if token.is_sign(*_OPENING):
             opened.append(token)
-        elif token.marks(*_OPENING.values()) and (not opened or _OPENING[opened.pop().text] != token.text):
+        elif token.is_sign(*_OPENING.values()) and (not opened or _OPENING[opened.pop().text] != token.text):
             raise setting_error_at(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
     if opened:
         token = opened[-1]
@@ -243,7 +243,7 @@ def _check_brackets(tokens: Sequence[Token], text: str) -> None:
 def _check_hyphens(tokens: Sequence[Token], text: str) -> None:
     """Refuse `FROM orders-eu`: a common form of topic names, which SQL parses as a subtraction."""
     for before, name, hyphen in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if before.says("FROM", "JOIN") and hyphen.marks("-") and hyphen.start == name.end:
+        if before.is_keyword("FROM", "JOIN") and hyphen.is_sign("-") and hyphen.start == name.end:
             end = re.compile(r"[\w.-]+").match(text, name.start)
             raise _needs_backquotes(text, name.start, name.end if end is None else end.end())
 

@@ -171,11 +171,11 @@ class Callers:
         with suppress(Refused):
             caller.assertion = (await self._find(shown)).caller.assertion
 
-    async def open_session(self, shown: CallerCredentials, lasts_s: int) -> OpenedSession:
+    async def open_session(self, shown: CallerCredentials, lifetime_s: int) -> OpenedSession:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
         self._admit(shown.host)
         try:
-            response = await self._authenticate(shown, session_s=lasts_s)
+            response = await self._authenticate(shown, session_s=lifetime_s)
         finally:
             self._release(shown.host)
         return OpenedSession(response.session, response.session_expires_ms)
@@ -259,10 +259,10 @@ class Callers:
 
     async def _verify(self, mark: bytes, shown: CallerCredentials) -> _CachedCaller:
         response = await self._authenticate(shown)
-        lasts_s = RENEW_S if not response.expires_ms else min(RENEW_S, response.expires_ms / 1000 - time.time())
+        lifetime_s = RENEW_S if not response.expires_ms else min(RENEW_S, response.expires_ms / 1000 - time.time())
         identity = (response.identity, shown.host)
         found = _CachedCaller(
-            identity, self._caller(identity, response), asyncio.get_running_loop().time() + max(lasts_s, 0.0)
+            identity, self._caller(identity, response), asyncio.get_running_loop().time() + max(lifetime_s, 0.0)
         )
         self._remembered[mark] = found
         self._remembered.move_to_end(mark)

@@ -181,7 +181,7 @@ async def serve(
     """Serve until the broker closes the pipe; requests to `registry` are for the schema registry."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
-    broker = BrokerStatusPipe(line, says_why=authenticates is None)
+    broker = BrokerStatusPipe(line, reveals_details=authenticates is None)
     services = Services(kafka_address, starting=lambda: broker.starting)
     callers = None if authenticates is None else Callers(services, requires=authenticates == AUTHENTICATION_REQUIRED)
     port = None if registry is None else registry.getsockname()[1]

@@ -239,14 +239,14 @@ def verbs(source: ScriptedSource) -> list[int]:
 
 
 async def test_a_handler_that_always_fails_is_given_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(module, "REST_S_MAX", 0.02)
-    source, is_well = ScriptedSource(30), False
+    monkeypatch.setattr(module, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(module, "PAUSE_S_MAX", 0.02)
+    source, has_succeeded = ScriptedSource(30), False
 
     async def handle(message: Message) -> None:
-        nonlocal is_well
-        is_well = is_well or len(source.limits) > 7
-        if not is_well:
+        nonlocal has_succeeded
+        has_succeeded = has_succeeded or len(source.limits) > 7
+        if not has_succeeded:
             raise ConnectionError("the database is down")
 
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
@@ -262,8 +262,8 @@ async def test_a_handler_that_always_fails_is_given_one_message_at_a_time(monkey
 
 async def test_a_tried_message_goes_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad messages at the front of a queue do not starve the good ones behind them."""
-    monkeypatch.setattr(module, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(module, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(module, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(module, "PAUSE_S_MAX", 0.001)
     bad, source = 60, ScriptedSource(80)
 
     async def handle(message: Message) -> None:
@@ -283,8 +283,8 @@ async def test_a_tried_message_goes_behind_the_others(monkeypatch: pytest.Monkey
 
 
 async def test_failures_count_as_attempts_after_a_day_without_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(module, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(module, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(module, "PAUSE_S_MAX", 0.001)
     monkeypatch.setattr(module, "OUTAGE_S_MAX", 0.0)
     source = ScriptedSource(20)
 
@@ -320,7 +320,7 @@ async def test_a_few_failing_messages_use_up_their_attempts() -> None:
 
 
 async def test_a_failure_while_nothing_succeeds_is_not_counted_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST_S_MIN", HANG_S)
+    monkeypatch.setattr(module, "PAUSE_S_MIN", HANG_S)
     source, gate = ScriptedSource(20), asyncio.Event()
 
     async def handle(message: Message) -> None:

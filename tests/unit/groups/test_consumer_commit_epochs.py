@@ -74,12 +74,12 @@ def test_a_returned_partition_counts_from_its_last_assignment(harness: ConsumerH
     harness.settle(first)
     alone = first.epoch
     harness.settle(first, second)
-    lent = min(partitions_of(harness, second))
+    borrow = min(partitions_of(harness, second))
     harness.leave(second)
     harness.settle(first)
-    assert lent in partitions_of(harness, first)
-    assert isinstance(commit(harness, lent, alone), StaleMemberEpoch)
-    assert commit(harness, lent, first.epoch) is None
+    assert borrow in partitions_of(harness, first)
+    assert isinstance(commit(harness, borrow, alone), StaleMemberEpoch)
+    assert commit(harness, borrow, first.epoch) is None
 
 
 def test_assignment_epochs_survive_a_restart(harness: ConsumerHarness) -> None:

@@ -13,7 +13,7 @@ from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.gateway.console import tasks as module
-from millstream.gateway.console.tasks import TASKS_PER_PERSON_MAX, Acting, Task, Tasks
+from millstream.gateway.console.tasks import TASKS_PER_USER_MAX, Acting, Task, Tasks
 from millstream_testing.waiting import until
 
 
@@ -117,7 +117,7 @@ async def test_concurrent_tasks_per_user_are_limited_and_finished_ones_forgotten
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tasks, rights = Tasks(lambda: None), Rights()
-    for _ in range(TASKS_PER_PERSON_MAX):
+    for _ in range(TASKS_PER_USER_MAX):
         await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
     with pytest.raises(Refused, match="at the same time"):
         await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)

@@ -320,8 +320,8 @@ async def test_a_refused_message_is_redelivered_later_and_others_continue(hook: 
 async def test_an_endpoint_that_refuses_connections_costs_no_attempts(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.01)
     await hook.stop()
     run = Run(hook, 100)
     while run.pusher.report().unreachable < 4 * pushing.PROBES_MAX:
@@ -339,8 +339,8 @@ async def test_an_endpoint_that_refuses_connections_costs_no_attempts(
 async def test_an_endpoint_that_goes_down_costs_a_single_message_no_attempt(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.01)
     run = Run(hook, 300)
     await run.ledger.until(lambda: len(run.ledger.of(Verb.ACCEPT)) == 300)
     assert run.pusher.report().concurrency > 10
@@ -357,8 +357,8 @@ async def test_an_endpoint_that_goes_down_costs_a_single_message_no_attempt(
 async def test_a_message_that_crashes_the_endpoint_is_not_retried_for_ever(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.001)
     hook.respond = lambda request: Response(None) if request.body in (b"0", b"1", b"2") else Response()
     run = Run(hook, 10)
     await run.ledger.until(lambda: len(run.ledger.ended) == 10)
@@ -370,8 +370,8 @@ async def test_a_message_that_crashes_the_endpoint_is_not_retried_for_ever(
 async def test_an_endpoint_that_fails_every_message_costs_no_attempts_once_that_is_known(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch, response: Response
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.001)
     hook.respond = lambda _request: response
     run = Run(hook, 40)
     await run.ledger.until(lambda: len(run.ledger.ended) == 40)
@@ -391,8 +391,8 @@ async def test_an_endpoint_that_fails_every_message_costs_no_attempts_once_that_
 async def test_a_pause_that_ends_while_it_is_looked_at_does_not_end_the_push(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.001)
     room = pace.Endpoint.room
 
     def slow_room(endpoint: pace.Endpoint, under_way: int, now: float) -> int:
@@ -421,8 +421,8 @@ async def test_a_message_queued_for_its_endpoint_when_push_ends_was_not_delivere
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is still queued when push ends, however slow the machine is.
-    monkeypatch.setattr(pace, "REST_S_MIN", WAIT_S)
-    monkeypatch.setattr(pace, "REST_S_MAX", WAIT_S)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", WAIT_S)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", WAIT_S)
     await hook.stop()
     run = Run(hook, 3)
     while run.pusher.report().state != "down":
@@ -497,8 +497,8 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
 async def test_a_message_leased_by_another_worker_is_not_sent_again(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.01)
     await hook.stop()
     run = Run(hook, 2, share_record_lock_duration_ms=str(LEASE_MS))
     # It may be extended twice at once: by the renewal loop, and before it is sent again.
@@ -529,8 +529,8 @@ async def test_at_most_once_is_not_retried(hook: Webhook) -> None:
 
 
 async def test_at_most_once_is_sent_once_to_a_silent_endpoint(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
-    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.001)
     hook.respond = lambda _request: Response(None)
     run = Run(hook, 8, millstream_delivery=AT_MOST_ONCE)
     await hook.until(lambda: b"7" in {request.body for request in hook.requests})

@@ -13,7 +13,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.kafka.apis.security_apis import Authenticate
 from millstream.broker.security.assertion import Assertions
-from millstream.broker.security.gate import Knowledge
+from millstream.broker.security.gate import AuthenticationContext
 from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
@@ -27,12 +27,12 @@ HOST, PASSWORD = "10.0.0.7", "alice-password"
 
 
 @pytest.fixture
-async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
+async def authentication(tmp_path: Path) -> AsyncIterator[AuthenticationContext]:
     catalog = Catalog.open_folder(tmp_path)
     state = SecurityState(CatalogDeclarations(catalog), ())
     await state.change_users(new_credentials("alice", PASSWORD))
     passwords = Passwords(state)
-    yield Knowledge(
+    yield AuthenticationContext(
         state=state,
         authenticator=Authenticator(passwords, None),
         attempts=FailedAttempts(),
@@ -46,12 +46,12 @@ async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
     catalog.close()
 
 
-async def test_a_caller_is_asserted_with_its_address(knowledge: Knowledge) -> None:
-    api = Authenticate(knowledge, requires=True)
+async def test_a_caller_is_asserted_with_its_address(authentication: AuthenticationContext) -> None:
+    api = Authenticate(authentication, requires=True)
     request = AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret=PASSWORD)
     response = await api.handle(request)
     assert (response.error, response.principal) == (0, "User:alice")
-    asserted = await knowledge.assertions.verify(response.assertion.encode())
+    asserted = await authentication.assertions.verify(response.assertion.encode())
     assert (asserted.principal, asserted.host) == ("User:alice", HOST)
     assert await api.needs(request) == [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, "kafka-cluster")]
     assert PASSWORD not in repr(request)
@@ -70,9 +70,9 @@ async def test_a_caller_is_asserted_with_its_address(knowledge: Knowledge) -> No
     ],
 )
 async def test_a_failure_carries_no_assertion_and_takes_longer_each_time(
-    knowledge: Knowledge, request_: AuthenticateRequest
+    authentication: AuthenticationContext, request_: AuthenticateRequest
 ) -> None:
-    api = Authenticate(knowledge, requires=True)
+    api = Authenticate(authentication, requires=True)
     pauses = []
     for _ in range(3):
         response = await api.handle(request_)
@@ -82,9 +82,9 @@ async def test_a_failure_carries_no_assertion_and_takes_longer_each_time(
     assert pauses[0] > 0
 
 
-async def test_a_caller_without_a_credential_is_anonymous_where_allowed(knowledge: Knowledge) -> None:
-    response = await Authenticate(knowledge, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
-    assert (await knowledge.assertions.verify(response.assertion.encode())).principal == "User:ANONYMOUS"
+async def test_a_caller_without_a_credential_is_anonymous_where_allowed(authentication: AuthenticationContext) -> None:
+    response = await Authenticate(authentication, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
+    assert (await authentication.assertions.verify(response.assertion.encode())).principal == "User:ANONYMOUS"
 
 
 async def test_a_node_without_authentication_reports_so() -> None:
@@ -92,8 +92,8 @@ async def test_a_node_without_authentication_reports_so() -> None:
         await Authenticate(None, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
 
 
-async def test_a_node_that_does_not_know_its_users_refuses_no_password(knowledge: Knowledge) -> None:
-    knowledge = replace(knowledge, state=SecurityState(knowledge.state._declarations, ()))
+async def test_a_node_that_does_not_know_its_users_refuses_no_password(authentication: AuthenticationContext) -> None:
+    authentication = replace(authentication, state=SecurityState(authentication.state._declarations, ()))
     request = AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret=PASSWORD)
     with pytest.raises(CatalogUnavailable, match="not known yet"):
-        await Authenticate(knowledge, requires=True).handle(request)
+        await Authenticate(authentication, requires=True).handle(request)

@@ -34,14 +34,14 @@ READS = {
 @pytest.mark.parametrize("text", READS)
 def test_the_topics_of_a_statement_are_found(text: str) -> None:
     found = read_select(text)
-    assert (" ".join(found.reads), found.is_clear) == (READS[text], True)
+    assert (" ".join(found.reads), found.is_complete) == (READS[text], True)
 
 
 @pytest.mark.parametrize(
     "text", ["SELECT * FROM STREAM a", "SELECT * FROM IDENTIFIER('a')", "SELECT v:a.b[0]::int FROM t"]
 )
 def test_ambiguous_statements_are_left_to_spark(text: str) -> None:
-    assert not read_select(text).is_clear
+    assert not read_select(text).is_complete
 
 
 def test_a_trailing_semicolon_is_accepted() -> None:

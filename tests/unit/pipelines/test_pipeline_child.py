@@ -273,13 +273,13 @@ def test_only_consecutive_crashes_are_counted() -> None:
         roll.driver_ended(-9, is_death=True)
     assert roll.is_suspect("a")
     roll.apply(DriverEvent(begun="a"))
-    roll.apply(DriverEvent(ended="a", is_well=True))
+    roll.apply(DriverEvent(ended="a", has_succeeded=True))
     assert not roll.is_suspect("a")
     for deaths in range(3):
         assert roll.blamed() == []
         roll.apply(DriverEvent(begun="a"))
         roll.apply(DriverEvent(begun="b"))
-        roll.apply(DriverEvent(ended="b", is_well=deaths == 0))
+        roll.apply(DriverEvent(ended="b", has_succeeded=deaths == 0))
         roll.driver_ended(-9, is_death=True)
     assert roll.blamed() == [("a", "the driver ended with signal 9")]
     assert roll.blamed() == []

@@ -97,7 +97,7 @@ def test_it_runs_its_pipelines_and_reports(scene: Scene) -> None:
     assert first.contexts[0].lake == "/lake"
     assert first.contexts[0].brokers == "127.0.0.1:1"
     steps = [event for event in scene.sent if "a" in (event.begun, event.ended)]
-    assert [(event.begun, event.is_well) for event in steps] == [("a", False), ("", True), ("a", False)]
+    assert [(event.begun, event.has_succeeded) for event in steps] == [("a", False), ("", True), ("a", False)]
 
     scene.driver.declare([AssignedPipeline(landing("b"))])
     scene.until(lambda _said: scene.reported("a") is None)
@@ -160,17 +160,17 @@ def test_suspects_take_turns_until_a_step_succeeds() -> None:
     turns.acquire("c")
     waiting = threading.Thread(target=turns.acquire, args=("b",))
     waiting.start()
-    turns.release("c", is_well=False)
+    turns.release("c", has_succeeded=False)
     assert waiting.is_alive()
-    turns.release("a", is_well=True)
+    turns.release("a", has_succeeded=True)
     waiting.join(HANG_S)
     assert not waiting.is_alive()
     # One is cleared, the other still has its turn.
     turns.acquire("a")
-    turns.release("a", is_well=True)
-    turns.release("b", is_well=False)
+    turns.release("a", has_succeeded=True)
+    turns.release("b", has_succeeded=False)
     turns.acquire("b")
-    turns.release("b", is_well=True)
+    turns.release("b", has_succeeded=True)
 
 
 def test_commands_and_reports_round_trip() -> None:

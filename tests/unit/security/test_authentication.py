@@ -695,9 +695,11 @@ def rule(operation: Operation, topic: str, *, principal: str = EVERYONE) -> Acl:
     return Acl(resource_type=ResourceType.TOPIC, resource_name=topic, principal=principal, operation=operation)
 
 
-async def add_token(passwords: Passwords, *, scope: Iterable[Acl] = (), parent: str = "", lasts_s: float = 60) -> str:
+async def add_token(
+    passwords: Passwords, *, scope: Iterable[Acl] = (), parent: str = "", lifetime_s: float = 60
+) -> str:
     now_ms = int(time.time() * 1000)
-    expires_ms = now_ms + int(lasts_s * 1000)
+    expires_ms = now_ms + int(lifetime_s * 1000)
     token, text = new_token("User:alice", scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
     await passwords.state.add_token(token)
     return text
@@ -744,7 +746,7 @@ async def test_a_token_ends_when_it_expires_or_when_it_its_parent_or_its_owner_i
     passwords: Passwords,
 ) -> None:
     state, authenticator = passwords.state, Authenticator(passwords, None)
-    parent, expired = await add_token(passwords), await add_token(passwords, lasts_s=-1)
+    parent, expired = await add_token(passwords), await add_token(passwords, lifetime_s=-1)
     child = await add_token(passwords, parent=split_token(parent)[0])
     other = await add_token(passwords)
     sessions = [await authenticator.verify(BearerToken(text=text)) for text in (child, other)]

@@ -19,7 +19,7 @@ from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service
 from millstream.broker.security import gate
 from millstream.broker.security.assertion import Assertions
-from millstream.broker.security.gate import Gate, Knowledge, Session
+from millstream.broker.security.gate import AuthenticationContext, Gate, Session
 from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
@@ -34,12 +34,12 @@ GATEWAY, CALLER = "192.0.2.1", "10.0.0.7"
 
 
 @pytest.fixture
-async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
+async def authentication(tmp_path: Path) -> AsyncIterator[AuthenticationContext]:
     catalog = Catalog.open_folder(tmp_path)
     state = SecurityState(CatalogDeclarations(catalog), ())
     await state.change_users(new_credentials("alice", "alice-password"))
     passwords = Passwords(state)
-    yield Knowledge(
+    yield AuthenticationContext(
         state=state,
         authenticator=Authenticator(passwords, None),
         attempts=FailedAttempts(),
@@ -53,8 +53,12 @@ async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
     catalog.close()
 
 
-def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _: None, **listener: Any) -> Session:
-    at = Gate(cast("Service", None), ConnectionLimits(frame_bytes_max=1), knowledge, in_clear=False, **listener)
+def opened(
+    authentication: AuthenticationContext, *, fail: Callable[[Exception], None] = lambda _: None, **listener: Any
+) -> Session:
+    at = Gate(
+        cast("Service", None), ConnectionLimits(frame_bytes_max=1), authentication, is_plaintext=False, **listener
+    )
     connection = SimpleNamespace(
         listener="default",
         session=None,
@@ -73,51 +77,51 @@ def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _
     return at._open_session(cast("Connection", connection))
 
 
-def opened_by_node(knowledge: Knowledge, folder: Path, **listener: Any) -> Session:
-    files = make_node_certificate(folder, ["localhost"], knowledge.cluster, NodeId(2))
-    session = opened(knowledge, requires=True, **listener)
+def opened_by_node(authentication: AuthenticationContext, folder: Path, **listener: Any) -> Session:
+    files = make_node_certificate(folder, ["localhost"], authentication.cluster, NodeId(2))
+    session = opened(authentication, requires=True, **listener)
     session.admit_certificate(x509.load_pem_x509_certificate(Path(files["certificate"]).read_bytes()))
     return session
 
 
-def signed(knowledge: Knowledge, user: str = "alice", principal: str = "") -> bytes:
-    credential = knowledge.state.credentials[user, SHA_256]
+def signed(authentication: AuthenticationContext, user: str = "alice", principal: str = "") -> bytes:
+    credential = authentication.state.credentials[user, SHA_256]
     verified = Verified(principal=principal or f"User:{user}", credential=credential)
-    return knowledge.assertions.sign(verified, CALLER).encode()
+    return authentication.assertions.sign(verified, CALLER).encode()
 
 
 @pytest.mark.parametrize("listener", [{}, {"requires": False}, {"requires": True, "is_internal": True}])
 async def test_an_assertion_opens_a_session_of_the_caller(
-    knowledge: Knowledge, tmp_path: Path, listener: dict[str, Any]
+    authentication: AuthenticationContext, tmp_path: Path, listener: dict[str, Any]
 ) -> None:
     if listener:
-        session = opened(knowledge, takes_assertions=True, **listener)
+        session = opened(authentication, takes_assertions=True, **listener)
     else:
-        session = opened_by_node(knowledge, tmp_path, takes_assertions=True)
+        session = opened_by_node(authentication, tmp_path, takes_assertions=True)
     assert session.may_begin(bare=False)
     assert session.begin(ASSERTION, bare=False)
-    _, lasts_s = await session.step(signed(knowledge))
-    assert lasts_s > 0
+    _, lifetime_s = await session.step(signed(authentication))
+    assert lifetime_s > 0
     assert session.rights is not None
     assert (session.rights.principal, session.rights.host) == ("User:alice", CALLER)
     assert session.rights.node_id is None
-    assert knowledge.connections == {"User:alice": 1}
+    assert authentication.connections == {"User:alice": 1}
     assert not session.is_revoked()
     assert not session.begin(PLAIN, bare=False)
-    await knowledge.state.change_users(delete=[("alice", SHA_256)])
+    await authentication.state.change_users(delete=[("alice", SHA_256)])
     assert session.is_revoked()
     session.close()
 
 
 async def test_the_holder_of_a_certificate_may_authenticate_by_sasl_before_any_request(
-    knowledge: Knowledge, tmp_path: Path
+    authentication: AuthenticationContext, tmp_path: Path
 ) -> None:
     certificate, _ = Certificates(tmp_path / "certs").client("bob")
 
     def opened_by_bob() -> Session:
-        session = opened(knowledge, requires=True)
+        session = opened(authentication, requires=True)
         session.admit_certificate(x509.load_pem_x509_certificate(certificate.read_bytes()))
-        assert knowledge.connections == {"User:CN=bob": 1}
+        assert authentication.connections == {"User:CN=bob": 1}
         return session
 
     session = opened_by_bob()
@@ -126,31 +130,33 @@ async def test_the_holder_of_a_certificate_may_authenticate_by_sasl_before_any_r
     await session.step(b"\0alice\0alice-password")
     assert session.rights is not None
     assert session.rights.principal == "User:alice"
-    assert knowledge.connections == {"User:alice": 1}
+    assert authentication.connections == {"User:alice": 1}
     assert not session.may_begin(bare=False), "only once"
     session.close()
-    assert not knowledge.connections
+    assert not authentication.connections
     session = opened_by_bob()
     session.refuse_sasl()
     assert not session.may_begin(bare=False)
     session.close()
 
 
-async def test_a_session_may_be_renewed_but_not_transferred(knowledge: Knowledge, tmp_path: Path) -> None:
-    await knowledge.state.change_users(new_credentials("bob", "bob-password"))
-    session = opened_by_node(knowledge, tmp_path, takes_assertions=True)
+async def test_a_session_may_be_renewed_but_not_transferred(
+    authentication: AuthenticationContext, tmp_path: Path
+) -> None:
+    await authentication.state.change_users(new_credentials("bob", "bob-password"))
+    session = opened_by_node(authentication, tmp_path, takes_assertions=True)
     for _ in range(2):
         assert session.begin(ASSERTION, bare=False)
-        await session.step(signed(knowledge))
+        await session.step(signed(authentication))
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed, match="another principal"):
-        await session.step(signed(knowledge, "bob"))
+        await session.step(signed(authentication, "bob"))
     session.close()
 
 
-async def test_scram_does_not_transfer_a_session_either(knowledge: Knowledge) -> None:
-    await knowledge.state.change_users(new_credentials("bob", "bob-password"))
-    session = opened(dataclasses.replace(knowledge, session_s_max=600.0), requires=True)
+async def test_scram_does_not_transfer_a_session_either(authentication: AuthenticationContext) -> None:
+    await authentication.state.change_users(new_credentials("bob", "bob-password"))
+    session = opened(dataclasses.replace(authentication, session_s_max=600.0), requires=True)
 
     async def authenticate(user: str) -> None:
         assert session.begin(SHA_256, bare=False)
@@ -165,22 +171,26 @@ async def test_scram_does_not_transfer_a_session_either(knowledge: Knowledge) ->
     session.close()
 
 
-async def test_a_password_that_is_deleted_during_the_exchange_opens_no_session(knowledge: Knowledge) -> None:
-    session = opened(knowledge, requires=True)
+async def test_a_password_that_is_deleted_during_the_exchange_opens_no_session(
+    authentication: AuthenticationContext,
+) -> None:
+    session = opened(authentication, requires=True)
     assert session.begin(SHA_256, bare=False)
     exchange = _prove_password(SHA_256, "alice", "alice-password")
     challenge, _ = await session.step(next(exchange))
-    await knowledge.state.change_users(delete=[("alice", SHA_256)])
+    await authentication.state.change_users(delete=[("alice", SHA_256)])
     with pytest.raises(AuthenticationFailed, match="was deleted"):
         await session.step(exchange.send(challenge))
     assert not session.is_known
     session.close()
 
 
-async def test_clients_try_again_until_the_users_are_known(knowledge: Knowledge, tmp_path: Path) -> None:
-    unread = SecurityState(knowledge.state._declarations, ())
-    knowledge = dataclasses.replace(knowledge, state=unread)
-    session = opened(knowledge, requires=True)
+async def test_clients_try_again_until_the_users_are_known(
+    authentication: AuthenticationContext, tmp_path: Path
+) -> None:
+    unread = SecurityState(authentication.state._declarations, ())
+    authentication = dataclasses.replace(authentication, state=unread)
+    session = opened(authentication, requires=True)
     assert session.begin(PLAIN, bare=False)
     # Not an authentication failure, after which clients give up.
     with pytest.raises(ProtocolViolation, match="not known yet"):
@@ -188,17 +198,21 @@ async def test_clients_try_again_until_the_users_are_known(knowledge: Knowledge,
     file, _ = Certificates(tmp_path).client("alice")
     with pytest.raises(ProtocolViolation, match="not known yet"):
         session.admit_certificate(x509.load_pem_x509_certificate(file.read_bytes()))
-    assert opened_by_node(knowledge, tmp_path).is_known
+    assert opened_by_node(authentication, tmp_path).is_known
     await unread.load()
     await session.step(b"\0alice\0alice-password")
     assert session.is_known
     session.close()
 
 
-async def test_a_client_that_reauthenticates_may_finish(knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reauthenticates_may_finish(
+    authentication: AuthenticationContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     failed = asyncio.Event()
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    session = opened(
+        dataclasses.replace(authentication, session_s_max=0.01), requires=True, fail=lambda _: failed.set()
+    )
     word = b"\0alice\0alice-password"
     for _ in range(3):
         assert session.begin(PLAIN, bare=False)
@@ -219,11 +233,13 @@ async def until_ended(session: Session) -> None:
 
 
 async def test_a_client_may_reauthenticate_after_the_end_of_its_session_but_not_forever(
-    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+    authentication: AuthenticationContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     failed = asyncio.Event()
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    session = opened(
+        dataclasses.replace(authentication, session_s_max=0.01), requires=True, fail=lambda _: failed.set()
+    )
     for _ in range(2):
         assert session.begin(PLAIN, bare=False)
         await session.step(b"\0alice\0alice-password")
@@ -239,12 +255,12 @@ async def test_a_client_may_reauthenticate_after_the_end_of_its_session_but_not_
 
 
 async def test_a_throttled_client_has_a_while_to_reauthenticate(
-    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+    authentication: AuthenticationContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
     monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
     events: list[str] = []
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True)
+    session = opened(dataclasses.replace(authentication, session_s_max=0.01), requires=True)
     connection: Any = session._connection
     connection.is_muted, connection.lift_mute = True, lambda: events.append("lifted")
     connection.restore_mute = lambda: events.append("restored")
@@ -256,10 +272,10 @@ async def test_a_throttled_client_has_a_while_to_reauthenticate(
 
 
 async def test_the_session_of_a_throttled_client_ends_with_its_credential(
-    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+    authentication: AuthenticationContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True)
+    session = opened(dataclasses.replace(authentication, session_s_max=0.01), requires=True)
     connection: Any = session._connection
     lifted: list[None] = []
     connection.is_muted, connection.lift_mute = True, lambda: lifted.append(None)
@@ -272,8 +288,10 @@ async def test_the_session_of_a_throttled_client_ends_with_its_credential(
     session.close()
 
 
-async def test_a_connection_that_is_known_by_its_certificate_ends_with_it(knowledge: Knowledge, tmp_path: Path) -> None:
-    session = opened_by_node(knowledge, tmp_path)
+async def test_a_connection_that_is_known_by_its_certificate_ends_with_it(
+    authentication: AuthenticationContext, tmp_path: Path
+) -> None:
+    session = opened_by_node(authentication, tmp_path)
     drained: list[None] = []
     connection: Any = session._connection
     connection.drain = lambda: drained.append(None)
@@ -283,12 +301,12 @@ async def test_a_connection_that_is_known_by_its_certificate_ends_with_it(knowle
 
 
 async def test_a_failed_reauthentication_gets_its_response_though_the_session_ends_meanwhile(
-    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+    authentication: AuthenticationContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
-    monkeypatch.setattr(knowledge.attempts, "pause_s", lambda _host, _user: 0.2)
+    monkeypatch.setattr(authentication.attempts, "pause_s", lambda _host, _user: 0.2)
     failed: list[Exception] = []
-    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=failed.append)
+    session = opened(dataclasses.replace(authentication, session_s_max=0.01), requires=True, fail=failed.append)
     assert session.begin(PLAIN, bare=False)
     await session.step(b"\0alice\0alice-password")
     assert session.begin(PLAIN, bare=False)
@@ -298,22 +316,24 @@ async def test_a_failed_reauthentication_gets_its_response_though_the_session_en
     session.close()
 
 
-async def test_an_assertion_never_authenticates_a_node(knowledge: Knowledge) -> None:
-    session = opened(knowledge, takes_assertions=True, requires=True, is_internal=True)
+async def test_an_assertion_never_authenticates_a_node(authentication: AuthenticationContext) -> None:
+    session = opened(authentication, takes_assertions=True, requires=True, is_internal=True)
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed):
-        await session.step(signed(knowledge, principal="Node:self"))
+        await session.step(signed(authentication, principal="Node:self"))
     assert session.rights is None
     session.close()
 
 
-async def test_other_listeners_and_sessions_accept_no_assertions(knowledge: Knowledge, tmp_path: Path) -> None:
+async def test_other_listeners_and_sessions_accept_no_assertions(
+    authentication: AuthenticationContext, tmp_path: Path
+) -> None:
     for requires in (True, False):
-        assert not opened(knowledge, requires=requires).begin(ASSERTION, bare=False)
-    assert not opened_by_node(knowledge, tmp_path / "other").begin(ASSERTION, bare=False)
-    node = opened_by_node(knowledge, tmp_path / "node", takes_assertions=True)
+        assert not opened(authentication, requires=requires).begin(ASSERTION, bare=False)
+    assert not opened_by_node(authentication, tmp_path / "other").begin(ASSERTION, bare=False)
+    node = opened_by_node(authentication, tmp_path / "node", takes_assertions=True)
     assert not node.begin(PLAIN, bare=False), "a node does not become a user by a password"
-    session = opened(knowledge, takes_assertions=True, requires=True)
+    session = opened(authentication, takes_assertions=True, requires=True)
     assert not session.begin(ASSERTION, bare=False), "a node shows its certificate first"
     assert session.begin(PLAIN, bare=False)
     await session.step(b"\0alice\0alice-password")

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.broker.subscriptions import batch_scan as look_module
 from millstream.broker.subscriptions import filter_worker as worker_module
-from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX, BatchScan, TooHeavy, scan_batch
+from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX, BatchScan, BatchTooHeavy, scan_batch
 from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
 from millstream.core.errors import CorruptBatch, FilterUnavailable
@@ -272,7 +272,7 @@ def test_compiled_and_plain_code_decode_equally(kind: str, with_keys: bool, monk
 
 async def test_the_child_decompresses_batches_too_large_for_the_loop(worker: FilterWorker) -> None:
     heavy = delayed(LIGHT_RECORDS_MAX + 1, compression=COMPRESSION_ZSTD)
-    with pytest.raises(TooHeavy):
+    with pytest.raises(BatchTooHeavy):
         scan_batch(heavy, read_header(heavy), 100, with_keys=True)
     expected = scan_batch(heavy, read_header(heavy), 105, with_keys=True, light=False)
     found = await worker.scan_batch(heavy, 105, with_keys=True)

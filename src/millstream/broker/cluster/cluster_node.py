@@ -64,7 +64,7 @@ class ClusterDependencies:
     """Creates the links to other nodes, given how to find them."""
     boot_id: str
     supervise: Supervise
-    catalog_away_since_ms: Callable[[], int | None] = lambda: None
+    catalog_unavailable_since_ms: Callable[[], int | None] = lambda: None
     """Since when the catalog has not responded; None if it responds."""
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
@@ -273,7 +273,7 @@ class ClusterNode:
         if away is not None:
             store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
             yield f"{store} is unavailable since {_iso_time(away)}; data flows, elections and new topics wait"
-        away = self._dependencies.catalog_away_since_ms()
+        away = self._dependencies.catalog_unavailable_since_ms()
         if away is not None:
             yield f"the catalog is unavailable since {_iso_time(away)}; data flows, changes of topics and quotas wait"
         if self.view.controller is None:

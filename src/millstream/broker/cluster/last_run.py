@@ -114,7 +114,7 @@ class LastRun:
         return admitted is not None and admitted not in self._whole
 
     @property
-    def whole_incarnation(self) -> str:
+    def complete_incarnation(self) -> str:
         """Return the last incarnation whose log is complete; empty if the log may have a hole."""
         return self._whole[-1] if self._whole else ""
 

@@ -207,7 +207,7 @@ class FolderSettlement:
         self._files = files
         self._clock = clock
         self._store = store
-        self._mine: set[NodeId] = set()
+        self._own_nodes: set[NodeId] = set()
 
     async def check(self) -> None:
         """Raise if a partition is being moved to or from a node that this layout lacks; change nothing."""
@@ -247,7 +247,9 @@ class FolderSettlement:
             finally:
                 await store.close()
             inventories.append(
-                Inventory(node_id=node, cluster="", cluster_id="", whole=last_run.whole_incarnation, replicas=replicas)
+                Inventory(
+                    node_id=node, cluster="", cluster_id="", whole=last_run.complete_incarnation, replicas=replicas
+                )
             )
         rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids())
         await write_states(self._store, rebuilt, catalog.cluster_id)
@@ -296,7 +298,7 @@ class FolderSettlement:
         # Every node that a state names is one of this machine, which shares its stores with no other; it may be one
         # that never ran, because a start with more processes was interrupted.
         named = (node for found in states.values() for node in found.state.replicas)
-        self._mine = {*present.values(), *self._layout.nodes, *named}
+        self._own_nodes = {*present.values(), *self._layout.nodes, *named}
         kept = self._remaining_nodes(present)
         hosts = {}
         for key, found in states.items():
@@ -338,14 +340,14 @@ class FolderSettlement:
         """Drop nodes that this machine no longer has; its first node takes over their pending removals."""
         layout, first = self._layout, self._layout.nodes[0]
         kept = self._remaining_nodes(present)
-        gone = self._mine - set(layout.nodes)
-        changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
+        gone = self._own_nodes - set(layout.nodes)
+        changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._own_nodes - kept]
         changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.location_key)]
         for entry in (await self._store.read(keys.DELETED)).entries.values():
             if keys.DONE in entry.key:
                 continue
             deletion = Deletion.from_json(entry.value)
-            replicas = {first if node in self._mine else node for node in deletion.replicas}
+            replicas = {first if node in self._own_nodes else node for node in deletion.replicas}
             if replicas != set(deletion.replicas):
                 changes.append(Put(entry.key, encode_value(replace(deletion, replicas=tuple(sorted(replicas))))))
         await self._change(changes)

@@ -86,7 +86,7 @@ async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: st
         node_id=owner.node_id,
         cluster=owner.cluster,
         cluster_id=owner.cluster_id,
-        whole=last_run.whole_incarnation,
+        whole=last_run.complete_incarnation,
         replicas=replicas,
         location=owner.location,
     )

@@ -346,10 +346,10 @@ class ReplicaFetcher:
         if not followed.failures:
             followed.failing_since, followed.is_reported = now, False
         passes = isinstance(error, NotLeader | UnknownTopic | UnknownTopicId)
-        is_news = not followed.is_reported and (not passes or now - followed.failing_since > GRACE_S)
-        followed.is_reported = followed.is_reported or is_news
+        is_new_failure = not followed.is_reported and (not passes or now - followed.failing_since > GRACE_S)
+        followed.is_reported = followed.is_reported or is_new_failure
         extra = {"partition": str(followed.partition.log.partition), "leader": self.leader, "error": str(error)}
-        level = logging.WARNING if is_news else logging.DEBUG
+        level = logging.WARNING if is_new_failure else logging.DEBUG
         _logger.log(level, "a replica could not be followed; retrying", extra=extra)
 
     # -- the task -------------------------------------------------------------------------------------------

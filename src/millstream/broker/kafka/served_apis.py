@@ -106,7 +106,7 @@ from millstream.core.metric import MetricSource
 from millstream.core.tasks import Supervise
 
 if TYPE_CHECKING:
-    from millstream.broker.security.gate import Knowledge
+    from millstream.broker.security.gate import AuthenticationContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class ApiDependencies:
     supervise: Supervise
     plans: Plans | None = None
     """Plans of moves between nodes; None on a node without others."""
-    knowledge: Knowledge | None = None
+    authentication: AuthenticationContext | None = None
     """How clients authenticate; None without authentication."""
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
@@ -332,7 +332,7 @@ class ServedApis:
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
-        notes = PipelineAdvice(pipelines, self._parts.topics, has_local_lake=self._parts.config.keeps_lake_to_itself)
+        notes = PipelineAdvice(pipelines, self._parts.topics, has_local_lake=self._parts.config.has_private_lake)
         has_jobs = self._parts.config.runs_jobs
         yield pipeline_apis.PipelineCreate(pipelines, subscriptions, notes, has_jobs=has_jobs)
         yield pipeline_apis.PipelineAlter(pipelines, subscriptions, notes, has_jobs=has_jobs)
@@ -436,4 +436,4 @@ class ServedApis:
         yield security_apis.SecretList(self._parts.secrets)
         yield SaslHandshake()
         yield SaslAuthenticate()
-        yield security_apis.Authenticate(self._parts.knowledge, requires=self._parts.config.http_authenticates)
+        yield security_apis.Authenticate(self._parts.authentication, requires=self._parts.config.http_authenticates)

@@ -365,7 +365,7 @@ class Follower:
         a failover cuts every copy at the same moment.
         """
         async with self._syncing:
-            await self._expose_transactions(gives_way=True)
+            await self._expose_transactions(stops_if_awaited=True)
 
     async def _sync_offsets_in(self, topics: Collection[str]) -> None:
         """Apply the offsets of groups in some copies, once these have what was committed together with the offsets.
@@ -426,7 +426,7 @@ class Follower:
             )
         return {group: offsets for group, offsets in found.items() if offsets}
 
-    async def _reach_barrier(self, topics: Collection[str], *, gives_way: bool = False) -> Barrier:
+    async def _reach_barrier(self, topics: Collection[str], *, stops_if_awaited: bool = False) -> Barrier:
         """Wait until copies have what their originals have at a moment when no transaction is half committed."""
         prefix, cut = self._settings.rename, self._cut_topics()
         topic_ids = {
@@ -443,7 +443,7 @@ class Follower:
         found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
         offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
         deadline = self._service.clock.monotonic() + ARRIVAL_S
-        missing = await self._await_reached(offsets, deadline, gives_way=gives_way)
+        missing = await self._await_reached(offsets, deadline, stops_if_awaited=stops_if_awaited)
         if missing is not None:
             raise RequestTimedOut(
                 f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
@@ -465,7 +465,7 @@ class Follower:
             )
         return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups, barrier.groups_omitted)
 
-    async def _expose_transactions(self, *, gives_way: bool = False) -> None:
+    async def _expose_transactions(self, *, stops_if_awaited: bool = False) -> None:
         self._created.clear()
         committed = self._committed
         await self._reached_offsets({})
@@ -475,7 +475,7 @@ class Follower:
         name = self._run.mirror.name
         cut = self._service.mirrors.unfinished_cuts(name)
         copied = [topic.name for topic in self._service.copied_topics(name) if topic.name not in cut]
-        barrier = await self._reach_barrier(copied, gives_way=gives_way)
+        barrier = await self._reach_barrier(copied, stops_if_awaited=stops_if_awaited)
         async with self._creating:
             await self._record_barrier(barrier, committed, cut)
 
@@ -529,7 +529,7 @@ class Follower:
             raise RequestTimedOut(f"{behind} did not catch up in time, so the source keeps its role")
 
     async def _await_reached(
-        self, offsets: Vector, deadline: float, *, is_readable: bool = False, gives_way: bool = False
+        self, offsets: Vector, deadline: float, *, is_readable: bool = False, stops_if_awaited: bool = False
     ) -> TopicPartition | None:
         """Wait until all copies reach these offsets; return one that does not when the time is up."""
         clock, topics = self._service.clock, self._service.topics
@@ -538,7 +538,7 @@ class Follower:
             wait_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
             reached = await self._reached_offsets(offsets, wait_s=wait_s, is_readable=is_readable)
             missing = _find_behind(offsets, reached)
-            if missing is None or clock.monotonic() >= deadline or (gives_way and self._is_awaited):
+            if missing is None or clock.monotonic() >= deadline or (stops_if_awaited and self._is_awaited):
                 return missing
             if missing.partition not in reached.get(missing.topic, {}):
                 # No node leads it. Nothing changes before another leader is agreed on.

@@ -90,9 +90,9 @@ class Assertions:
         """Assert who a caller is, as text that is used once per connection."""
         return self._sign(_PURPOSE, verified, host, time.time() + ASSERTION_S)
 
-    def open_session(self, verified: Verified, lasts_s: float) -> tuple[str, float]:
+    def open_session(self, verified: Verified, lifetime_s: float) -> tuple[str, float]:
         """Open a session; return it, and when it ends: no later than the token that was shown."""
-        ends = [time.time() + lasts_s, *(() if verified.expires_at is None else (verified.expires_at,))]
+        ends = [time.time() + lifetime_s, *(() if verified.expires_at is None else (verified.expires_at,))]
         return self._sign(_SESSION_PURPOSE, verified, "", min(ends)), min(ends)
 
     def _sign(self, purpose: bytes, verified: Verified, host: str, expires_at: float) -> str:

@@ -65,7 +65,7 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knowledge:
+class AuthenticationContext:
     """The state with which a node authenticates its clients."""
 
     state: SecurityState
@@ -92,23 +92,25 @@ class Gate:
         self,
         service: Service,
         limits: ConnectionLimits,
-        knowledge: Knowledge,
+        authentication: AuthenticationContext,
         *,
         requires: bool,
-        in_clear: bool,
+        is_plaintext: bool,
         is_internal: bool = False,
         takes_assertions: bool = False,
     ) -> None:
         self.service = service
         self.limits = limits
-        self.knowledge = knowledge
+        self.authentication = authentication
         self.requires = requires
         """Whether clients have to authenticate; otherwise they are anonymous."""
         self.is_internal = is_internal
         """Whether this listener is for the node's own processes only."""
         self.takes_assertions = takes_assertions
         """Whether gateways act for their callers here; where clients authenticate by certificate, with their node's."""
-        self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
+        self.offered: Sequence[str] = (
+            (PLAIN,) if is_internal else authentication.authenticator.offered(is_plaintext=is_plaintext)
+        )
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         """Respond to a request of a client that has authenticated, or one that authenticates it."""
@@ -154,8 +156,10 @@ class Gate:
                 name = subject_of(certificate)
                 session.admit_certificate(certificate)
         except AuthenticationFailed as error:
-            self.knowledge.attempts.total += 1
-            self.knowledge.state.audit.fail_sign_in(name, connection.host, connection.listener, CERTIFICATE, str(error))
+            self.authentication.attempts.total += 1
+            self.authentication.state.audit.fail_sign_in(
+                name, connection.host, connection.listener, CERTIFICATE, str(error)
+            )
             raise ProtocolViolation(str(error)) from error
         return session
 
@@ -211,15 +215,17 @@ class Session:
 
     def begin(self, mechanism: str, *, bare: bool) -> bool:
         """Begin an exchange; return False, and close, if the mechanism cannot be used here."""
-        knowledge = self._gate.knowledge
+        authentication = self._gate.authentication
         if mechanism == ASSERTION and self._may_assert:
-            chosen: Mechanism = _Asserted(knowledge.assertions)
+            chosen: Mechanism = _Asserted(authentication.assertions)
         elif self._is_node or mechanism not in self.mechanisms:
             if self.mechanisms:
                 self._connection.close_after_response()
             return False
         else:
-            chosen = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
+            chosen = (
+                _NodeSecret(authentication) if self._gate.is_internal else authentication.authenticator.begin(mechanism)
+            )
         if self.verified is not None and not self._is_default and mechanism != self._mechanism_name:
             self._connection.close_after_response()
             return False
@@ -257,48 +263,48 @@ class Session:
             response = await mechanism.step(message)
             if isinstance(response, bytes):
                 return response, 0.0
-            said, verified = response
+            reply, verified = response
             if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
                 raise AuthenticationFailed("a connection cannot become another principal's")
-            if self._gate.knowledge.authenticator.is_revoked(verified):
+            if self._gate.authentication.authenticator.is_revoked(verified):
                 # It was valid when the exchange began, and nothing would close the connection later.
                 raise AuthenticationFailed(_REVOKED)
-            lasts = self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
+            lifetime_s = self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
         except AuthenticationFailed as error:
             self._mechanism = None
             await self._fail(error, mechanism.user)
             raise
         self._mechanism = None
         self.takes_tokens = False
-        return said, lasts
+        return reply, lifetime_s
 
     async def respond_to_token(self, message: bytes) -> Buffers:
         """Respond to a bare SASL message."""
         try:
-            said, _ = await self.step(message)
+            reply, _ = await self.step(message)
         except AuthenticationFailed as error:
             # Bare messages cannot carry an error.
             raise ProtocolViolation(str(error)) from error
-        return [len(said).to_bytes(4, "big") + said]
+        return [len(reply).to_bytes(4, "big") + reply]
 
     def admit(self, verified: Verified) -> float:
         """Admit a client; return the session's length in seconds (0: no end)."""
-        node_id = self._gate.knowledge.node_id if verified.principal == _NODE_PRINCIPAL else None
+        node_id = self._gate.authentication.node_id if verified.principal == _NODE_PRINCIPAL else None
         return self._admit(verified, node_id)
 
     def admit_certificate(self, certificate: Any) -> None:
         """Admit the holder of a certificate: a node of this cluster, or the principal that the rules map it to."""
-        knowledge = self._gate.knowledge
+        authentication = self._gate.authentication
         until = certificate.not_valid_after_utc.timestamp()
         name = NodeName.of(uris_of(certificate))
         if name is None:
             self._require_snapshot()
-            principal = knowledge.rules.principal(certificate)
+            principal = authentication.rules.principal(certificate)
             self._admit(Verified(principal=principal, expires_at=until), None)
             self.may_use_sasl = True
             self._connection.serve_with(self._gate, self._gate.limits)
             return
-        if name.cluster != knowledge.cluster:
+        if name.cluster != authentication.cluster:
             raise AuthenticationFailed(f"the certificate is that of a node of another cluster, {name.cluster!r}")
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
         # A caller that the node acts for later has signed in as well.
@@ -306,7 +312,7 @@ class Session:
 
     def _require_snapshot(self) -> None:
         """Close the connection of a client while its rights are not known: it tries again, unlike after a failure."""
-        if not (self._gate.knowledge.state.is_loaded or self._gate.is_internal):
+        if not (self._gate.authentication.state.is_loaded or self._gate.is_internal):
             raise ProtocolViolation(NO_SNAPSHOT)
 
     def refuse_sasl(self) -> None:
@@ -316,7 +322,7 @@ class Session:
 
     def is_revoked(self) -> bool:
         """Whether the password or token of the session is no longer valid."""
-        return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
+        return self.verified is not None and self._gate.authentication.authenticator.is_revoked(self.verified)
 
     def end_if_revoked(self) -> None:
         """Close the connection if its password or token is no longer valid; a change of its own gets its response."""
@@ -334,7 +340,7 @@ class Session:
 
     def _uncount(self) -> None:
         if self._counted_as:
-            connections = self._gate.knowledge.connections
+            connections = self._gate.authentication.connections
             connections[self._counted_as] -= 1
             if not connections[self._counted_as]:
                 del connections[self._counted_as]
@@ -347,17 +353,17 @@ class Session:
 
     def _count(self, principal: str) -> None:
         """Count the connection for its principal; raise `AuthenticationFailed` if that has too many."""
-        knowledge = self._gate.knowledge
-        if knowledge.connections[principal] >= knowledge.connections_max:
+        authentication = self._gate.authentication
+        if authentication.connections[principal] >= authentication.connections_max:
             raise AuthenticationFailed(
-                f"{principal} has {knowledge.connections_max} connections open, as many as "
+                f"{principal} has {authentication.connections_max} connections open, as many as "
                 "connections-per-principal-max allows"
             )
-        knowledge.connections[principal] += 1
+        authentication.connections[principal] += 1
         self._counted_as = principal
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
-        knowledge, connection = self._gate.knowledge, self._connection
+        authentication, connection = self._gate.authentication, self._connection
         if self.may_use_sasl:
             self._uncount()
             self.may_use_sasl = self._has_signed_in = False
@@ -367,17 +373,17 @@ class Session:
         self._has_signed_in = self._has_signed_in or is_new
         self.verified = verified
         self.rights = Rights(
-            knowledge.state,
+            authentication.state,
             verified.principal,
             verified.host or connection.host,
             node_id=node_id,
             tokens=verified.tokens,
         )
         if is_new and self._mechanism_name == ASSERTION:
-            knowledge.state.audit.sign_in(self.rights.actor, HTTP, ASSERTION)
+            authentication.state.audit.sign_in(self.rights.actor, HTTP, ASSERTION)
         elif is_new and not self._gate.is_internal:
             mechanism = self._mechanism_name or CERTIFICATE
-            knowledge.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
+            authentication.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
         client = cast("Client | None", connection.state)
         if client is not None:
             client.rights = self.rights
@@ -386,15 +392,15 @@ class Session:
         self._cancel_timer()
         self.has_ended = False
         is_password = self._mechanism_name != "" and not self._gate.is_internal
-        lasts = knowledge.session_s_max if is_password else 0.0
+        lifetime_s = authentication.session_s_max if is_password else 0.0
         if verified.expires_at is not None:
             left = max(verified.expires_at - time.time(), 0.001)
-            lasts = min(lasts, left) if lasts else left
-        if lasts:
+            lifetime_s = min(lifetime_s, left) if lifetime_s else left
+        if lifetime_s:
             loop = asyncio.get_running_loop()
             # A certificate may be valid for longer than a timer can run.
-            self._ends = loop.call_later(min(lasts, 365 * 86400.0) + _RENEWAL_S, self._expire)
-        return lasts if self._mechanism_name else 0.0
+            self._ends = loop.call_later(min(lifetime_s, 365 * 86400.0) + _RENEWAL_S, self._expire)
+        return lifetime_s if self._mechanism_name else 0.0
 
     def _expire(self, *, is_last: bool = False) -> None:
         connection = self._connection
@@ -418,9 +424,9 @@ class Session:
         self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, partial(self._expire, is_last=True))
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:
-        knowledge, connection = self._gate.knowledge, self._connection
+        authentication, connection = self._gate.authentication, self._connection
         # An assertion cannot be guessed, and the address is that of a gateway with many callers.
-        pause_s = knowledge.attempts.pause_s(connection.host, user) if self._mechanism_name != ASSERTION else 0.0
+        pause_s = authentication.attempts.pause_s(connection.host, user) if self._mechanism_name != ASSERTION else 0.0
         _logger.warning(
             "authentication failed",
             extra={
@@ -430,7 +436,9 @@ class Session:
                 "reason": str(error),
             },
         )
-        knowledge.state.audit.fail_sign_in(user, connection.host, connection.listener, self._mechanism_name, str(error))
+        authentication.state.audit.fail_sign_in(
+            user, connection.host, connection.listener, self._mechanism_name, str(error)
+        )
         connection.deadline = None
         # The session may end during the pause, and its client gets the response first.
         self._cancel_timer()
@@ -444,9 +452,9 @@ _NODE_PRINCIPAL: Final = "Node:self"
 class _NodeSecret:
     """The mechanism of a node's own processes, on a listener that only they know: as the node, or with an API token."""
 
-    def __init__(self, knowledge: Knowledge) -> None:
-        self._authenticator = knowledge.authenticator
-        self._secret = knowledge.node_secret
+    def __init__(self, authentication: AuthenticationContext) -> None:
+        self._authenticator = authentication.authenticator
+        self._secret = authentication.node_secret
         self.user = NODE_USER
 
     async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:

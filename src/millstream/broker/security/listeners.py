@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     # Cryptography takes a while to import, and is not needed without authentication.
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from millstream.broker.security.gate import Knowledge, RevokedSessions
+    from millstream.broker.security.gate import AuthenticationContext, RevokedSessions
     from millstream.broker.security.sasl import Passwords
     from millstream.broker.security.tls import FollowedTls
 
@@ -78,7 +78,7 @@ class Listeners:
         self._assertion_seed = assertion_seed
         self._machine = frozenset({NodeId(config.node_id), *machine})
         self._passwords: Passwords | None = None
-        self.knowledge: Knowledge | None = None
+        self.authentication: AuthenticationContext | None = None
         """Identifies accepted clients; None without authentication."""
 
     def warn(self, state: SecurityState) -> None:
@@ -277,15 +277,15 @@ class Listeners:
             return None
         from millstream.broker.security.gate import RevokedSessions
 
-        self.knowledge = knowledge = self._knowledge(state, membership, supervise)
+        self.authentication = authentication = self._authentication(state, membership, supervise)
         for bound in self._bound:
-            await listener.start(bound.socket, self._listener_options(bound, service, limits, knowledge))
-        revoked = RevokedSessions(state, knowledge.attempts)
+            await listener.start(bound.socket, self._listener_options(bound, service, limits, authentication))
+        revoked = RevokedSessions(state, authentication.attempts)
         revoked.watch(listener.connections)
         return revoked
 
     def _listener_options(
-        self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge
+        self, bound: _Bound, service: Service, limits: ConnectionLimits, authentication: AuthenticationContext
     ) -> ListenerOptions:
         from millstream.broker.security.gate import DEADLINE_S, LIMITS, Gate
 
@@ -293,9 +293,9 @@ class Listeners:
         gate = Gate(
             service,
             limits,
-            knowledge,
+            authentication,
             requires=requires,
-            in_clear=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
+            is_plaintext=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
             is_internal=bound.config.name == INTERNAL,
             takes_assertions=bound.config.name == self.own_listener,
         )
@@ -308,9 +308,11 @@ class Listeners:
             is_limited=not gate.is_internal,
         )
 
-    def _knowledge(self, state: SecurityState, membership: Membership, supervise: Supervise) -> Knowledge:
+    def _authentication(
+        self, state: SecurityState, membership: Membership, supervise: Supervise
+    ) -> AuthenticationContext:
         from millstream.broker.security.assertion import Assertions
-        from millstream.broker.security.gate import Knowledge
+        from millstream.broker.security.gate import AuthenticationContext
         from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
         from millstream.broker.security.tls import PrincipalRules
 
@@ -332,7 +334,7 @@ class Listeners:
         self._passwords = passwords = Passwords(state)
         assertions.machine = self._machine
         assertions.public_key_of = lambda node: "" if (found := membership.node(node)) is None else found.assertion_key
-        return Knowledge(
+        return AuthenticationContext(
             state=state,
             authenticator=Authenticator(passwords, tokens),
             attempts=FailedAttempts(),

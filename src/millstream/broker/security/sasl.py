@@ -332,9 +332,9 @@ class Authenticator:
             return True
         return proved is not None and state.credentials.get((proved.user, proved.mechanism)) != proved
 
-    def offered(self, *, in_clear: bool) -> Sequence[str]:
+    def offered(self, *, is_plaintext: bool) -> Sequence[str]:
         """Return the mechanisms of a listener; those that send a secret are not offered in clear text."""
-        if in_clear:
+        if is_plaintext:
             return SCRAM_MECHANISMS
         return MECHANISMS if self._tokens is not None else (*SCRAM_MECHANISMS, PLAIN)
 

@@ -1,6 +1,6 @@
 """Find the messages of a batch that a queue sees for the first time, and the deltas that record them.
 
-A batch is scanned on the loop only if that takes well under a millisecond. `scan_batch` raises `TooHeavy` for any
+A batch is scanned on the loop only if that takes well under a millisecond. `scan_batch` raises `BatchTooHeavy` for any
 other, which the filter process then scans.
 """
 
@@ -39,7 +39,7 @@ Ranges = list[tuple[int, int]]
 """Ranges of offsets, each as its first and its last."""
 
 
-class TooHeavy(Exception):
+class BatchTooHeavy(Exception):
     """Scanning the batch would stall the loop."""
 
 
@@ -61,8 +61,8 @@ class BatchScan(NamedTuple):
 def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, light: bool = True) -> BatchScan:
     """Find the offsets of a batch that hold messages, the delayed ones among them, and their keys.
 
-    Raises `BatchRejected` if the batch cannot be read, and `TooHeavy` if `light` is set and it is too large for the
-    loop.
+    Raises `BatchRejected` if the batch cannot be read, and `BatchTooHeavy` if `light` is set and it is too large for
+    the loop.
     """
     is_dense = header.record_count == header.last_offset_delta + 1
     is_compressed = header.compression != COMPRESSION_NONE
@@ -71,12 +71,12 @@ def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
     except CorruptBatch:
         if not (light and is_compressed):
             raise
-        raise TooHeavy from None
+        raise BatchTooHeavy from None
     has_delays = section.find(_DELIVER_AT_BYTES) >= 0
     if is_dense and not has_delays and not with_keys:
         return BatchScan([], [], None, len(section))
     if light and header.record_count > LIGHT_RECORDS_MAX:
-        raise TooHeavy
+        raise BatchTooHeavy
     if header.record_count >= COMPILED_RECORDS_MIN:
         return _open_compiled(records, header, first, with_keys=with_keys, has_delays=has_delays)
     offsets: list[int] = []

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from millstream.broker.log.log import Log
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.batch_scan import BatchScan, Ranges, TooHeavy, scan_batch
+from millstream.broker.subscriptions.batch_scan import BatchScan, BatchTooHeavy, Ranges, scan_batch
 from millstream.broker.subscriptions.frame import PUBLISHED
 from millstream.core.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
@@ -154,7 +154,7 @@ def scan_log(
         else:
             try:
                 scan = scan_batch(records, header, first, with_keys=with_keys)
-            except TooHeavy:
+            except BatchTooHeavy:
                 if position > offset:
                     break
                 batch = memoryview(records)[header.position : header.end_position]

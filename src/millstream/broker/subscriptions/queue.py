@@ -598,7 +598,7 @@ class Queue:
         if is_past_window:
             self._rebuild()
         elif self._order is not None and self._order.is_ready:
-            for key, head in self._order.heads_before(log_start):
+            for key, head in self._order.keys_before(log_start):
                 self._release_key(self._order, key, head)
 
     # -- dead letters ----------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class KeyOrder:
             waiting[0] = place + 1
         return offset
 
-    def heads_before(self, offset: int) -> list[tuple[int, int]]:
+    def keys_before(self, offset: int) -> list[tuple[int, int]]:
         """Return the keys whose current message is before an offset, with that message."""
         return [(key, head) for key, head in self._heads.items() if head < offset]
 

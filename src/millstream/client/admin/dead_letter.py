@@ -724,7 +724,7 @@ async def _redrive_some(dlq: DeadLetterClient, letters: Sequence[LeasedMessage],
     _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
 
 
-async def survey_letters(
+async def preview_redrive(
     dlq: DeadLetterClient,
     outcome: Outcome,
     *,
@@ -752,7 +752,7 @@ async def survey_letters(
     await dlq.open()
     async with dlq.holding():
         await _process_letters(
-            dlq, count, outcome, matches=matches, limit=limit, keep=True, on_progress=on_progress, is_survey=True
+            dlq, count, outcome, matches=matches, limit=limit, keep=True, on_progress=on_progress, is_preview=True
         )
     outcome.done = sum(outcome.revived.values())
     outcome.end(dlq)
@@ -781,7 +781,7 @@ async def _process_letters(
     keep: bool,
     on_progress: Callable[[int], None],
     at_once: int | None = None,
-    is_survey: bool = False,
+    is_preview: bool = False,
 ) -> None:
     """Act on matching letters, until there are no more, `limit` are done, or `at_once` were found in this pass.
 
@@ -818,7 +818,7 @@ async def _process_letters(
             outcome.done += 1
             outcome.selected += 1
             found += 1
-            if is_survey:
+            if is_preview:
                 skipped.append(without_content(letter))
         if closing:
             outcome.in_progress = len(closing)
@@ -831,5 +831,5 @@ async def _process_letters(
         if len(skipped) > SKIPPED_MAX:
             await dlq.skip(skipped)
             skipped.clear()
-        if not keep or is_survey:
+        if not keep or is_preview:
             on_progress(outcome.done)

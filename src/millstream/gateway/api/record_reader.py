@@ -103,7 +103,7 @@ class RecordReader:
             if part.lease_ms is None:
                 left = sys.maxsize
             place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
-            lasts = (part.lease_ms, leased.fresh_until(part))
+            timing = (part.lease_ms, leased.fresh_until(part))
             at = 0
             for header in iterate_whole_headers(part.batches):
                 while at < len(part.leases) and part.leases[at].end <= header.base_offset:
@@ -111,7 +111,7 @@ class RecordReader:
                 leases = list(_overlapping(part.leases, at, header))
                 if header.is_control or not leases:
                     continue
-                batch = _LeasedBatch(place, leases, lasts)
+                batch = _LeasedBatch(place, leases, timing)
                 if unpacked.messages and left <= 0:
                     unpacked.surplus.extend(batch.held(leases[0].start))
                 else:
@@ -147,10 +147,10 @@ class _LeasedBatch:
         self,
         place: tuple[NodeId | None, str, UUID, int],
         leases: Sequence[LeasedRange],
-        lasts: tuple[int | None, float],
+        timing: tuple[int | None, float],
     ) -> None:
         self._place = place
-        self._lasts = lasts
+        self._timing = timing
         self.leases = leases
         self._by_offset = {offset: one for one in leases for offset in range(one.start, one.end)}
 
@@ -159,7 +159,7 @@ class _LeasedBatch:
 
     def message(self, record: Record) -> LeasedMessage:
         lease = self._by_offset[record.offset]
-        return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._lasts)
+        return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._timing)
 
     def stub(self, offset: int) -> LeasedMessage:
         """Return a leased message without its contents."""

@@ -31,9 +31,9 @@ from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition, Fet
 FETCH_BYTES: Final = 2 * 1024 * 1024
 FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
 """Of the messages that one step returns."""
-SEARCHES_PER_PERSON_MAX: Final = 4
+SEARCHES_PER_USER_MAX: Final = 4
 SEARCHES_MAX: Final = 32
-TAILS_PER_PERSON_MAX: Final = 8
+TAILS_PER_USER_MAX: Final = 8
 TAILS_MAX: Final = 200
 
 
@@ -70,13 +70,13 @@ class Searches:
         """End the process that evaluates filters."""
         await self._worker.stop()
 
-    def admitted(self, person: str) -> AbstractAsyncContextManager[None]:
+    def admitted(self, user: str) -> AbstractAsyncContextManager[None]:
         """Count a search; refuse one too many."""
-        return _counted(self._running, person, SEARCHES_PER_PERSON_MAX, SEARCHES_MAX, "searches")
+        return _counted(self._running, user, SEARCHES_PER_USER_MAX, SEARCHES_MAX, "searches")
 
-    def following(self, person: str) -> AbstractAsyncContextManager[None]:
+    def following(self, user: str) -> AbstractAsyncContextManager[None]:
         """Count a live tail; refuse one too many."""
-        return _counted(self._tails, person, TAILS_PER_PERSON_MAX, TAILS_MAX, "live tails")
+        return _counted(self._tails, user, TAILS_PER_USER_MAX, TAILS_MAX, "live tails")
 
     async def read(
         self,
@@ -245,20 +245,20 @@ async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) ->
 
 
 @asynccontextmanager
-async def _counted(running: Counter[str], person: str, each_max: int, all_max: int, noun: str) -> AsyncIterator[None]:
-    if running[person] >= each_max or running.total() >= all_max:
+async def _counted(running: Counter[str], user: str, each_max: int, all_max: int, noun: str) -> AsyncIterator[None]:
+    if running[user] >= each_max or running.total() >= all_max:
         raise Refused(
             HTTPStatus.TOO_MANY_REQUESTS,
             f"at most {each_max} {noun} per user, and {all_max} in total, can run at the same time; stop one of "
             "yours, or try again later",
         )
-    running[person] += 1
+    running[user] += 1
     try:
         yield
     finally:
-        running[person] -= 1
-        if not running[person]:
-            del running[person]
+        running[user] -= 1
+        if not running[user]:
+            del running[user]
 
 
 async def compiled(text: str) -> Filter | None:

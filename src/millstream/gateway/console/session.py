@@ -347,8 +347,8 @@ class Sessions:
         except (httpx.HTTPError, ValueError) as error:
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
         if response.is_error or not isinstance(found, dict):
-            said = found.get("error", response.status_code) if isinstance(found, dict) else response.status_code
-            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refused the request: {said}")
+            refusal = found.get("error", response.status_code) if isinstance(found, dict) else response.status_code
+            raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refused the request: {refusal}")
         return found
 
     def _callback(self, exchange: Any) -> str:

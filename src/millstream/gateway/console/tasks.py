@@ -23,7 +23,7 @@ from millstream.gateway.console.visit import Done, address
 
 _logger = logging.getLogger(__name__)
 
-TASKS_PER_PERSON_MAX: Final = 4
+TASKS_PER_USER_MAX: Final = 4
 TASKS_MAX: Final = 32
 KEPT_MAX: Final = 200
 KEPT_S: Final = 3600.0
@@ -54,9 +54,9 @@ Act = Callable[["Task", Services], Awaitable[str]]
 class Task:
     """One task, and its progress."""
 
-    def __init__(self, person: str, title: str, back: str, words: str = "") -> None:
+    def __init__(self, user: str, title: str, back: str, words: str = "") -> None:
         self.id = secrets.token_urlsafe(12)
-        self.person = person
+        self.user = user
         self.title = title
         self.back = back
         """The page that it was started from."""
@@ -142,10 +142,10 @@ class Tasks:
         """Start a task, and wait a moment for its end; refuse one too many."""
         self._forget()
         running = [one for one in self._tasks.values() if one.is_running]
-        if len(running) >= TASKS_MAX or sum(one.person == task.person for one in running) >= TASKS_PER_PERSON_MAX:
+        if len(running) >= TASKS_MAX or sum(one.user == task.user for one in running) >= TASKS_PER_USER_MAX:
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"at most {TASKS_PER_PERSON_MAX} tasks per user, and {TASKS_MAX} in total, can run at the same time; "
+                f"at most {TASKS_PER_USER_MAX} tasks per user, and {TASKS_MAX} in total, can run at the same time; "
                 "wait until one has ended, or stop one",
             )
         self._tasks[task.id] = task
@@ -154,9 +154,9 @@ class Tasks:
         await asyncio.wait({task.running}, timeout=SOON_S)
         return task
 
-    def find(self, task_id: str, person: str) -> Task:
+    def find(self, task_id: str, user: str) -> Task:
         found = self._tasks.get(task_id)
-        if found is None or found.person != person:
+        if found is None or found.user != user:
             raise Refused(
                 HTTPStatus.NOT_FOUND,
                 "this node does not know this task: it ended more than an hour ago, the node has restarted, or another "
@@ -164,8 +164,8 @@ class Tasks:
             )
         return found
 
-    def running(self, person: str) -> list[Task]:
-        return [one for one in self._tasks.values() if one.is_running and one.person == person]
+    def running(self, user: str) -> list[Task]:
+        return [one for one in self._tasks.values() if one.is_running and one.user == user]
 
     async def close(self) -> None:
         tasks = [one.running for one in self._tasks.values() if one.running is not None]

@@ -145,7 +145,7 @@ class Visit:
         return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
     @property
-    def person(self) -> str:
+    def user(self) -> str:
         """The key by which searches are counted: the principal, or everyone at an address."""
         return self.principal or self.host
 
@@ -247,8 +247,8 @@ def change(path: str, handle: Callable[[Visit], Awaitable[Response]]) -> PageRou
 
 def done(to: str, text: str, *words: object) -> Done:
     """Return the response to a change: what happened, and the command that does the same."""
-    said = command(*words)
-    return Done(to, f"{text} ({said})" if text.endswith(".") else f"{text}: {said}")
+    shown_command = command(*words)
+    return Done(to, f"{text} ({shown_command})" if text.endswith(".") else f"{text}: {shown_command}")
 
 
 def setting_rows(described: Mapping[str, Any], declared: Mapping[str, Setting]) -> list[dict[str, Any]]:

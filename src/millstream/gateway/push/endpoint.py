@@ -93,9 +93,9 @@ DOWN_AFTER: Final = 3
 BLAMED_AFTER: Final = 5
 """After this many different messages in a row, the endpoint is to blame."""
 
-REST_S_MIN: Final = 1.0
+PAUSE_S_MIN: Final = 1.0
 
-REST_S_MAX: Final = 60.0
+PAUSE_S_MAX: Final = 60.0
 
 
 class Endpoint:
@@ -109,9 +109,9 @@ class Endpoint:
         self._failed: set[tuple[int, int]] = set()
         # The requests in flight at the first failure: when as many have failed in a row, all have.
         self._at_first_failure = 1
-        self._rest_s = REST_S_MIN
+        self._pause_s = PAUSE_S_MIN
         self._shrunk_at = float("-inf")
-        self._resting_until = float("-inf")
+        self._paused_until = float("-inf")
         self.is_down = False
         self.is_used = False
 
@@ -136,15 +136,15 @@ class Endpoint:
 
     def room(self, under_way: int, now: float) -> int:
         """Return how many more requests may start."""
-        return 0 if now < self._resting_until else max(0, self.limit - under_way)
+        return 0 if now < self._paused_until else max(0, self.limit - under_way)
 
-    def rest_left(self, now: float) -> float:
+    def pause_left(self, now: float) -> float:
         """Return how much longer requests are paused."""
-        return max(0.0, self._resting_until - now)
+        return max(0.0, self._paused_until - now)
 
-    def rest(self, seconds: float, now: float) -> None:
+    def pause(self, seconds: float, now: float) -> None:
         """Pause requests, as the endpoint asked."""
-        self._resting_until = max(self._resting_until, now + min(seconds, REST_S_MAX))
+        self._paused_until = max(self._paused_until, now + min(seconds, PAUSE_S_MAX))
 
     def succeeded(self, under_way: int) -> None:
         """Record a success, with the number of requests in flight including this one."""
@@ -153,8 +153,8 @@ class Endpoint:
         self._failed.clear()
         if self.is_down:
             self.is_down = False
-            self._limit, self._rest_s = 1.0, REST_S_MIN
-            self._resting_until = float("-inf")
+            self._limit, self._pause_s = 1.0, PAUSE_S_MIN
+            self._paused_until = float("-inf")
         # An unreached limit is no evidence that a higher one works.
         if 2 * under_way >= int(self._limit):
             step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
@@ -182,15 +182,15 @@ class Endpoint:
         self._failures += 1
         failures_max = max(1 if is_unsent else DOWN_AFTER, self._at_first_failure)
         # Of requests in flight at the same time, only the first failure counts.
-        is_news = began >= self._shrunk_at
-        if is_news:
+        is_new_failure = began >= self._shrunk_at
+        if is_new_failure:
             self._limit = max(1.0, self._limit / 2)
             self._threshold = max(2.0, self._limit)
             self._shrunk_at = now
-        if self._failures >= failures_max and (is_news or not self.is_down):
+        if self._failures >= failures_max and (is_new_failure or not self.is_down):
             self.is_down = True
-            self.rest(self._rest_s, now)
-            self._rest_s = min(2 * self._rest_s, REST_S_MAX)
+            self.pause(self._pause_s, now)
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
 
     def refused(self) -> None:
         """Record that the endpoint refused a message, which shows that it works."""

@@ -97,7 +97,7 @@ class PushProcess:
         self._pushers: dict[str, Pusher] = {}
         # Includes pushers that are ending.
         self._running: dict[asyncio.Task[None], Pusher] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._has_rates = False
 
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
@@ -111,7 +111,7 @@ class PushProcess:
                 self._start_pusher(known, declared)
             elif pusher.declared != declared:
                 await pusher.change(declared, self._sender(declared))
-        self._news.set()
+        self._changed.set()
 
     async def end(self) -> None:
         """Let messages in flight finish; return the rest when time is up."""
@@ -128,8 +128,8 @@ class PushProcess:
 
     async def report(self) -> bytes:
         """Return changed reports as a line; rates change even when nothing happens."""
-        await wait_up_to(RATES_S if self._has_rates else None, self._news)
-        self._news.clear()
+        await wait_up_to(RATES_S if self._has_rates else None, self._changed)
+        self._changed.clear()
         reports = [pusher.report() for pusher in self._pushers.values()]
         self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
         return msgspec.json.encode(PushReports(reports)) + b"\n"
@@ -142,7 +142,7 @@ class PushProcess:
             self._line.receive,
             Settler(declared.name, worker, self._line.request, self._client),
             self._sender(declared),
-            on_change=self._news.set,
+            on_change=self._changed.set,
         )
         self._pushers[known] = pusher
         task = asyncio.get_running_loop().create_task(pusher.run(), name=f"push {declared.name}")

@@ -67,7 +67,7 @@ class Lanes:
         self._is_closed = False
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[httpx.AsyncHTTPTransport]:
+    async def borrow(self) -> AsyncIterator[httpx.AsyncHTTPTransport]:
         """Lend a connection for one request; it is opened on first use."""
         lane = self._free.pop()[1] if self._free else self._make()
         try:
@@ -205,7 +205,7 @@ class Sender:
         raise failed or OSError(f"{url.host} has no address")
 
     async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[EndpointResponse, str | None]:
-        async with self._lanes.lent() as lane:
+        async with self._lanes.borrow() as lane:
             return await _read(await lane.handle_async_request(self._request(url, address, content)))
 
     def _request(self, url: httpx.URL, address: str, content: Content) -> httpx.Request:

@@ -166,33 +166,33 @@ class BatchLoop:
     def reading_access(self, topics: Iterable[str]) -> Access:
         return self.options.access.for_tasks(self.options.brokers, may_read(topics))
 
-    def survey(self, topics: Sequence[str]) -> OffsetResolver:
+    def resolver(self, topics: Sequence[str]) -> OffsetResolver:
         """Return a resolver of the committed offsets of some topics."""
         return OffsetResolver(reading_options(self._context.brokers, tuple(topics), self._context.access))
 
     def plan(self, topics: Sequence[str]) -> Plan:
         """Plan the next batch of some topics; it has no rows if there are no messages."""
-        survey = self.survey(topics)
+        resolver = self.resolver(topics)
         known = self._committed_state or self._fetch_committed()
-        partitions = self._partitions(survey, topics)
+        partitions = self._partitions(resolver, topics)
         try:
-            return self._build_plan(survey, known, partitions)
+            return self._build_plan(resolver, known, partitions)
         except BaseException:
             self._looked_up_at = -PARTITIONS_S
             raise
 
-    def _partitions(self, survey: OffsetResolver, topics: Sequence[str]) -> Partitions:
+    def _partitions(self, resolver: OffsetResolver, topics: Sequence[str]) -> Partitions:
         """Return the partitions of topics, as of now or a moment ago."""
         now, named = time.monotonic(), tuple(topics)
         if self._committed_state is None or self._sources[0] != named or now - self._looked_up_at >= PARTITIONS_S:
-            self._sources = named, survey.partitions()
+            self._sources = named, resolver.partitions()
             self._targets.clear()
             self._looked_up_at = now
         return self._sources[1]
 
-    def _build_plan(self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions) -> Plan:
-        latest = self._at_time(survey, partitions, survey.latest(partitions), is_end=True)
-        start, lost = self._start(survey, known, partitions, latest)
+    def _build_plan(self, resolver: OffsetResolver, known: _CommittedState, partitions: Partitions) -> Plan:
+        latest = self._at_time(resolver, partitions, resolver.latest(partitions), is_end=True)
+        start, lost = self._start(resolver, known, partitions, latest)
         self._committed_state = known
         end = admitted(start, latest, self._settings.batch_max)
         batch = Batch(self._query, known.number, uuid4().hex[:12])
@@ -200,14 +200,14 @@ class BatchLoop:
         return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))), lost)
 
     def _start(
-        self, survey: OffsetResolver, known: _CommittedState, partitions: Partitions, latest: Offsets
+        self, resolver: OffsetResolver, known: _CommittedState, partitions: Partitions, latest: Offsets
     ) -> tuple[Offsets, int]:
         """Return the offset at which the batch starts, and how many offsets it skips."""
         has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
         skips = self._settings.on_lost == SKIP
         # A fetch reports known offsets that no longer exist, unless lost ones are skipped.
-        earliest = latest if has_all and not skips else survey.earliest(partitions)
-        first = self._at_time(survey, partitions, earliest, is_end=False)
+        earliest = latest if has_all and not skips else resolver.earliest(partitions)
+        first = self._at_time(resolver, partitions, earliest, is_end=False)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             committed = known.offsets.get(topic, {})
@@ -218,13 +218,13 @@ class BatchLoop:
         _check_reached(start, latest)
         return skipping(start, earliest) if skips else (start, 0)
 
-    def _at_time(self, survey: OffsetResolver, partitions: Partitions, offsets: Offsets, *, is_end: bool) -> Offsets:
+    def _at_time(self, resolver: OffsetResolver, partitions: Partitions, offsets: Offsets, *, is_end: bool) -> Offsets:
         """Return the start or end of a backfill within the log; the offsets given for a run without limits."""
         window = self._context.window
         if window is None:
             return offsets
         time_ms = window.until_ms if is_end else window.since_ms
-        found = survey.resolve(StartingTimestamp(time_ms, or_latest=True), partitions, "starting")
+        found = resolver.resolve(StartingTimestamp(time_ms, or_latest=True), partitions, "starting")
         choose = min if is_end else max
         return {
             topic: {number: choose(offset, found[topic][number]) for number, offset in numbers.items()}
@@ -240,18 +240,18 @@ class BatchLoop:
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
     def commit(
-        self, plan: Plan, write: Callable[[], Sequence[Part]] = tuple, is_good: Callable[[], bool] = lambda: True
+        self, plan: Plan, write: Callable[[], Sequence[Part]] = tuple, may_commit: Callable[[], bool] = lambda: True
     ) -> int | None:
         """Write the parts of a batch and commit them with the offsets.
 
-        Return the number of rows written; None if another run has committed the batch, or if `is_good` failed after all
-        rows were written.
+        Return the number of rows written; None if another run has committed the batch, or if `may_commit` returned
+        false after all rows were written.
         """
         offsets = self.link.start(self.prepare_offsets(plan.batch, plan.end))
 
         def prepare() -> tuple[list[TransactionalProducer], int] | None:
             parts = write()
-            if not is_good():
+            if not may_commit():
                 return None
             return [*members_of(parts), offsets.result()], sum(part.rows for part in parts)
 
@@ -306,10 +306,10 @@ class BatchLoop:
     def wait(self, plan: Plan) -> Step:
         """Wait a moment for messages if there are none."""
         self._context.idle()
-        survey, deadline = self.survey(list(plan.end)), time.monotonic() + (IDLE_S if self._is_idle else 0.0)
+        resolver, deadline = self.resolver(list(plan.end)), time.monotonic() + (IDLE_S if self._is_idle else 0.0)
         self._is_idle = True
         # Planning another batch would find nothing but new partitions.
-        while not survey.wait_for_more(plan.end, WAIT_S):
+        while not resolver.wait_for_more(plan.end, WAIT_S):
             if self._context.stopping.is_set() or time.monotonic() >= deadline:
                 break
         return Step()

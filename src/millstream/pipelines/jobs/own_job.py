@@ -79,13 +79,13 @@ class _Written:
 class JobApi:
     """The second argument of `run`."""
 
-    def __init__(self, around: RunContext) -> None:
-        self._around = around
-        self._pin: Pin = around.pin or {"batch": around.run, "topics": {}}
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._pin: Pin = context.pin or {"batch": context.run, "topics": {}}
         self._written = _Written()
         self._progress: dict[str, Any] = {}
-        self._connecting = {BROKERS: around.brokers, **around.access.as_options()}
-        self.log = logging.getLogger(f"job.{around.name}")
+        self._connecting = {BROKERS: context.brokers, **context.access.as_options()}
+        self.log = logging.getLogger(f"job.{context.name}")
         """A logger whose lines `millstream pipeline logs` shows; so does everything that is printed."""
 
     # -- which run this is ----------------------------------------------------------------------------------
@@ -93,43 +93,43 @@ class JobApi:
     @property
     def name(self) -> str:
         """The name of the pipeline."""
-        return self._around.name
+        return self._context.name
 
     @property
     def run(self) -> int:
         """The number of the run; attempts at the same run share it."""
-        return self._around.run
+        return self._context.run
 
     @property
     def attempt(self) -> int:
         """1 for the first attempt at the run."""
-        return self._around.attempt
+        return self._context.attempt
 
     @property
     def scheduled(self) -> datetime:
         """The time for which the run was due, in UTC."""
-        return datetime.fromtimestamp(self._around.scheduled_ms / 1000, UTC)
+        return datetime.fromtimestamp(self._context.scheduled_ms / 1000, UTC)
 
     @property
     def parameters(self) -> dict[str, str]:
         """The parameters given with `--param`."""
-        return named_texts("parameters", self._around.settings.parameters)
+        return named_texts("parameters", self._context.settings.parameters)
 
     @property
     def is_dry_run(self) -> bool:
         """Whether nothing is written and only a sample is read."""
-        return self._around.is_dry
+        return self._context.is_dry
 
     # -- reading --------------------------------------------------------------------------------------------
 
     def read(self, *topics: str, **options: object) -> DataFrame:
         """Return all messages of topics; options are those of `format("millstream")`."""
-        return self._load(self._around.spark.read.format(FORMAT), topics, options)
+        return self._load(self._context.spark.read.format(FORMAT), topics, options)
 
     def read_stream(self, *topics: str, **options: object) -> DataFrame:
         """Return a stream of the messages of topics, from the first on unless `startingOffsets` says otherwise."""
-        start = {"startingOffsets": self._around.settings.start}
-        return self._load(self._around.spark.readStream.format(FORMAT), topics, {**start, **options})
+        start = {"startingOffsets": self._context.settings.start}
+        return self._load(self._context.spark.readStream.format(FORMAT), topics, {**start, **options})
 
     def new_messages(self, *topics: str, **options: object) -> DataFrame:
         """Return the messages that no successful run has taken yet.
@@ -138,18 +138,18 @@ class JobApi:
         takes exactly the same ones.
         """
         _check_topics(topics)
-        around, pinned = self._around, self._pin["topics"]
+        context, pinned = self._context, self._pin["topics"]
         missing = [topic for topic in topics if topic not in pinned]
         if missing:
             pinned.update(self._ranges(missing))
-            around.keep_pin(self._pin)
+            context.keep_pin(self._pin)
         ends: list[dict[str, dict[str, int]]] = [
             {topic: {number: both[at] for number, both in pinned[topic].items()} for topic in topics} for at in (0, 1)
         ]
         given = {"startingOffsets": json.dumps(ends[0]), "endingOffsets": json.dumps(ends[1])}
         # Partitions that were added since are left to the next run.
         given["assign"] = json.dumps({topic: sorted(map(int, pinned[topic])) for topic in topics})
-        return self._load(around.spark.read.format(FORMAT), (), {**options, **given})
+        return self._load(context.spark.read.format(FORMAT), (), {**options, **given})
 
     def table(self, topic: str) -> DataFrame:
         """Return the lake table that a topic is landed in, or the table at a folder or URL."""
@@ -159,8 +159,8 @@ class JobApi:
         place, format_name = self._place(topic)
         storage = Storage.reached_from_here(place)
         if format_name == "parquet":
-            return self._around.spark.read.parquet(storage.url)
-        return rows_of(self._around.spark, storage, storage.table())[0]
+            return self._context.spark.read.parquet(storage.url)
+        return rows_of(self._context.spark, storage, storage.table())[0]
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -208,11 +208,11 @@ class JobApi:
             raise InvalidRequest(
                 f"the name of a checkpoint may contain only letters, digits, dots and dashes, not {name!r}"
             )
-        return f"{self._around.folder.rstrip('/')}/jobs/{self._around.pipeline_id}/{name}"
+        return f"{self._context.folder.rstrip('/')}/jobs/{self._context.pipeline_id}/{name}"
 
     def application(self, name: str = "rows") -> str:
         """Return the `txnAppId` of a write; with `txnVersion`, the `batch`, it is written once."""
-        return f"{APPLICATION_PREFIX}{self._around.pipeline_id}-{name}"
+        return f"{APPLICATION_PREFIX}{self._context.pipeline_id}-{name}"
 
     @property
     def batch(self) -> int:
@@ -224,32 +224,32 @@ class JobApi:
         self._progress.update(
             {name: value if isinstance(value, int | float) else str(value) for name, value in progress.items()}
         )
-        self._around.report(self._progress)
+        self._context.report(self._progress)
 
     # -- what the driver calls ------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Commit what the run has taken, after it has succeeded."""
-        around, topics = self._around, self._pin["topics"]
-        if topics and not around.is_dry:
+        context, topics = self._context, self._pin["topics"]
+        if topics and not context.is_dry:
             ends = {topic: {int(number): both[1] for number, both in topics[topic].items()} for topic in topics}
-            around.link.call(commit_offsets(around.link.client, around.group, ends, around.member()))
+            context.link.call(commit_offsets(context.link.client, context.group, ends, context.member()))
 
     def _ranges(self, topics: Sequence[str]) -> dict[str, dict[str, list[int]]]:
         from millstream.pipelines.source.offset_resolver import OffsetResolver
 
-        around = self._around
-        given = {BROKERS: around.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
-        survey = OffsetResolver(read_options(given, around.access))
-        partitions = survey.partitions()
-        committed = around.link.call(stable_offsets(around.link.client, around.group))
-        latest, earliest = survey.latest(partitions), survey.earliest(partitions)
+        context = self._context
+        given = {BROKERS: context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
+        resolver = OffsetResolver(read_options(given, context.access))
+        partitions = resolver.partitions()
+        committed = context.link.call(stable_offsets(context.link.client, context.group))
+        latest, earliest = resolver.latest(partitions), resolver.earliest(partitions)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             known = committed.get(topic, {})
-            otherwise = latest if around.settings.start == LATEST and not known else earliest
+            otherwise = latest if context.settings.start == LATEST and not known else earliest
             start[topic] = {number: known.get(number, otherwise[topic][number]) for number in numbers}
-        end = admitted(start, latest, around.settings.batch_max)
+        end = admitted(start, latest, context.settings.batch_max)
         return {
             topic: {str(number): [offset, max(offset, end[topic][number])] for number, offset in numbers.items()}
             for topic, numbers in start.items()
@@ -269,7 +269,7 @@ class JobApi:
         if "/" in topic:
             return topic, "delta"
         # A table with every message precedes one with a row per key.
-        for settings, lake in sorted(all_landings(self._around.link), key=lambda found: found[0].mode):
+        for settings, lake in sorted(all_landings(self._context.link), key=lambda found: found[0].mode):
             if settings.takes(topic):
                 return f"{lake}/{topic}", settings.format
         raise NotFound(

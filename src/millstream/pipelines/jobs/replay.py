@@ -115,7 +115,7 @@ class Replay:
         given = {BROKERS: brokers, "subscribe": order.topic, "kafka.client.id": CLIENT_ID, "columns": _COLUMNS}
         self._read = read_options(given, access)
         self._write = WriteOptions(brokers=brokers, access=access, client_id=CLIENT_ID, topic=order.into)
-        self._survey = OffsetResolver(self._read)
+        self._resolver = OffsetResolver(self._read)
         self._shape = shape_of(default_schema(self._read), self._read)
         self._query = order.group
         self._table: Table | None = None
@@ -185,17 +185,17 @@ class Replay:
 
     def _bounds(self, link: Link, *, dry: bool) -> tuple[Offsets, Offsets]:
         """Return the first offset of each partition, and the end, which stays what it was when the replay began."""
-        order, survey = self.order, self._survey
-        partitions = survey.partitions()
+        order, resolver = self.order, self._resolver
+        partitions = resolver.partitions()
         fixed = link.call(stable_offsets(link.client, f"{order.group}{END_SUFFIX}"))
         if self._table is not None:
             first: Offsets = {order.topic: dict.fromkeys(partitions[order.topic], 0)}
             end = self._landed_ends(self._table, partitions[order.topic])
         else:
-            earliest, end = survey.earliest(partitions), survey.latest(partitions)
+            earliest, end = resolver.earliest(partitions), resolver.latest(partitions)
             since = earliest
             if order.since_ms is not None:
-                since = survey.resolve(StartingTimestamp(order.since_ms, or_latest=True), partitions, "starting")
+                since = resolver.resolve(StartingTimestamp(order.since_ms, or_latest=True), partitions, "starting")
             first = {
                 order.topic: {n: max(offset, earliest[order.topic][n]) for n, offset in since[order.topic].items()}
             }

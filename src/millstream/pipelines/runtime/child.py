@@ -288,7 +288,7 @@ class PipelineChild(SupervisedChild):
         read_line = partial(self._read_line, process, process.stdout)
         async for event in read_events(process, DriverEvent, name=self.name, read_line=read_line):
             self._driver_reports.apply(event)
-            if event.is_well:
+            if event.has_succeeded:
                 self._stepped.add(event.ended)
                 if self._stepped.issuperset(one.name for one in self._due):
                     self._settled.set()
@@ -585,7 +585,7 @@ class DriverReports:
             self._under_way.add(event.begun)
         if event.ended:
             self._under_way.discard(event.ended)
-            if event.is_well:
+            if event.has_succeeded:
                 del self._deaths[event.ended]
         if event.failed:
             self._failed = event.failed

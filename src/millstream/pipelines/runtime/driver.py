@@ -69,9 +69,9 @@ class Turns:
             self._turn.acquire()
             self._holder = name
 
-    def release(self, name: str, *, is_well: bool) -> None:
+    def release(self, name: str, *, has_succeeded: bool) -> None:
         """End the turn after a step; success clears a suspect."""
-        if is_well:
+        if has_succeeded:
             self._suspects.discard(name)
         if self._holder == name:
             self._holder = ""
@@ -220,7 +220,7 @@ class Driver:
         name = one.pipeline.name
         if one.is_suspect:
             self._turns.suspect(name)
-        runner = Runner(one.pipeline, self._surroundings(one.pipeline), node=self._options.node)
+        runner = Runner(one.pipeline, self._context_for(one.pipeline), node=self._options.node)
         running = _Running(runner, one.attempt, after=self._ending.pop(name, None))
         self._running[name] = running
         running.thread.start()
@@ -231,7 +231,7 @@ class Driver:
         self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
         self._ending[name] = running
 
-    def _surroundings(self, pipeline: Pipeline) -> DriverContext:
+    def _context_for(self, pipeline: Pipeline) -> DriverContext:
         name = pipeline.name
         return DriverContext(
             make=self._jobs[pipeline.kind],
@@ -239,8 +239,8 @@ class Driver:
             claim=self._claim,
             turn=lambda: self._turns.acquire(name),
             begun=lambda: self._on_step_begun(name),
-            ended=lambda is_well: self._on_step_ended(name, is_well),
-            lost=lambda: self._turns.release(name, is_well=False),
+            ended=lambda has_succeeded: self._on_step_ended(name, has_succeeded),
+            lost=lambda: self._turns.release(name, has_succeeded=False),
             cancel=lambda: self._cancel(name),
             changed=self._news.set,
             backoff_s=self._backoff_s,
@@ -266,9 +266,9 @@ class Driver:
             self._thread.is_grouped = True
         self._send(DriverEvent(begun=name))
 
-    def _on_step_ended(self, name: str, is_well: bool) -> None:
-        self._send(DriverEvent(ended=name, is_well=is_well))
-        self._turns.release(name, is_well=is_well)
+    def _on_step_ended(self, name: str, has_succeeded: bool) -> None:
+        self._send(DriverEvent(ended=name, has_succeeded=has_succeeded))
+        self._turns.release(name, has_succeeded=has_succeeded)
 
     def _cancel(self, name: str) -> None:
         if self._spark is not None:

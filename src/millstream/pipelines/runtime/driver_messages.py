@@ -79,7 +79,7 @@ class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reports: list[PipelineReport] | None = None
     begun: str = ""
     ended: str = ""
-    is_well: bool = False
+    has_succeeded: bool = False
     """Whether the step that ended succeeded."""
     failed: str = ""
     """Why the driver cannot work, or has to be replaced."""

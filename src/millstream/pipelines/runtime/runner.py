@@ -43,7 +43,7 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._lately: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
+        self._recent_steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
         self._counts: Counter[str] = Counter()
         self.facts: dict[str, str] = {}
         self.levels: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Tally:
         if step.rows:
             self.rows += step.rows
             self.batches += 1
-            self._lately.append((self._clock(), step.rows))
+            self._recent_steps.append((self._clock(), step.rows))
             self._recent.appendleft(RecentBatch(int(time.time() * 1000), step.rows, round(seconds, 3)))
 
     @property
@@ -83,11 +83,11 @@ class Tally:
         """Return messages per second, over the last minute or since the start."""
         now = self._clock()
         # A copy, since the reporting thread is not the one that adds.
-        lately = [one for one in list(self._lately) if one[0] >= now - WINDOW_S]
+        recent_steps = [one for one in list(self._recent_steps) if one[0] >= now - WINDOW_S]
         since = max(self._began, now - WINDOW_S)
-        if len(lately) == _STEPS_MAX:
-            since = max(since, lately[0][0])
-        return round(sum(rows for _, rows in lately) / max(_SPAN_S_MIN, now - since), 1)
+        if len(recent_steps) == _STEPS_MAX:
+            since = max(since, recent_steps[0][0])
+        return round(sum(rows for _, rows in recent_steps) / max(_SPAN_S_MIN, now - since), 1)
 
 
 class Progress:
@@ -193,8 +193,8 @@ class DriverContext:
 class Runner:
     """Runs one pipeline until `stop`, or until it is parked."""
 
-    def __init__(self, pipeline: Pipeline, around: DriverContext, *, node: int = -1) -> None:
-        self._around = around
+    def __init__(self, pipeline: Pipeline, driver: DriverContext, *, node: int = -1) -> None:
+        self._driver = driver
         self._node = node
         self._tally = Tally()
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class Runner:
         self._job_ends = threading.Event()
         """Set when the current job has to end: for good, for a new one, or because the claim was lost."""
         self._ended = threading.Event()
-        self._claim = around.claim(pipeline.group, self._end_job)
+        self._claim = driver.claim(pipeline.group, self._end_job)
         self._failures = 0
         """Failures in a row, by weight."""
         self._tries = 0
@@ -240,7 +240,7 @@ class Runner:
         self._given_up = reason
         self._stalls += 1
         _logger.warning("a pipeline is cancelled", extra={"pipeline": self.name, "reason": reason})
-        self._around.cancel()
+        self._driver.cancel()
 
     def change(self, pipeline: Pipeline) -> None:
         """Continue with other settings or rules after the running step."""
@@ -254,7 +254,7 @@ class Runner:
         with self._lock:
             self._ended.set()
             self._job_ends.set()
-        self._around.cancel()
+        self._driver.cancel()
 
     def report(self) -> PipelineReport:
         return PipelineReport(
@@ -300,11 +300,11 @@ class Runner:
         try:
             if not self._claim.is_held:
                 self._claim.take()
-            job = self._around.make(pipeline, self._context(pipeline, stopping))
+            job = self._driver.make(pipeline, self._context(pipeline, stopping))
         except GroupNotEmpty as occupied:
             self._record_error(occupied)
             self._set_state("waiting")
-            self._pause(stopping, self._around.occupied_s)
+            self._pause(stopping, self._driver.occupied_s)
             return
         except Exception as error:
             self._handle_failure(error, stopping)
@@ -325,13 +325,13 @@ class Runner:
 
     def _step(self, job: Job) -> float:
         self.progress.is_working = False
-        self._around.turn()
+        self._driver.turn()
         self.progress.is_working = True
-        self._around.begun()
+        self._driver.begun()
         self._is_begun = True
         if self._ended.is_set():
             # It waited for its turn and was stopped meanwhile.
-            self._end_step(is_well=False)
+            self._end_step(has_succeeded=False)
             return 0.0
         if self._state in ("starting", "waiting"):
             self._set_state("running")
@@ -340,11 +340,11 @@ class Runner:
             step = job.step()
         except BaseException as error:
             if is_java_lost(error):
-                self._around.lost()
+                self._driver.lost()
             else:
-                self._end_step(is_well=False)
+                self._end_step(has_succeeded=False)
             raise
-        self._end_step(is_well=not step.is_open)
+        self._end_step(has_succeeded=not step.is_open)
         self._tally.add(step, time.monotonic() - started)
         if step.is_open:
             if self._given_up:
@@ -356,11 +356,11 @@ class Runner:
         self._set_state("running")
         return step.wait_s
 
-    def _end_step(self, *, is_well: bool) -> None:
+    def _end_step(self, *, has_succeeded: bool) -> None:
         """Report the end of a step, unless it was reported when the step began to wait."""
         if self._is_begun:
             self._is_begun = False
-            self._around.ended(is_well)
+            self._driver.ended(has_succeeded)
 
     def _handle_failure(self, error: Exception, stopping: threading.Event) -> None:
         if self._ended.is_set():
@@ -374,7 +374,7 @@ class Runner:
         if isinstance(error, UnknownTopic):
             # The topic may be created later.
             self._set_state("waiting")
-            self._pause(stopping, self._around.occupied_s)
+            self._pause(stopping, self._driver.occupied_s)
             return
         self._restarts += 1
         self._tries += 1
@@ -392,8 +392,8 @@ class Runner:
             exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
         )
         self._set_state("retrying")
-        around = self._around
-        self._pause(stopping, delay_after(self._tries - 1, first_s=around.backoff_s, max_s=around.backoff_max_s))
+        driver = self._driver
+        self._pause(stopping, delay_after(self._tries - 1, first_s=driver.backoff_s, max_s=driver.backoff_max_s))
 
     def _pause(self, stopping: threading.Event, seconds: float) -> None:
         self.progress.rest()
@@ -407,11 +407,11 @@ class Runner:
 
     def _context(self, pipeline: Pipeline, stopping: threading.Event) -> JobContext:
         return replace(
-            self._around.context(pipeline),
+            self._driver.context(pipeline),
             rules=pipeline.rules,
             stopping=stopping,
             member=lambda: self._claim.member(),
-            idle=lambda: self._end_step(is_well=True),
+            idle=lambda: self._end_step(has_succeeded=True),
             progress=self.progress.sign,
         )
 
@@ -425,4 +425,4 @@ class Runner:
 
     def _set_state(self, state: PipelineState) -> None:
         self._state = state
-        self._around.changed()
+        self._driver.changed()

@@ -40,8 +40,8 @@ class LandedParts(NamedTuple):
 class LandedHistory:
     """Finds messages before the log start, for the landed topics of one query."""
 
-    def __init__(self, survey: OffsetResolver, options: ReadOptions) -> None:
-        self._survey = survey
+    def __init__(self, resolver: OffsetResolver, options: ReadOptions) -> None:
+        self._resolver = resolver
         self._options = options
         self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
 
@@ -59,7 +59,7 @@ class LandedHistory:
         return self._lower(end, there, position) if isinstance(position, StartingTimestamp | Timestamps) else end
 
     def _lower(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
-        first = self._survey.earliest(there)
+        first = self._resolver.earliest(there)
         lowered = {topic: dict(offsets) for topic, offsets in places.items()}
         for topic, offsets in lowered.items():
             landed = self._landed(topic)
@@ -77,7 +77,7 @@ class LandedHistory:
 
     def _check_some(self, start: Offsets, lowered: Offsets) -> None:
         """Raise `InvalidSetting` if neither the log nor a table has messages since the requested time."""
-        ends = self._survey.latest({topic: list(offsets) for topic, offsets in start.items()})
+        ends = self._resolver.latest({topic: list(offsets) for topic, offsets in start.items()})
         for topic, offsets in lowered.items():
             for number, offset in offsets.items():
                 time_ms = _time_ms(self._options.starting, topic, number)
@@ -86,7 +86,7 @@ class LandedHistory:
 
     def taken(self, starts: Offsets, ends: Offsets) -> LandedParts:
         """Take the messages before the log start from the tables that have them."""
-        first = self._survey.earliest({topic: list(offsets) for topic, offsets in starts.items()})
+        first = self._resolver.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
         left: dict[str, dict[int, int]] = {}
         for topic, offsets in starts.items():
@@ -108,7 +108,7 @@ class LandedHistory:
 
     @property
     def _link(self) -> Link:
-        return self._survey.link
+        return self._resolver.link
 
     @cached_property
     def _landings(self) -> list[tuple[LandSettings, str]]:
@@ -116,7 +116,7 @@ class LandedHistory:
 
     @cached_property
     def _topic_ids(self) -> Mapping[str, str]:
-        found = self._link.call(self._link.client.metadata(list(self._survey.partitions())))
+        found = self._link.call(self._link.client.metadata(list(self._resolver.partitions())))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
     def _landed(self, topic: str) -> tuple[Table, LakeTable] | None:

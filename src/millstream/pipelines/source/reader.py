@@ -150,21 +150,21 @@ class TopicReader(DataSourceReader):
     @without_traceback
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the tasks: every partition's range, divided as the options say."""
-        options, survey, bounds = self._options, OffsetResolver(self._options), self._bounds
-        there = survey.partitions()
-        start = survey.resolve(options.starting or EARLIEST, there, "starting")
-        end = survey.resolve(options.ending, there, "ending")
+        options, resolver, bounds = self._options, OffsetResolver(self._options), self._bounds
+        there = resolver.partitions()
+        start = resolver.resolve(options.starting or EARLIEST, there, "starting")
+        end = resolver.resolve(options.ending, there, "ending")
         landed: list[Range] = []
         if options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            reach = LandedHistory(survey, options)
+            reach = LandedHistory(resolver, options)
             end = reach.lowered_end(end, there)
             landed, start = reach.taken(reach.lowered(start, there), end)
         is_named = bool(landed) or isinstance(options.starting, Named)
-        start = check_start(survey, start, there, options, named=is_named, end=end)
+        start = check_start(resolver, start, there, options, named=is_named, end=end)
         if bounds.from_ms is not None:
-            young = survey.resolve(StartingTimestamp(bounds.from_ms, or_latest=True), there, "starting")
+            young = resolver.resolve(StartingTimestamp(bounds.from_ms, or_latest=True), there, "starting")
             start = {
                 topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
                 for topic, offsets in start.items()
@@ -216,7 +216,7 @@ def range_row(one: Range) -> pa.RecordBatch:
 
 
 def check_start(
-    survey: OffsetResolver,
+    resolver: OffsetResolver,
     start: Offsets,
     there: Partitions,
     options: ReadOptions,
@@ -230,7 +230,7 @@ def check_start(
     """
     if not named:
         return {topic: dict(offsets) for topic, offsets in start.items()}
-    earliest = survey.earliest(there)
+    earliest = resolver.earliest(there)
     if end is not None:
         earliest = {
             topic: {number: min(offset, end[topic][number]) for number, offset in offsets.items()}
@@ -275,15 +275,15 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @without_traceback
     def initialOffset(self) -> dict[str, Any]:
         """Return where a new query starts."""
-        options, survey = self._options, OffsetResolver(self._options)
-        there = survey.partitions()
+        options, resolver = self._options, OffsetResolver(self._options)
+        there = resolver.partitions()
         position = options.starting or LATEST
-        start = survey.resolve(position, there, "starting")
+        start = resolver.resolve(position, there, "starting")
         if options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            return to_json(LandedHistory(survey, options).lowered(start, there))
-        return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
+            return to_json(LandedHistory(resolver, options).lowered(start, there))
+        return to_json(check_start(resolver, start, there, options, named=isinstance(position, Named)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         limit = self._options.offsets_max
@@ -292,8 +292,8 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @without_traceback
     def prepareForTriggerAvailableNow(self) -> None:
         """Record the current end: the run ends there, however much is added meanwhile."""
-        survey = OffsetResolver(self._options)
-        self._until = survey.latest(survey.partitions())
+        resolver = OffsetResolver(self._options)
+        self._until = resolver.latest(resolver.partitions())
 
     @without_traceback
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
@@ -315,12 +315,12 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @without_traceback
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """Return the end of the topics, regardless of what a batch takes; lag is measured against it."""
-        survey = OffsetResolver(self._options)
-        return to_json(survey.latest(survey.partitions()))
+        resolver = OffsetResolver(self._options)
+        return to_json(resolver.latest(resolver.partitions()))
 
     @without_traceback
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        options, survey = self._options, OffsetResolver(self._options)
+        options, resolver = self._options, OffsetResolver(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
         asked: dict[str, dict[int, int]] = {}
@@ -330,9 +330,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if asked and options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            landed, asked = LandedHistory(survey, options).taken(asked, ends)
+            landed, asked = LandedHistory(resolver, options).taken(asked, ends)
         there = {topic: list(offsets) for topic, offsets in asked.items()}
-        found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
+        found = check_start(resolver, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
         pieces = split(
             [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
@@ -360,8 +360,8 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._until is not None:
             end = self._until
         else:
-            survey = OffsetResolver(self._options)
-            end = survey.latest(survey.partitions())
+            resolver = OffsetResolver(self._options)
+            end = resolver.latest(resolver.partitions())
         self._check_partitions_exist(begin, end)
         merged = {
             topic: {number: max(offset, begin.get(topic, {}).get(number, 0)) for number, offset in offsets.items()}

@@ -369,10 +369,10 @@ class _Coder:
     def _call(self, function: Callable[..., Any], *arguments: Node) -> ast.expr:
         return _call(self._constant(function), *(self.value(argument) for argument in arguments))
 
-    def _constant(self, thing: object) -> ast.expr:
+    def _constant(self, instance: object) -> ast.expr:
         self._made += 1
         name = f"k{self._made}"
-        self.constants[name] = thing
+        self.constants[name] = instance
         return _name(name)
 
 

@@ -51,7 +51,7 @@ from millstream.protocol.filter.value import ESCAPE, InvalidPattern, compile_lik
 def refusal(text: str, start: int, end: int, reason: str) -> FilterError:
     """Build the error for the text from `start` up to `end`, exclusive."""
     place = locate(text, start, end)
-    message = f"filter, line {place.line}, column {place.column}: {reason}\n{place.picture}"
+    message = f"filter, line {place.line}, column {place.column}: {reason}\n{place.excerpt}"
     return FilterError(message, line=place.line, column=place.column, reason=reason)
 
 

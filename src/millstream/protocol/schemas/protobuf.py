@@ -153,9 +153,9 @@ def _compile(text: str, others: Mapping[str, str]) -> list[FileDescriptorProto]:
             "--include_imports",
             _FILE,
         ]
-        code, said = _with_errors(lambda: int(protoc.main(arguments)))
+        code, messages = _with_errors(lambda: int(protoc.main(arguments)))
         if code:
-            raise InvalidSchema(_first_errors(said, folder))
+            raise InvalidSchema(_first_errors(messages, folder))
         return list(FileDescriptorSet.FromString(output.read_bytes()).file)
 
 
@@ -173,8 +173,8 @@ def _with_errors(work: Callable[[], int]) -> tuple[int, str]:
         return code, caught.read(64 * 1024).decode(errors="replace")
 
 
-def _first_errors(said: str, folder: str) -> str:
-    lines = [line.replace(f"{folder}/", "").removeprefix(f"{_FILE}:") for line in said.splitlines()]
+def _first_errors(messages: str, folder: str) -> str:
+    lines = [line.replace(f"{folder}/", "").removeprefix(f"{_FILE}:") for line in messages.splitlines()]
     lines = [line for line in lines if not _WARNING.search(line)]
     return "; ".join(lines[:5])[:2000] or "protoc rejects the schema"
 

@@ -476,7 +476,7 @@ class Pool:
         self._shared: Channel | None = None
         self._opening = asyncio.Lock()
         self._free: list[Channel] = []
-        self._lent: set[Channel] = set()
+        self._borrowed: set[Channel] = set()
         self._slots = asyncio.Semaphore(borrowed_max)
         self._member_slots = asyncio.Semaphore(POOL_MEMBERS_MAX)
         self._closed = False
@@ -508,11 +508,11 @@ class Pool:
         """Borrow a connection for one request that may wait, possibly of a group's member."""
         async with self._member_slots if by_member else self._slots:
             channel = self._acquire_free() or await self._open()
-            self._lent.add(channel)
+            self._borrowed.add(channel)
             try:
                 yield channel
             finally:
-                self._lent.discard(channel)
+                self._borrowed.discard(channel)
                 if channel.is_open and channel.is_idle and not self._closed:
                     self._free.append(channel)
                 else:
@@ -545,7 +545,7 @@ class Pool:
     async def close(self) -> None:
         """Close every connection, including those that are borrowed or being opened."""
         self._closed = True
-        channels, self._free = [*self._free, *self._lent], []
+        channels, self._free = [*self._free, *self._borrowed], []
         if self._shared is not None:
             channels.append(self._shared)
             self._shared = None

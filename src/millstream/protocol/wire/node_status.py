@@ -50,10 +50,10 @@ class Health(NamedTuple):
 class BrokerStatusPipe:
     """The gateway's end of the private socket: sends one request at a time, on demand, and keeps the last response."""
 
-    def __init__(self, line: socket.socket, *, says_why: bool = True) -> None:
+    def __init__(self, line: socket.socket, *, reveals_details: bool = True) -> None:
         self.starting: str | None = None
         """Why the broker does not respond yet; None once it does."""
-        self._says_why = says_why
+        self._reveals_details = reveals_details
         """Whether the reason is public; it may name other servers."""
         self._line = line
         self._rest = b""
@@ -67,7 +67,7 @@ class BrokerStatusPipe:
         for line in lines:
             document = json.loads(line)
             starting: str | None = document["starting"]
-            self.starting = starting if self._says_why or starting is None else "its log says how far it is"
+            self.starting = starting if self._reveals_details or starting is None else "its log says how far it is"
             if document["status"] is not None:
                 self._status = document["status"]
                 if self._asked_at is not None:

@@ -301,7 +301,7 @@ class ClassicMembers:
         parsed = _parse_metadata(request)
         records: list[StateRecord] = []
         before = _find_joining(group, member_id, request, records)
-        after = before.saying(_to_subscription(request, parsed))
+        after = before.with_subscription(_to_subscription(request, parsed))
         check_room(group, after, self._context)
         reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
         member = reconciliation.run(partitions_by_id(parsed.owned, self._context.topics))

@@ -173,7 +173,7 @@ class ConsumerMember:
     def speaks_classic(self) -> bool:
         return self.subscription.classic is not None
 
-    def saying(self, subscription: Subscription) -> ConsumerMember:
+    def with_subscription(self, subscription: Subscription) -> ConsumerMember:
         return dataclasses.replace(self, subscription=subscription)
 
     def at(self, position: Position) -> ConsumerMember:

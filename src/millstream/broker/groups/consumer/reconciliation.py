@@ -576,7 +576,7 @@ class Heartbeats:
         group, records = self._find_group(request.group_id, joins)
         member_id = request.member_id or self._context.new_suffix()
         before = self._find_or_create_member(group, member_id, request, records)
-        after = before.saying(_updated_subscription(before.subscription, request))
+        after = before.with_subscription(_updated_subscription(before.subscription, request))
         check_room(group, after, self._context)
         reconciliation = Reconciliation(
             group,

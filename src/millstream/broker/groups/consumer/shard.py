@@ -104,7 +104,7 @@ def _apply_subscription(group: ConsumerGroup, member_id: str, record: StateRecor
     if record.value is None:
         group.remove(member_id)
     else:
-        group.put(_find_or_create_member(group, member_id).saying(read_subscription(record)))
+        group.put(_find_or_create_member(group, member_id).with_subscription(read_subscription(record)))
 
 
 def _apply_target(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:

@@ -139,15 +139,15 @@ class ApiVersions:
         place = (version, client.software_name == _OWN_SOFTWARE)
         body = self._encoded.get(place)
         if body is None:
-            body = self._encoded[place] = write_entity(_for_version(version, self._respond(is_ours=place[1])))
+            body = self._encoded[place] = write_entity(_for_version(version, self._respond(for_millstream=place[1])))
         return [response_head(self.key, version, header.correlation_id, len(body)), body]
 
-    def _respond(self, *, is_ours: bool) -> ApiVersionsResponse:
+    def _respond(self, *, for_millstream: bool) -> ApiVersionsResponse:
         served = sorted(self._served, key=lambda api: api.key)
         public = [api for api in served if api.key < PRIVATE_KEY_MIN]
         features = tuple(features_of({api.key for api in public}))
         return dataclasses.replace(
-            _response(ErrorCode.none, served if is_ours else public),
+            _response(ErrorCode.none, served if for_millstream else public),
             supported_features=tuple(
                 SupportedFeatureKey(name=feature.name, min_version=i16(feature.oldest), max_version=i16(feature.newest))
                 for feature in features

@@ -225,8 +225,8 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
     if resource_type == NODE_RESOURCE:
         ways = [how_to_change(name) for name in names if name not in DYNAMIC]
         if ways:
-            said = "these settings of a node cannot be changed while it runs"
-            raise InvalidRequest("; ".join([said, *ways[:_NAMES_SHOWN_MAX]]))
+            reason = "these settings of a node cannot be changed while it runs"
+            raise InvalidRequest("; ".join([reason, *ways[:_NAMES_SHOWN_MAX]]))
     elif resource_type != TOPIC_RESOURCE:
         raise InvalidRequest(f"resource type {resource_type} has no settings; only topics, nodes and groups do")
 

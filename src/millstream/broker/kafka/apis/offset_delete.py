@@ -30,12 +30,12 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         self._topics = topics
 
     async def handle(self, request: OffsetDeleteRequest, client: ClientInfo) -> OffsetDeleteResponse:
-        unwanted: dict[str, list[int]] = {}
+        to_delete: dict[str, list[int]] = {}
         for topic in request.topics:
             indexes = [partition.partition_index for partition in topic.partitions]
             existing = [index for index in indexes if self._partition_exists(topic.name, index)]
-            unwanted.setdefault(topic.name, []).extend(existing)
-        response = await self._groups.delete_offsets(request.group_id, unwanted)
+            to_delete.setdefault(topic.name, []).extend(existing)
+        response = await self._groups.delete_offsets(request.group_id, to_delete)
         codes = {
             (name, index): ErrorCode.none if error is None else error_code(error)
             for name, partitions in response.items()

@@ -63,18 +63,18 @@ class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
         if session is None or not session.has_begun:
             return _response(ErrorCode.illegal_sasl_state, _NO_HANDSHAKE)
         try:
-            said, lasts_s = await session.step(request.auth_bytes)
+            reply, lifetime_s = await session.step(request.auth_bytes)
         except AuthenticationFailed as error:
             return _response(ErrorCode.sasl_authentication_failed, str(error))
-        return _response(ErrorCode.none, None, said, lasts_s)
+        return _response(ErrorCode.none, None, reply, lifetime_s)
 
 
 def _response(
-    code: ErrorCode, message: str | None, said: bytes = b"", lasts_s: float = 0.0
+    code: ErrorCode, message: str | None, reply: bytes = b"", lifetime_s: float = 0.0
 ) -> SaslAuthenticateResponse:
     return SaslAuthenticateResponse(
         error_code=code,
         error_message=message,
-        auth_bytes=said,
-        session_lifetime=i64Timedelta.parse(timedelta(milliseconds=int(lasts_s * 1000))),
+        auth_bytes=reply,
+        session_lifetime=i64Timedelta.parse(timedelta(milliseconds=int(lifetime_s * 1000))),
     )

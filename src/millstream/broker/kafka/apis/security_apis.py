@@ -36,7 +36,7 @@ from millstream.protocol.private.security_messages import (
 )
 
 if TYPE_CHECKING:
-    from millstream.broker.security.gate import Knowledge
+    from millstream.broker.security.gate import AuthenticationContext
     from millstream.broker.security.sasl import Verified
 
 _logger = logging.getLogger(__name__)
@@ -226,24 +226,24 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
 
     changes = None
 
-    def __init__(self, knowledge: Knowledge | None, *, requires: bool) -> None:
-        self._knowledge = knowledge
+    def __init__(self, authentication: AuthenticationContext | None, *, requires: bool) -> None:
+        self._authentication = authentication
         self._requires = requires
 
     async def handle(self, request: AuthenticateRequest) -> AuthenticateResponse:
         """Verify the credentials of the caller."""
-        knowledge = self._knowledge
-        if knowledge is None:
+        authentication = self._authentication
+        if authentication is None:
             raise InvalidRequest("this node does not authenticate its clients; start it with --auth required")
-        if not knowledge.state.is_loaded:
+        if not authentication.state.is_loaded:
             raise CatalogUnavailable(NO_SNAPSHOT)
         try:
-            verified = await self._verify(request, knowledge)
+            verified = await self._verify(request, authentication)
         except AuthenticationFailed as error:
             user = split_token(request.secret)[0] if is_api_token(request.secret) else request.user
-            pause_s = knowledge.attempts.pause_s(request.host, user)
+            pause_s = authentication.attempts.pause_s(request.host, user)
             if request.scheme:
-                knowledge.state.audit.fail_sign_in(user, request.host, HTTP, request.scheme, str(error))
+                authentication.state.audit.fail_sign_in(user, request.host, HTTP, request.scheme, str(error))
             _logger.warning(
                 "authentication over HTTP failed",
                 extra={"host": request.host, "user": user[:128], "reason": str(error)},
@@ -251,27 +251,27 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
             return AuthenticateResponse(error=int(error_code(error)), message=str(error), pause_ms=int(pause_s * 1000))
         session, ends = "", 0.0
         if request.session_s > 0 and request.scheme in (BASIC, BEARER):
-            session, ends = knowledge.assertions.open_session(verified, min(request.session_s, SESSION_S_MAX))
+            session, ends = authentication.assertions.open_session(verified, min(request.session_s, SESSION_S_MAX))
         return AuthenticateResponse(
             session=session,
             session_expires_ms=int(ends * 1000),
             principal=verified.principal,
-            identity=knowledge.assertions.identity_of(verified),
-            assertion=knowledge.assertions.sign(verified, request.host),
+            identity=authentication.assertions.identity_of(verified),
+            assertion=authentication.assertions.sign(verified, request.host),
             expires_ms=0 if verified.expires_at is None else int(verified.expires_at * 1000),
         )
 
-    async def _verify(self, request: AuthenticateRequest, knowledge: Knowledge) -> Verified:
+    async def _verify(self, request: AuthenticateRequest, authentication: AuthenticationContext) -> Verified:
         if len(request.secret) > _SECRET_LENGTH_MAX or len(request.user) > _USER_LENGTH_MAX:
             raise AuthenticationFailed("the credential is too long")
         from millstream.broker.security.sasl import UNAUTHENTICATED, BearerToken, Password
 
         if request.scheme == BASIC and request.user and request.secret:
-            return await knowledge.authenticator.verify(Password(user=request.user, secret=request.secret))
+            return await authentication.authenticator.verify(Password(user=request.user, secret=request.secret))
         if request.scheme == BEARER:
-            return await knowledge.authenticator.verify(BearerToken(text=request.secret))
+            return await authentication.authenticator.verify(BearerToken(text=request.secret))
         if request.scheme == SESSION:
-            return await knowledge.assertions.verify_session(request.secret.encode())
+            return await authentication.assertions.verify_session(request.secret.encode())
         if request.scheme or self._requires:
             raise AuthenticationFailed("authentication failed: the user or the password is wrong")
         return UNAUTHENTICATED

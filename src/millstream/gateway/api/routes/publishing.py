@@ -108,16 +108,18 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
             check_topic_name(topic)
             key, value, stored, _ = placed.record
             return _to_published(await services.publisher.send(topic, key, value, stored, partition=placed.partition))
-        placeds = [placed]
+        placed_messages = [placed]
     else:
-        placeds = [with_request(placed, headers) for placed in reader(request.body)]
+        placed_messages = [with_request(placed, headers) for placed in reader(request.body)]
     check_topic_name(topic)
     if request.query.schema:
-        placeds = [await _encode(services, request.query.schema, placed, request.memory) for placed in placeds]
+        placed_messages = [
+            await _encode(services, request.query.schema, placed, request.memory) for placed in placed_messages
+        ]
     if request.query.deduplicate:
-        published = await _publish_once(services, topic, placeds)
+        published = await _publish_once(services, topic, placed_messages)
     else:
-        published = await publish_messages(services, topic, placeds)
+        published = await publish_messages(services, topic, placed_messages)
     is_old = all(one.duplicate for one in published)
     content: Any = published[0] if reader is None or reader is _read_event else PublishedBatch(published)
     return Response(HTTPStatus.OK, content) if is_old else content
@@ -137,15 +139,15 @@ async def _encode(services: Services, subject: str, placed: Placed, memory: Requ
     return placed._replace(record=placed.record._replace(value=content, headers=headers))
 
 
-async def publish_messages(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+async def publish_messages(services: Services, topic: str, placed_messages: Sequence[Placed]) -> list[Published]:
     """Publish messages, and wait until all of them are stored."""
-    outcomes: list[Any] = [None] * len(placeds)
+    outcomes: list[Any] = [None] * len(placed_messages)
     by_partition: dict[int | None, list[int]] = {}
-    for at, placed in enumerate(placeds):
+    for at, placed in enumerate(placed_messages):
         by_partition.setdefault(placed.partition, []).append(at)
 
     async def publish_some(partition: int | None, places: list[int]) -> None:
-        records = [placeds[at].record for at in places]
+        records = [placed_messages[at].record for at in places]
         try:
             receipts: Sequence[Any] = await services.publisher.publish_many(topic, records, partition=partition)
         except PublishFailed as error:
@@ -159,12 +161,12 @@ async def publish_messages(services: Services, topic: str, placeds: Sequence[Pla
     return _all_published([one if isinstance(one, MillstreamError) else _to_published(one) for one in outcomes])
 
 
-async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+async def _publish_once(services: Services, topic: str, placed_messages: Sequence[Placed]) -> list[Published]:
     """Publish messages that may have been published before."""
     partitions = len((await _topic(services, topic)).partitions)
     now_ms = int(time.time() * 1000)
     by_partition: dict[int, list[int]] = {}
-    for at, placed in enumerate(placeds):
+    for at, placed in enumerate(placed_messages):
         if placed.id is None:
             raise invalid("deduplication needs a message id; set Message-Id or `id`")
         chosen = placed.partition
@@ -172,15 +174,15 @@ async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed
             chosen = partition_of(placed.record.key, placed.id, partitions)
         by_partition.setdefault(chosen, []).append(at)
     outcomes: list[Published | MillstreamError] = []
-    outcomes += [MillstreamError("not published")] * len(placeds)
+    outcomes += [MillstreamError("not published")] * len(placed_messages)
 
     async def publish_some(partition: int, places: list[int]) -> None:
-        records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
+        records = [placed_messages[at].record._replace(timestamp_ms=now_ms) for at in places]
         for at, one in zip(places, await _publish_to(services, topic, partition, records), strict=True):
             if isinstance(one, MillstreamError):
                 outcomes[at] = one
                 continue
-            name = (placeds[at].id or b"").decode(errors="replace")
+            name = (placed_messages[at].id or b"").decode(errors="replace")
             outcomes[at] = Published(
                 name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
             )

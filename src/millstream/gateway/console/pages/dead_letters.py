@@ -16,9 +16,9 @@ from millstream.client.admin.dead_letter import (
     dead_letter_topics,
     find_topic,
     headers_of,
+    preview_redrive,
     process_letters,
     redrive_letters,
-    survey_letters,
     undeliverable_note,
 )
 from millstream.core.acl import Operation, ResourceType
@@ -146,7 +146,7 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Response:
     """Count what a change would do; every letter stays open."""
 
     async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
-        await survey_letters(dlq, outcome, matches=matches, limit=None)
+        await preview_redrive(dlq, outcome, matches=matches, limit=None)
         if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
         text = (
@@ -198,7 +198,7 @@ async def _task(
     if condition and flags:
         # What was counted stays selected, so that the next click changes that and nothing else.
         back += f"?{urlencode({'filter': condition})}"
-    task = Task(visit.person, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
+    task = Task(visit.user, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
     task.measure = measure
     task.on_stop = lambda: setattr(outcome, "is_stopped", True)
     return (await visit.tasks.start(task, process, visit.acting)).response()

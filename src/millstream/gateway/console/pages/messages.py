@@ -231,7 +231,7 @@ async def _matches(
     steps = visit.searches.read(
         visit.services, form.topic, ranges, form.condition, progress, limit=limit, places=places
     )
-    async with visit.searches.admitted(visit.person), aclosing(steps):
+    async with visit.searches.admitted(visit.user), aclosing(steps):
         yield steps
 
 
@@ -312,13 +312,13 @@ async def _search_events(
         async with _matches(visit, form, ranges, progress, limit=limit, places=places) as steps:
             async for found in steps:
                 shown = await rows_of(visit, form.topic.name, found)
-                said = {
+                content = {
                     "rows": rows.render(topic=form.topic.name, rows=shown) if shown else "",
                     "state": _describe_progress(progress, is_done=False),
                     "share": progress.read / max(1, progress.total),
                     "at": _format_places(places),
                 }
-                yield event("rows", msgspec.json.encode(said))
+                yield event("rows", msgspec.json.encode(content))
         more = progress.matched >= SEARCH_ROWS_MAX
         end = f" Stopped after {SEARCH_ROWS_MAX} messages; narrow the filter, or download all." if more else ""
         at = _format_places(places) if more else ""
@@ -344,7 +344,7 @@ async def _tail_events(visit: Visit, form: _SearchForm, starts: dict[int, int]) 
         visit.services.reading, form.topic.name, starts, patience_s=30.0, isolation=READ_COMMITTED, note=progress.skip
     )
     try:
-        async with visit.searches.following(visit.person), aclosing(tailer.follow_fetched()) as following:
+        async with visit.searches.following(visit.user), aclosing(tailer.follow_fetched()) as following:
             async for fetched in following:
                 for one in fetched:
                     step = await visit.searches.matching(visit.services, form.topic, one, form.condition, progress)
@@ -352,12 +352,12 @@ async def _tail_events(visit: Visit, form: _SearchForm, starts: dict[int, int]) 
                     shown = await rows_of(visit, form.topic.name, found[-TAIL_ROWS_MAX:])
                     progress.matched += len(found)
                     if shown:
-                        said = {
+                        content = {
                             "rows": rows.render(topic=form.topic.name, rows=list(reversed(shown))),
                             "state": f"{number(progress.matched)} new since the tail began."
                             + (f" {number(len(found) - len(shown))} not shown." if len(found) > len(shown) else ""),
                         }
-                        yield event("rows", msgspec.json.encode(said))
+                        yield event("rows", msgspec.json.encode(content))
     except (MillstreamError, Refused) as error:
         yield event("done", msgspec.json.encode({"state": f"The tail ended: {error}"}))
 

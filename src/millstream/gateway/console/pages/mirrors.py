@@ -40,10 +40,10 @@ async def resume(visit: Visit) -> Response:
     return await _set_enabled(visit, "resume", "copies again", is_enabled=True)
 
 
-async def _set_enabled(visit: Visit, verb: str, said: str, *, is_enabled: bool) -> Response:
+async def _set_enabled(visit: Visit, verb: str, outcome: str, *, is_enabled: bool) -> Response:
     name = visit.names["mirror"]
     await MirrorClient(visit.services.client).set_enabled(name, is_enabled=is_enabled)
-    return done(address("mirrors", name), f"Mirror {name} {said}", "mirror", verb, name)
+    return done(address("mirrors", name), f"Mirror {name} {outcome}", "mirror", verb, name)
 
 
 async def fail_over(visit: Visit) -> Response:

@@ -117,8 +117,8 @@ def _warnings(
     if lacking:
         text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
         found.append(ConsoleWarning(text, cluster, "See the cluster"))
-    said = sorted({text for node in nodes for text in node.warnings})
-    found += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in said]
+    texts = sorted({text for node in nodes for text in node.warnings})
+    found += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in texts]
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic

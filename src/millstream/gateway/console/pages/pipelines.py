@@ -155,11 +155,11 @@ async def alter(visit: Visit) -> Response:
     is_trial, is_reset = visit.text("only") == "check", visit.text("reset") == "1"
     changes = {key: None if is_reset else value}
     notes = await PipelineClient(visit.services.client).alter(name, changes, validate_only=is_trial)
-    said = " ".join(notes)
+    notes_text = " ".join(notes)
     if is_trial:
-        return Checked(f"{key} could be changed like this; nothing was changed. {said}".strip())
+        return Checked(f"{key} could be changed like this; nothing was changed. {notes_text}".strip())
     words = ("--unset", key) if is_reset else ("--set", f"{key}={value}")
-    return _done(name, f"Pipeline {name} is changed. {said}".strip(), "update", name, *words)
+    return _done(name, f"Pipeline {name} is changed. {notes_text}".strip(), "update", name, *words)
 
 
 async def dry_run(visit: Visit) -> Response:
@@ -188,7 +188,7 @@ async def dry_run(visit: Visit) -> Response:
         task.result = document
         return "Nothing was written or committed."
 
-    task = Task(visit.person, f"Dry run of {name}", address("pipelines", name), "")
+    task = Task(visit.user, f"Dry run of {name}", address("pipelines", name), "")
     reading = "Reading the newest messages."
     if pipeline.kind is PipelineKind.TRANSFORM:
         reading = "Starting Spark, then reading the newest messages."
@@ -286,15 +286,17 @@ async def put_rule(visit: Visit) -> Response:
     check_rules(PipelineKind.ROUTE, [new])
     is_trial = visit.text("only") == "check"
     changed = await PipelineClient(visit.services.client).change_rules(name, [new], validate_only=is_trial)
-    said = " ".join(changed.notes)
+    notes_text = " ".join(changed.notes)
     if is_trial:
         found = await try_condition(visit, [topic], condition or "TRUE")
         matched = "".join(f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in found)
-        return Checked(f"The rule could be put; nothing was changed. {matched}{said}".strip())
+        return Checked(f"The rule could be put; nothing was changed. {matched}{notes_text}".strip())
     words = ["--topic", topic, *(word for one in targets for word in ("--to", one))]
     if condition:
         words += ["--where", condition]
-    return _done(name, f"Rule {rule} applies from the next batch on. {said}".strip(), "rule", "put", name, rule, *words)
+    return _done(
+        name, f"Rule {rule} applies from the next batch on. {notes_text}".strip(), "rule", "put", name, rule, *words
+    )
 
 
 async def delete_rule(visit: Visit) -> Response:

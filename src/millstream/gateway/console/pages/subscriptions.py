@@ -158,7 +158,7 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
     """Try a condition on the newest messages of each topic."""
     condition = await compiled(text)
     tried = []
-    async with visit.searches.admitted(visit.person):
+    async with visit.searches.admitted(visit.user):
         for name in topics[:20]:
             with suppress(MillstreamError):
                 topic = await find_topic(visit.services.client, name)

@@ -51,7 +51,7 @@ _LETTER_ESCAPED: Final = r"\\u00[4-7]"
 _NAME: Final = re.compile(r'("(?:[^"\\]|\\.)*")\s*:')
 
 
-def picked(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def values_by_name(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return an object's values for these columns, under any spelling; None for missing ones."""
     values: dict[str, Any] = {}
     others: dict[str, Any] | None = None
@@ -285,7 +285,7 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
 def _numbers(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[tuple[Place, pa.DataType, int | float]]:
     """Yield the numbers of a value, each with its path and the type of its column."""
     if pa.types.is_struct(kind) and isinstance(value, Mapping):
-        values = picked(value, (field.name for field in kind))
+        values = values_by_name(value, (field.name for field in kind))
         for field in kind:
             yield from _numbers(values[field.name], field.type, (*above, field.name))
     elif pa.types.is_list(kind) and isinstance(value, list | tuple):
@@ -344,7 +344,11 @@ def _beyond_doubles(value: Any, place: Place) -> int | None:
     if not place:
         return value if isinstance(value, int) and abs(value) > EXACT_MAX else None
     if place[0] != ELEMENT:
-        return _beyond_doubles(picked(value, place[:1])[place[0]], place[1:]) if isinstance(value, Mapping) else None
+        return (
+            _beyond_doubles(values_by_name(value, place[:1])[place[0]], place[1:])
+            if isinstance(value, Mapping)
+            else None
+        )
     found = [_beyond_doubles(inner, place[1:]) for inner in value] if isinstance(value, list) else []
     return next((number for number in found if number is not None), None)
 
@@ -352,7 +356,7 @@ def _beyond_doubles(value: Any, place: Place) -> int | None:
 def _struct(value: Any, kind: pa.StructType, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         _refuse(value, "object", path)
-    values = picked(value, (field.name for field in kind))
+    values = values_by_name(value, (field.name for field in kind))
     return {field.name: value_for(values[field.name], field.type, f"{path}.{field.name}") for field in kind}
 
 
@@ -555,7 +559,9 @@ class Decoder:
     def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
         """Add the columns of maps, which the parser does not read; None if a value is not an object."""
         try:
-            documents = [picked(parsed(value), [field.name for field in self._maps]) for value in values.to_pylist()]
+            documents = [
+                values_by_name(parsed(value), [field.name for field in self._maps]) for value in values.to_pylist()
+            ]
             maps = {
                 field.name: pa.array(
                     [value_for(document[field.name], field.type, field.name) for document in documents], field.type
@@ -661,7 +667,7 @@ class Decoder:
         """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
         row: dict[str, object] = {}
         reasons: dict[str, str] = {}
-        values = picked(document, self._fields.names)
+        values = values_by_name(document, self._fields.names)
         for field in self._fields:
             try:
                 row[field.name] = value_for(values[field.name], field.type, field.name)

@@ -123,14 +123,14 @@ class NumberRangeIndex:
         """Return for each condition the rows within its bounds, and the rows whose values are not such numbers."""
         rows: list[int] = []
         values: list[float] = []
-        odd: list[int] = []
+        others: list[int] = []
         for row, value in enumerate(column):
             if type(value) in NUMBERS and -EXACT_MAX <= value <= EXACT_MAX:
                 rows.append(row)
                 values.append(value)
             elif value is not None:
-                odd.append(row)
-        return self._slices(np.array(rows, np.int64), np.array(values, np.float64)), odd
+                others.append(row)
+        return self._slices(np.array(rows, np.int64), np.array(values, np.float64)), others
 
     def _slices(self, rows: Rows, values: npt.NDArray[np.float64]) -> Iterator[tuple[int, Rows]]:
         order = np.argsort(values)
@@ -238,17 +238,17 @@ class SelectedRows(DecodedBatch):
         super().__init__(topic=batch.topic, partition=batch.partition, uses=Uses())
         self._batch = batch
         self._rows = rows
-        self._picked: dict[Source, list[Any]] = {}
+        self._selected: dict[Source, list[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def column(self, source: Column | Header | Payload) -> list[Any]:
         """Return the values of a source for these rows."""
-        known = self._picked.get(source)
+        known = self._selected.get(source)
         if known is None:
             whole = self._batch.column(source)
-            known = self._picked[source] = [whole[row] for row in self._rows]
+            known = self._selected[source] = [whole[row] for row in self._rows]
         return known
 
     def _offsets(self) -> list[int]:
@@ -325,17 +325,17 @@ class RuleSet:
             yield from self._between(batch, source, number_ranges)
 
     def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:
-        groups, odd = _grouped(batch.column(source), _KINDS[kind], index.by_value)
+        groups, others = _grouped(batch.column(source), _KINDS[kind], index.by_value)
         for value, rows in groups.items():
-            picked = SelectedRows(batch, rows)
+            values_by_name = SelectedRows(batch, rows)
             for number in index.by_value[value]:
-                yield from self._evaluate(number, picked, rows, is_sure=number in self._whole)
-        yield from self._evaluate_odd(index.members, batch, odd)
+                yield from self._evaluate(number, values_by_name, rows, is_certain=number in self._whole)
+        yield from self._evaluate_unindexed(index.members, batch, others)
 
     def _between(
         self, batch: DecodedBatch, source: Payload, number_ranges: NumberRangeIndex
     ) -> Iterator[tuple[int, Rows]]:
-        found, odd = number_ranges.within(batch.column(source))
+        found, others = number_ranges.within(batch.column(source))
         for number, rows in found:
             if number in self._whole:
                 yield number, rows
@@ -344,28 +344,28 @@ class RuleSet:
                 yield from self._evaluate_all(number, batch)
             else:
                 chosen = rows.tolist()
-                yield from self._evaluate(number, SelectedRows(batch, chosen), chosen, is_sure=False)
-        yield from self._evaluate_odd(number_ranges.members, batch, odd)
+                yield from self._evaluate(number, SelectedRows(batch, chosen), chosen, is_certain=False)
+        yield from self._evaluate_unindexed(number_ranges.members, batch, others)
 
     def _evaluate_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
         rows = np.flatnonzero(self._conditions[number].filter.matches(batch))
         if rows.size:
             yield number, rows
 
-    def _evaluate_odd(
-        self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]
+    def _evaluate_unindexed(
+        self, members: Sequence[int], batch: DecodedBatch, others: Sequence[int]
     ) -> Iterator[tuple[int, Rows]]:
-        if odd:
-            picked = SelectedRows(batch, odd)
+        if others:
+            values_by_name = SelectedRows(batch, others)
             for number in members:
-                yield from self._evaluate(number, picked, odd, is_sure=False)
+                yield from self._evaluate(number, values_by_name, others, is_certain=False)
 
     def _evaluate(
-        self, number: int, picked: SelectedRows, rows: Sequence[int], *, is_sure: bool
+        self, number: int, values_by_name: SelectedRows, rows: Sequence[int], *, is_certain: bool
     ) -> Iterator[tuple[int, Rows]]:
         numbers: Rows = np.array(rows, np.int64)
-        if not is_sure:
-            numbers = numbers[self._conditions[number].filter.matches(picked)]
+        if not is_certain:
+            numbers = numbers[self._conditions[number].filter.matches(values_by_name)]
         if numbers.size:
             yield number, numbers
 
@@ -391,11 +391,11 @@ def _grouped(
 ) -> tuple[dict[Value, list[int]], list[int]]:
     """Return the rows of each value that has rules, and the rows whose value is of another kind."""
     groups: dict[Value, list[int]] = {}
-    odd: list[int] = []
+    others: list[int] = []
     for row, value in enumerate(column):
         if type(value) in kinds:
             if value in rules_by_value:
                 groups.setdefault(value, []).append(row)
         elif value is not None:
-            odd.append(row)
-    return groups, odd
+            others.append(row)
+    return groups, others

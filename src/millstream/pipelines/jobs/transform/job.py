@@ -332,8 +332,8 @@ class StreamLoop:
 
     def _beginnings(self) -> Ends:
         """Return the pipeline's position, where a stream without a checkpoint starts."""
-        survey = self._loop.survey(self._prepared.statement.topics)
-        there = survey.partitions()
+        resolver = self._loop.resolver(self._prepared.statement.topics)
+        there = resolver.partitions()
         link, group = self._loop.link, self._pipeline.group
         committed = self._loop.committed()
         query = self._checkpoint.query_id()
@@ -342,7 +342,7 @@ class StreamLoop:
                 "a stream restarts with an empty state: its checkpoint is not at the pipeline's position",
                 extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
             )
-        first = survey.latest(there) if self._settings.start == LATEST else survey.earliest(there)
+        first = resolver.latest(there) if self._settings.start == LATEST else resolver.earliest(there)
         ends = {
             topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
             for topic, numbers in there.items()
@@ -403,7 +403,7 @@ class StreamLoop:
             topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
             for topic, numbers in ends.items()
         }
-        earliest = self._loop.survey(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
+        earliest = self._loop.resolver(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
         there = {
             topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
             for topic, numbers in earliest.items()
@@ -411,8 +411,8 @@ class StreamLoop:
         return skipping(start, there)[1]
 
     def _latest(self) -> Mapping[str, Mapping[int, int]]:
-        survey = self._loop.survey(self._prepared.statement.topics)
-        latest = survey.latest(survey.partitions())
+        resolver = self._loop.resolver(self._prepared.statement.topics)
+        latest = resolver.latest(resolver.partitions())
         for topic, numbers in latest.items():
             for number in numbers:
                 self._ends[topic].setdefault(number, 0)
@@ -438,22 +438,22 @@ class TransformJob:
         self._settings = TransformSettings.from_strings(pipeline.overrides)
         self._loop = BatchLoop(pipeline, context, self._settings)
         self._prepared: PreparedQuery | None = None
-        self._way: Job | None = None
+        self._job: Job | None = None
 
     def step(self) -> Step:
         """Run one batch, once the columns are known."""
-        if self._way is None:
-            self._way = self._begin()
-            if self._way is None:
+        if self._job is None:
+            self._job = self._begin()
+            if self._job is None:
                 self._context.idle()
                 self._context.stopping.wait(WAIT_S)
                 return Step()
-        return self._way.step()
+        return self._job.step()
 
     def close(self) -> None:
         """Stop the stream, if there is one, and release tables."""
-        if self._way is not None:
-            self._way.close()
+        if self._job is not None:
+            self._job.close()
         if self._prepared is not None:
             self._prepared.close()
 
@@ -462,7 +462,7 @@ class TransformJob:
         if prepared is None:
             return None
         first = prepared.statement.topics[0]
-        partitions = len(self._loop.survey([first]).partitions()[first])
+        partitions = len(self._loop.resolver([first]).partitions()[first])
         make_topics(self._loop.link, [self._settings.into], partitions)
         if prepared.needs_state and self._context.window is not None:
             raise InvalidPipeline(
@@ -490,8 +490,8 @@ class _Batches:
             is_idle = not plan.ranges and not self._loop.is_new(plan)
             rows = None if is_idle or plan.rows > ROWS_HERE_MAX else prepared.rows_here(plan)
             if rows is not None:
-                is_good = self._has_all_fields()
-                return self._done(plan, self._loop.commit_here(plan, prepared.options, rows) if is_good else None)
+                may_commit = self._has_all_fields()
+                return self._done(plan, self._loop.commit_here(plan, prepared.options, rows) if may_commit else None)
         if is_idle:
             return self._loop.wait(plan)
         prepared.accumulator.clear()

@@ -122,9 +122,9 @@ def to_spark(schema: pa.Schema) -> StructType:
 
 def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[Range]:
     """Return the ranges of the last messages of every partition."""
-    survey = loop.survey([topic])
-    there = survey.partitions()
-    first, last = survey.earliest(there), survey.latest(there)
+    resolver = loop.resolver([topic])
+    there = resolver.partitions()
+    first, last = resolver.earliest(there), resolver.latest(there)
     start = {
         name: {
             number: max(first[name][number], end - min(count, max(1, SAMPLE_ALL_MAX // len(ends))))

@@ -133,7 +133,7 @@ def _place(text: str, error: PySparkException) -> str:
     if start is None:
         return ""
     place = locate(text, start, start + 1)
-    return f"\nline {place.line}, column {place.column}:\n{place.picture}"
+    return f"\nline {place.line}, column {place.column}:\n{place.excerpt}"
 
 
 def _start(text: str, error: PySparkException) -> int | None:
