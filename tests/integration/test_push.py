@@ -139,6 +139,15 @@ async def test_secrets_are_never_shown(server: Server, tmp_path: Path) -> None:
         seen = "".join(str(one) for one in output) + server.log.read_text()
         assert SECRET not in seen
         assert "t0psecret" not in seen
+        # Whoever may change the URL does not learn the headers.
+        update = ("subscription", "update", "hidden", "--push")
+        refused = await asyncio.to_thread(command, *update, "http://127.0.0.1:1/hook")
+        assert refused.code != 0
+        assert "millstream.push.headers was set for" in refused.err
+        moved = hook.url + "/other"
+        assert (await asyncio.to_thread(command, *update, moved)).code == 0, "another path of the same server"
+        again = ("--push-header", f"Authorization=@{header}")
+        assert (await asyncio.to_thread(command, *update, "http://127.0.0.1:1/hook", *again)).code == 0
         await asyncio.to_thread(command, "subscription", "delete", "hidden", "--yes")
 
 

@@ -99,8 +99,20 @@ class MirrorSettings(Settings):
         "tls.ca", "", "The certificate authority of the source in PEM; empty trusts those that the machine trusts."
     )
     user: str = setting("user", "", "The user to sign in as at the source.")
-    password: str = setting("password", "", "The user's password.", is_secret=True)
-    token: str = setting("token", "", "An API token to sign in with, instead of a user.", is_secret=True)
+    password: str = setting(
+        "password",
+        "",
+        "The user's password; it has to be set again when `from` names another address.",
+        is_secret=True,
+        sent_to=SOURCE,
+    )
+    token: str = setting(
+        "token",
+        "",
+        "An API token to sign in with, instead of a user; it has to be set again when `from` names another address.",
+        is_secret=True,
+        sent_to=SOURCE,
+    )
     mechanism: str = setting(
         "sasl.mechanism",
         "SCRAM-SHA-512",

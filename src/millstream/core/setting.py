@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from millstream.core.errors import InvalidSetting
 
@@ -67,6 +68,8 @@ class Setting:
     """Whether the value is secret: only its existence is shown."""
     is_url: bool = False
     """Whether the value is a URL that may contain a password, which is not shown."""
+    sent_to: str = ""
+    """For a secret that is sent: the setting that says where."""
 
     def parse(self, text: str) -> Any:
         """Parse a flag, variable or file entry, or raise `InvalidSetting`."""
@@ -140,6 +143,7 @@ def setting(
     is_fixed: bool = False,
     is_secret: bool = False,
     is_url: bool = False,
+    sent_to: str = "",
 ) -> Any:
     """Declare a dataclass field as a setting."""
     declared = Setting(
@@ -154,6 +158,7 @@ def setting(
         is_fixed=is_fixed,
         is_secret=is_secret,
         is_url=is_url,
+        sent_to=sent_to,
     )
     return dataclasses.field(default=default, metadata={_KEY: declared}, repr=not (is_secret or is_url))
 
@@ -270,6 +275,31 @@ def hide_secrets(holder: type, values: Mapping[str, str]) -> dict[str, str]:
     """Return settings by name, without the values of those that `holder` declares as secret."""
     secret = secret_names(holder)
     return {name: HIDDEN if value and name in secret else value for name, value in values.items()}
+
+
+def check_destinations(
+    holder: type, declared: Collection[str], before: Mapping[str, str], changes: Mapping[str, str | None]
+) -> None:
+    """Raise `InvalidSetting` if a change would send a declared secret elsewhere without setting it again.
+
+    Otherwise, whoever may change the destination would learn secrets that are not shown.
+    """
+    for _, one in settings_of(holder):
+        if one.name in declared and one.name not in changes and one.sent_to in changes:
+            former, new = before.get(one.sent_to, ""), changes[one.sent_to] or ""
+            if not _destinations(new) <= _destinations(former):
+                raise InvalidSetting(
+                    f"{one.name} was set for {former or 'an earlier address'}, and is not sent elsewhere: with a new "
+                    f"{one.sent_to}, set {one.name} again, or reset it"
+                )
+
+
+def _destinations(text: str) -> frozenset[str]:
+    """Return the origin of a URL, or addresses separated by commas."""
+    if "://" in text:
+        parts = urlsplit(text)
+        return frozenset([f"{parts.scheme}://{parts.netloc.lower()}"])
+    return frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -195,8 +195,10 @@ class SubscriptionSettings(Settings):
     push_headers: str = setting(
         push.HEADERS,
         "",
-        "HTTP headers that are sent with every message, as a JSON object. They are never shown.",
+        "HTTP headers that are sent with every message, as a JSON object. They are never shown, and have to be set "
+        "again when the URL names another server.",
         is_secret=True,
+        sent_to=push.URL,
     )
     push_secret: str = setting(
         push.SECRET,

@@ -15,6 +15,7 @@ from millstream.broker.cluster.declarations import Declarations, NamedHolder
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
+from millstream.core.setting import check_destinations
 from millstream.core.subscription import (
     OWN_PREFIX,
     Subscription,
@@ -178,6 +179,7 @@ class Subscriptions(NamedHolder[Subscription]):
         dead_letter_topic = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
 
         def changed(now: Subscription) -> Subscription:
+            check_destinations(SubscriptionSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             merged: dict[str, str | None] = {**now.overrides, **changes}
             new_topics = now.topics if topics is None else tuple(topics)
             given = {key: text for key, text in merged.items() if text is not None}

@@ -10,7 +10,8 @@ from typing import Final
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
-from millstream.core.mirror import Mirror, TopicOffsets, check_mirror
+from millstream.core.mirror import Mirror, MirrorSettings, TopicOffsets, check_mirror
+from millstream.core.setting import check_destinations
 from millstream.core.tasks import finishing
 from millstream.core.topic import TopicPartition
 
@@ -60,6 +61,7 @@ class Mirrors(NamedHolder[Mirror]):
         """Change settings durably; None resets one to its default."""
 
         def changed(now: Mirror) -> Mirror:
+            check_destinations(MirrorSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             merged: dict[str, str | None] = {**now.overrides, **changes}
             overrides = {key: text for key, text in merged.items() if text is not None}
             settings = check_mirror(name, overrides)
