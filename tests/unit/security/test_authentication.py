@@ -514,6 +514,22 @@ async def test_keys_that_cannot_be_read_are_logged_once(
     assert logged == ["the keys that verify tokens cannot be read; those read before remain in use"] * 2
 
 
+async def test_a_key_that_cannot_be_used_leaves_the_others_usable(
+    issuer: Issuer, tokens: TokenChecker, caplog: pytest.LogCaptureFixture
+) -> None:
+    removed = issuer.token("alice")
+    assert await tokens.check(removed)
+    unknown = {"kty": "OKP", "crv": "Ed25519ph", "kid": "unknown", "x": "AA"}
+    key = RSAKey.generate_key(2048, {"kid": "two"})
+    issuer.jwks.write_text(json.dumps({"keys": [unknown, "no key", key.as_dict(private=False)]}))
+    issuer.key = key
+    assert await tokens.check(issuer.token("bob"))
+    with pytest.raises(AuthenticationFailed):
+        await tokens.check(removed)
+    warnings = [record for record in caplog.records if record.message == "a key that verifies tokens cannot be used"]
+    assert [vars(record)["kid"] for record in warnings] == ["unknown"]
+
+
 async def test_keys_of_a_url_are_refetched_for_an_unknown_key(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = 0
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeGuard
 import httpx
 from joserfc import jwt
 from joserfc.errors import InvalidKeyIdError, JoseError
-from joserfc.jwk import KeySet
+from joserfc.jwk import Key, KeySet, import_key
 
 from millstream.core.errors import AuthenticationFailed, InvalidSetting
 
@@ -221,11 +221,31 @@ class TokenChecker:
 
     def _load_keys(self, document: bytes) -> None:
         published = json.loads(document)
-        if not isinstance(published, dict):
-            raise ValueError("a set of keys must be a JSON object")
+        listed = published.get("keys") if isinstance(published, dict) else None
+        if not isinstance(listed, list):
+            raise ValueError("a set of keys must be a JSON object with the list `keys`")
+        keys = [key for key in map(_import_key, listed) if key is not None]
+        if listed and not keys:
+            raise ValueError("none of its keys can verify tokens")
+        self._keys = KeySet(keys)
+
+
+def _import_key(published: object) -> Key | None:
+    """Return a key of a set, or None if it cannot be used, such as one with a curve that is not known.
+
+    The others remain usable, so that those which were removed are no longer trusted.
+    """
+    if not isinstance(published, dict) or published.get("kty") == "oct":
         # A secret in the set would let its readers sign tokens.
-        keys = [key for key in published.get("keys", ()) if isinstance(key, dict) and key.get("kty") != "oct"]
-        self._keys = KeySet.import_key_set({"keys": keys})
+        return None
+    try:
+        return import_key(published)
+    except Exception as error:
+        _logger.warning(
+            "a key that verifies tokens cannot be used",
+            extra={"kid": str(published.get("kid", ""))[:128], "error": str(error) or type(error).__name__},
+        )
+        return None
 
 
 class _UnknownKey(AuthenticationFailed):
