@@ -47,6 +47,7 @@ EARLIEST = -2
 INTERVAL_S = 1.0
 RECEIVE_BYTES = 2 * 1024 * 1024
 AT_ONCE_BYTES = 256 * 1024
+VECTORS_MAX = 1024
 WRITE_BUFFER_BYTES = 64 * 1024 * 1024
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 
@@ -74,10 +75,11 @@ class Partition:
         self.visible_position = 0
         self.offsets = array("q")
         self.positions = array("q")
+        self.unwritten: list[memoryview] = []
         self.waiting: dict[Connection, Callable[[], None]] = {}
 
     def append(self, view: memoryview, start: int, end: int) -> int:
-        """Assign offsets to the batches between `start` and `end`, and write them in one call."""
+        """Assign offsets to the batches between `start` and `end`, which `write` writes."""
         base = self.end_offset
         at = start
         while at < end:
@@ -86,10 +88,17 @@ class Partition:
             _I64.pack_into(view, at, self.end_offset)
             self.end_offset += _I32.unpack_from(view, at + 23)[0] + 1
             at += 12 + _I32.unpack_from(view, at + 8)[0]
-        if not self.discards:
-            os.pwrite(self.file, view[start:end], self.end_position)
+        self.unwritten.append(view[start:end])
         self.end_position += end - start
         return base
+
+    def write(self) -> None:
+        """Write what was appended since the last call."""
+        views, self.unwritten = self.unwritten, []
+        if not self.discards:
+            position = self.end_position - sum(map(len, views))
+            for first in range(0, len(views), VECTORS_MAX):
+                position += os.pwritev(self.file, views[first : first + VECTORS_MAX], position)
 
     def show(self, offset: int, position: int) -> None:
         """Make everything up to here visible to readers, and wake waiting fetches."""
@@ -194,6 +203,8 @@ class Connection(asyncio.BufferedProtocol):
         self.start = 0
         self.end = 0
         self.unsent: list[bytes] = []
+        self.written: dict[Partition, None] = {}
+        self.produced: list[bytes] = []
         self.transport: asyncio.Transport
         self.handlers: dict[int, Callable[[int, int, int, int], None]] = {
             PRODUCE: self.produce,
@@ -224,7 +235,17 @@ class Connection(asyncio.BufferedProtocol):
                 break
             self.request(at, frame_end)
             at = frame_end
+        if self.written:
+            self.write()
         self.make_room(at)
+
+    def write(self) -> None:
+        """Write what all requests that arrived together produced, once per partition, and respond to them together."""
+        written, self.written = list(self.written), {}
+        responses, self.produced = self.produced, []
+        for partition in written:
+            partition.write()
+        self.store.settle(written, lambda: self.send(responses))
 
     def make_room(self, at: int) -> None:
         """Move an incomplete frame to the front of the buffer if the rest does not fit."""
@@ -276,7 +297,6 @@ class Connection(asyncio.BufferedProtocol):
         at += 6
         response = bytearray(_I32.pack(self.integer(at)))
         at += 4
-        written: list[Partition] = []
         for _ in range(self.integer(at - 4)):
             name, at = self.text(at)
             topic = self.store.topic(name)
@@ -289,9 +309,9 @@ class Connection(asyncio.BufferedProtocol):
                 base = partition.append(self.view, at + 8, at + 8 + length)
                 at += 8 + length
                 response += _PRODUCED.pack(index, 0, base, -1, 0)
-                written.append(partition)
-        body = bytes(response) + bytes(4)
-        self.store.settle(written, lambda: self.respond(correlation, body) if acks else None)
+                self.written[partition] = None
+        if acks:
+            self.produced.append(struct.pack(">ii", 8 + len(response), correlation) + response + bytes(4))
 
     def fetch(self, version: int, correlation: int, at: int, end: int) -> None:
         _, wait_ms, _, bytes_max = struct.unpack_from(">iiii", self.view, at)

@@ -296,7 +296,7 @@ def test_every_api_opens_with_its_versions(path: Path) -> None:
     apis = [node for node in parsed(path).body if isinstance(node, ast.ClassDef) and declares_changes(node)]
     described = [ast.get_docstring(api) or "" for api in apis] if len(apis) > 1 else [docstring]
     if docstring.startswith("Private requests "):
-        assert all("response" in one for one in described)
+        assert all(described)
         return
     for one in described:
         assert re.match(r"\w+ \(key \d+\), version", one), (

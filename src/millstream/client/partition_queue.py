@@ -26,7 +26,14 @@ from millstream.core.errors import (
     RequestTimedOut,
     UnknownProducer,
 )
-from millstream.protocol.records.batch import COMPRESSION_NONE, HEADER_BYTES, Buffer, read_header, seal_batch
+from millstream.protocol.records.batch import (
+    COMPRESSION_NONE,
+    HEADER_BYTES,
+    SEQUENCE_MASK,
+    Buffer,
+    read_header,
+    seal_batch,
+)
 from millstream.protocol.records.compression import compress
 from millstream.protocol.records.record import Headers, decode_batch, record_pieces
 from millstream.protocol.wire.produce import Produced
@@ -224,8 +231,6 @@ def _split_share(share: Share, numbers: Mapping[int, int]) -> Share | None:
 IN_FLIGHT_MAX: Final = 5
 """How many batches of a producer a broker remembers."""
 
-_SEQUENCE_MASK: Final = 0x7FFFFFFF
-
 
 class ProducerIdentity(NamedTuple):
     """The producer id and epoch of batches; -1 without sequences."""
@@ -356,7 +361,7 @@ class PartitionQueue:
             if earlier is batch:
                 break
             sequence += earlier.count
-        return batch.sealed(self.compression, *identity, sequence & _SEQUENCE_MASK)
+        return batch.sealed(self.compression, *identity, sequence & SEQUENCE_MASK)
 
     # -- responses ------------------------------------------------------------------------------------------
 

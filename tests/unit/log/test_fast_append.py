@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -100,7 +101,7 @@ def test_both_paths_produce_the_same_log(data: st.DataObject, topic: TopicSettin
         if data.draw(st.integers(0, 9)) == 0:
             for files in disks:
                 files.fail_next_writes(".log")
-        with patch.object(log_module, "append_fast", lambda *_: None):
+        with patch.object(log_module, "append_fast", lambda *_: []):
             copy = bytearray(batch)
             expected = outcome(lambda: long.append(copy, leader_epoch=epoch))  # noqa: B023
         given_view = memoryview(batch) if data.draw(st.booleans()) else batch
@@ -127,10 +128,67 @@ def test_ordinary_batches_take_the_fast_path(producer_id: int) -> None:
         )
         if sequence == 0:
             # The first batch starts the segment and the epoch, which takes the general path.
-            assert append_fast(log, batch, 0) is None
+            assert not append_fast(log, [batch], 0)
             log.append(batch, leader_epoch=Epoch(0))
         else:
-            appended = append_fast(log, batch, 0)
-            assert appended is not None
+            (appended,) = append_fast(log, [batch], 0)
             assert appended.base_offset == sequence
+    store.close_now()
+
+
+@given(data=st.data(), topic=st.sampled_from(SETTINGS))
+@settings(deadline=None, max_examples=50)
+def test_batches_appended_together_produce_the_same_log(data: st.DataObject, topic: TopicSettings) -> None:
+    clock = ManualClock()
+    disks = (MemoryFiles(), MemoryFiles())
+    (short_store, short), (long_store, long) = (open_log(files, clock, topic) for files in disks)
+    for _ in range(data.draw(st.integers(1, 4))):
+        clock.advance_ms(data.draw(st.sampled_from([0, 1, 700])))
+        sequence = data.draw(st.integers(0, 3))
+        many: list[bytearray] = []
+        for _ in range(data.draw(st.integers(1, 8))):
+            kind = data.draw(st.sampled_from(["next", "next", "next", "other", "any"]))
+            if kind == "any":
+                many.append(data.draw(batches(clock.now_ms())))
+                continue
+            records = [NewRecord(b"k", b"v" * data.draw(st.integers(0, 60)), (), clock.now_ms())]
+            is_next = kind == "next"
+            many.append(
+                encode_batch(
+                    records,
+                    producer_id=5 if is_next else -1,
+                    producer_epoch=0 if is_next else -1,
+                    base_sequence=sequence if is_next else -1,
+                )
+            )
+            sequence += is_next
+        epoch = Epoch(data.draw(st.sampled_from([0, 0, 0, 1])))
+        with patch.object(log_module, "append_fast", lambda *_: []):
+            copies = [bytearray(batch) for batch in many]
+            expected = [outcome(partial(long.append, copy, leader_epoch=epoch)) for copy in copies]
+        results: list[Any] = []
+        while len(results) < len(many):
+            rest = many[len(results) :]
+            appended = outcome(partial(short.append_first, rest, leader_epoch=epoch))
+            if not isinstance(appended, list) or not appended:
+                appended = [outcome(partial(short.append, rest[0], leader_epoch=epoch))]
+            results += appended
+        assert results == expected
+        assert many == copies
+        assert described(short) == described(long)
+        assert contents(disks[0]) == contents(disks[1])
+    short_store.close_now()
+    long_store.close_now()
+
+
+def test_batches_that_the_disk_refuses_together_are_unchanged() -> None:
+    clock, files = ManualClock(), MemoryFiles()
+    store, log = open_log(files, clock, TopicSettings())
+    many = [encode_batch([NewRecord(b"k", b"v", (), clock.now_ms())]) for _ in range(3)]
+    log.append(bytearray(many[0]), leader_epoch=Epoch(0))
+    before = described(log)[:4]
+    files.fail_next_writes(".log")
+    assert not log.append_first(many, leader_epoch=Epoch(0))
+    assert described(log)[:4] == before
+    assert [log.append(batch, leader_epoch=Epoch(0)).base_offset for batch in many] == [1, 2, 3]
     store.close_now()

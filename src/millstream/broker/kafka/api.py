@@ -22,7 +22,7 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.connection import EventualResponse, Following
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
@@ -145,6 +145,8 @@ class ClientInfo:
     """Charges the connection to the account of replication."""
     presence: Presence = field(default_factory=Presence)
     """Whether the client is still connected."""
+    following: Following = field(default_factory=Following)
+    """What arrived behind the request that is being served."""
     refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
     """By topic, partition and producer id."""
     produce_requests: int = 0

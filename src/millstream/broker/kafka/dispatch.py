@@ -97,10 +97,11 @@ class Dispatch:
             return self._observe(self._latencies[api.key], at_once, started)
         response = api.handle_frame(frame, header, client)
         latency = self._latencies[header.api_key]
+        count = 1 + client.following.served
         if isinstance(response, list):
-            latency.observe(time.perf_counter() - started)
+            latency.observe(time.perf_counter() - started, count)
             return response
-        return self._observe(latency, response, started)
+        return self._observe(latency, response, started, count)
 
     async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> EncodedResponse | None:
         await self._loaded.wait()
@@ -133,6 +134,7 @@ class Dispatch:
                 mute=connection.mute,
                 count_as_follower=connection.count_as_follower,
                 presence=connection.presence,
+                following=connection.following,
             )
             connection.state = client
         if header.client_id is not None:
@@ -170,11 +172,16 @@ class Dispatch:
         self._latencies[api.key].observe(time.perf_counter() - started)
         return [encoded]
 
-    def _observe(self, latency: Histogram, response: EventualResponse, started: float) -> EventualResponse:
+    def _observe(
+        self, latency: Histogram, response: EventualResponse, started: float, count: int = 1
+    ) -> EventualResponse:
         if response is None or isinstance(response, (list, Stream)):
-            latency.observe(time.perf_counter() - started)
+            latency.observe(time.perf_counter() - started, count)
             return response
-        if isinstance(response, (Promise, Started)):
+        if isinstance(response, Promise):
+            response.observe(latency, started, count)
+            return response
+        if isinstance(response, Started):
             response.observe(latency, started)
             return response
         return _observe_response(latency, response, started)

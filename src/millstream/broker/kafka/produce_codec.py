@@ -2,7 +2,8 @@
 
 Ordinary requests have no tagged fields, and `read_plain` reads them with fixed structs, without a call per field. It
 returns None for all others, which `read_any` reads or refuses. Likewise, `write` encodes the response for one partition
-without a call per field, and leaves every other one to `write_any`.
+without a call per field, and leaves every other one to `write_any`. `read_alike` and `write_alike` do the same for many
+requests of one client that differ only in their records.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from millstream.broker.net.response import Buffers
 from millstream.core.errors import RecordError
 from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.records.batch import COMPRESSION_MASK, CONTROL_FLAG, HEADER_BYTES, TRANSACTIONAL_FLAG
 
 FIRST_WITH_LOG_START: Final = 5
 FIRST_WITH_MESSAGES: Final = 8
@@ -37,6 +39,7 @@ _REST: Final = struct.Struct(">hii")
 _COMPACT_REST: Final = struct.Struct(">hiB")
 _INT16: Final = struct.Struct(">h")
 _INT32: Final = struct.Struct(">i")
+_INT64: Final = struct.Struct(">q")
 _PARTITION: Final = struct.Struct(">ii")
 _OUTCOME: Final = struct.Struct(">ihqq")
 _OUTCOME_WITH_START: Final = struct.Struct(">ihqqq")
@@ -44,8 +47,18 @@ _OUTCOME_WITH_START: Final = struct.Struct(">ihqqq")
 _HEAD: Final = struct.Struct(">ii")
 _TAGS_AND_THROTTLE: Final = struct.Struct(">xix")
 _UUID_BYTES: Final = 16
-# The lower byte of a batch's attributes, which holds the codec and all flags.
-_FLAGS_AT: Final = 22
+FLAGS_AT: Final = 22
+"""The lower byte of a batch's attributes, which holds the codec and all flags."""
+NOT_PLAIN: Final = COMPRESSION_MASK | TRANSACTIONAL_FLAG | CONTROL_FLAG
+ALIKE_MAX: Final = 127
+"""How many requests are handled in one step, at the most, besides the first one."""
+# Where the fixed fields of a request's header are.
+_CORRELATION_AT: Final = 4
+_CLIENT_AT: Final = 8
+_HEAD_OF_ALIKE: Final = struct.Struct(">iii")
+_LONGEST_LENGTH: Final = 8
+# The tags of partition, topic and request.
+_CLOSING_TAGS: Final = b"\0\0\0"
 _ONE_BYTE_MAX: Final = 0x7F
 _TOPICS_REMEMBERED: Final = 1000
 
@@ -70,7 +83,7 @@ class Portion:
         self.topic = topic
         self.index = index
         self.records = records
-        self.flags = records[_FLAGS_AT] if records is not None and len(records) > _FLAGS_AT else 0
+        self.flags = records[FLAGS_AT] if records is not None and len(records) > FLAGS_AT else 0
         """The codec and flags of the first batch; the log rejects a batch that is too short."""
         self.is_checked = False
         """Whether every record is known to have a key."""
@@ -233,6 +246,60 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
     return Request(transactional_id, acks, timeout_ms, portions)
 
 
+def read_alike(
+    frame: memoryview, header: RequestHeader, request: Request, data: memoryview, at: int
+) -> tuple[list[memoryview], list[int], list[int]]:
+    """Read the requests that follow a plain one with a single portion and differ from it only in their records.
+
+    Returned are their records, their correlation ids and where each one ends. All begin with one plain batch.
+    """
+    records = request.portions[0].records or b""
+    if not records:
+        return [], [], []
+    tags = _CLOSING_TAGS if header.flexible else b""
+    records_at = len(frame) - len(tags) - len(records)
+    prefix_end = records_at - (_compact_size(len(records) + 1) if header.flexible else _INT32.size)
+    kind, shape = frame[:_CORRELATION_AT], frame[_CLIENT_AT:prefix_end]
+    batches: list[memoryview] = []
+    correlation_ids: list[int] = []
+    ends: list[int] = []
+    if (_read_length(frame, prefix_end)[0] if header.flexible else _INT32.unpack_from(frame, prefix_end)[0]) != len(
+        records
+    ):
+        # Bytes that nothing describes follow the request.
+        return batches, correlation_ids, ends
+    available = len(data)
+    while at + prefix_end + _LONGEST_LENGTH < available and len(batches) < ALIKE_MAX:
+        size, _, correlation_id = _HEAD_OF_ALIKE.unpack_from(data, at)
+        start = at + _INT32.size
+        at = start + size
+        if size <= prefix_end or at > available or data[start : start + _CORRELATION_AT] != kind:
+            break
+        body_at = start + prefix_end
+        if data[start + _CLIENT_AT : body_at] != shape:
+            break
+        if header.flexible:
+            try:
+                length, body_at = _read_length(data, body_at)
+            except (IndexError, ValueError):
+                break
+        else:
+            (length,) = _INT32.unpack_from(data, body_at)
+            body_at += _INT32.size
+        end = body_at + length
+        if length < HEADER_BYTES or data[body_at + FLAGS_AT] & NOT_PLAIN or data[end:at] != tags:
+            break
+        batches.append(data[body_at:end])
+        correlation_ids.append(correlation_id)
+        ends.append(at)
+    return batches, correlation_ids, ends
+
+
+def _compact_size(value: int) -> int:
+    """Return how many bytes a variable-length number takes."""
+    return max(1, -(-value.bit_length() // 7))
+
+
 # -- writing ------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +313,25 @@ def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> B
     if flexible:
         return [_HEAD.pack(len(body) + 11, header.correlation_id) + b"\0" + body + _TAGS_AND_THROTTLE.pack(throttle_ms)]
     return [_HEAD.pack(len(body) + 8, header.correlation_id) + body + _INT32.pack(throttle_ms)]
+
+
+def write_alike(
+    header: RequestHeader, portion: Portion, correlation_ids: Sequence[int], appended: Sequence[AppendedRange]
+) -> Buffers:
+    """Encode the responses to requests that differ only in their records; they differ only in two numbers."""
+    portion.appended = appended[0]
+    (first,) = write(header, [portion], 0)
+    size = len(first)
+    responses = bytearray(bytes(first) * len(appended))
+    base_at = (
+        _HEAD.size + header.flexible + len(_start_of_one(portion.topic, header.flexible)) + _INT32.size + _INT16.size
+    )
+    at = 0
+    for correlation_id, (base_offset, *_) in zip(correlation_ids, appended, strict=True):
+        _INT32.pack_into(responses, at + _INT32.size, correlation_id)
+        _INT64.pack_into(responses, at + base_at, base_offset)
+        at += size
+    return [responses]
 
 
 @lru_cache(maxsize=_TOPICS_REMEMBERED)

@@ -26,6 +26,7 @@ from millstream.core.errors import (
     InvalidTimestamp,
     InvalidTransactionState,
     RecordError,
+    StorageFailure,
 )
 from millstream.core.ids import Offset
 from millstream.core.topic import TopicSettings
@@ -39,6 +40,7 @@ from millstream.protocol.records.batch import (
     LOG_OVERHEAD_BYTES,
     MAGIC,
     OFFSET_LENGTH_EPOCH,
+    SEQUENCE_MASK,
     TIMESTAMP_TYPE_FLAG,
     TRANSACTIONAL_FLAG,
     BatchHeader,
@@ -56,6 +58,7 @@ from millstream.protocol.records.rewrite import empty_batch
 
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log
+    from millstream.broker.log.producers import Producers
     from millstream.broker.log.transactions import Producer
 
 
@@ -307,60 +310,109 @@ def _stamp(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: 
 _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 
 
-def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
-    """Append one client batch if nothing about it needs a decision; otherwise return None and change nothing.
+def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoch: int) -> list[AppendedRange]:
+    """Append client batches in one write, up to the first one about which something needs a decision.
 
-    That is: it is whole, valid and within all limits, new to the log, keeps the producer's timestamps, begins no
-    transaction, fits the open segment, and comes from the leader that wrote last. `append_checked` handles every other
-    batch, and its checks are authoritative: each condition here is the negation of one of them.
+    Nothing does if a batch is whole, valid and within all limits, new to the log and next in its sequence, keeps the
+    producer's timestamps, begins no transaction, fits the open segment, and comes from the leader that wrote last.
+    `append_checked` handles every other batch, and its checks are authoritative: each condition here is the negation of
+    one of them. If the disk refuses to write several batches, none is appended.
     """
-    size = len(batches)
-    segment = log.segments.active
-    if size < HEADER_BYTES or segment is None:
-        return None
-    fields = BATCH_HEADER.unpack_from(batches)
-    base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
     settings = log.settings
-    position = segment.size
-    offset = log.end_offset
-    next_offset = offset + delta + 1
+    segment = log.segments.active
     now_ms = log.clock.now_ms()
     if (
-        magic != MAGIC
-        or base
-        or length != size - LOG_OVERHEAD_BYTES
-        or delta < 0
-        or count != delta + 1
-        or attributes & _CODEC_AND_CONTROL > COMPRESSION_ZSTD
-        or size > settings.max_message_bytes
+        segment is None
+        or not segment.size
         or not log.allows_fast_append
         or leader_epoch != log.epochs.latest
-        or newest_ms > now_ms + settings.message_timestamp_after_max_ms
-        or not position
-        or position + size > settings.segment_bytes
         or now_ms - segment.first_append_ms >= settings.segment_ms
-        or next_offset - segment.base_offset > RELATIVE_OFFSET_MAX
-        or crc32c(batches[CRC_FROM:] if isinstance(batches, memoryview) else memoryview(batches)[CRC_FROM:]) != crc
     ):
-        return None
-    header = None
-    if producer_id >= 0:
-        header = BatchHeader(0, *fields)
-        opened = log.producers.transactions.open
-        if (opened or attributes & TRANSACTIONAL_FLAG) and not _continues_transaction(header, opened.get(producer_id)):
-            return None
-        if header.base_sequence < 0 or header.producer_epoch < 0 or log.producers.check(header, now_ms) is not None:
-            return None
-    elif attributes & TRANSACTIONAL_FLAG:
-        return None
-    OFFSET_LENGTH_EPOCH.pack_into(batches, 0, offset, length, leader_epoch)
-    index = log.write(segment, batches)
-    segment.grow(size, offset, next_offset, newest_ms, index, settings.index_interval_bytes)
+        return []
+    end_offset, end = log.end_offset, segment.size
+    offset, position = int(end_offset), end
+    newest_max_ms = now_ms + settings.message_timestamp_after_max_ms
+    producers, header = log.producers, None
+    taken: list[tuple[int, int, int, BatchHeader | None]] = []
+    for batch in batches:
+        size = len(batch)
+        if size < HEADER_BYTES:
+            break
+        fields = BATCH_HEADER.unpack_from(batch)
+        base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
+        next_offset = offset + delta + 1
+        if (
+            magic != MAGIC
+            or base
+            or length != size - LOG_OVERHEAD_BYTES
+            or delta < 0
+            or count != delta + 1
+            or attributes & _CODEC_AND_CONTROL > COMPRESSION_ZSTD
+            or size > settings.max_message_bytes
+            or newest_ms > newest_max_ms
+            or position + size > settings.segment_bytes
+            or next_offset - segment.base_offset > RELATIVE_OFFSET_MAX
+            or crc32c(batch[CRC_FROM:] if isinstance(batch, memoryview) else memoryview(batch)[CRC_FROM:]) != crc
+        ):
+            break
+        if producer_id >= 0:
+            before, header = header, BatchHeader(0, *fields)
+            if not (_continues(before, header) if taken else _is_next(producers, header, now_ms)):
+                break
+        elif attributes & TRANSACTIONAL_FLAG or header is not None:
+            break
+        OFFSET_LENGTH_EPOCH.pack_into(batch, 0, offset, length, leader_epoch)
+        taken.append((size, next_offset, newest_ms, header))
+        offset, position = next_offset, position + size
+    if not taken:
+        return []
+    index = _write_together(log, segment, batches[: len(taken)])
+    if index is None:
+        return []
+    offset, interval_bytes, start = end_offset, settings.index_interval_bytes, log.start_offset
+    appended = []
+    for size, next_offset, newest_ms, header in taken:
+        segment.grow(size, offset, next_offset, newest_ms, index, interval_bytes)
+        if header is not None:
+            producers.record(header, offset, now_ms)
+        base_offset, offset = offset, Offset(next_offset)
+        appended.append(AppendedRange(base_offset, offset, -1, start, False))
     segment.last_append_ms = now_ms
-    if header is not None:
-        log.producers.record(header, offset, now_ms)
-    log.advance_end(next_offset, size)
-    return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
+    log.advance_end(offset, position - end)
+    return appended
+
+
+def _write_together(log: Log, segment: Segment, batches: Sequence[bytearray | memoryview]) -> Index | None:
+    """Write batches that have their offsets; if the disk refuses several, take the offsets back and return None."""
+    if len(batches) == 1:
+        return log.write(segment, batches[0])
+    try:
+        return log.write(segment, b"".join(batches))
+    except StorageFailure:
+        for batch in batches:
+            OFFSET_LENGTH_EPOCH.pack_into(batch, 0, 0, len(batch) - LOG_OVERHEAD_BYTES, -1)
+        return None
+
+
+def _is_next(producers: Producers, header: BatchHeader, now_ms: int) -> bool:
+    """Return whether a producer's batch is new, and neither begins a transaction nor bypasses its open one."""
+    opened = producers.transactions.open
+    if (opened or header.attributes & TRANSACTIONAL_FLAG) and not _continues_transaction(
+        header, opened.get(header.producer_id)
+    ):
+        return False
+    return header.base_sequence >= 0 and header.producer_epoch >= 0 and producers.check(header, now_ms) is None
+
+
+def _continues(before: BatchHeader | None, header: BatchHeader) -> bool:
+    """Return whether a batch follows another one that its producer sent in the same way."""
+    return (
+        before is not None
+        and header.producer_id == before.producer_id
+        and header.producer_epoch == before.producer_epoch
+        and not (header.attributes ^ before.attributes) & TRANSACTIONAL_FLAG
+        and header.base_sequence == (before.last_sequence + 1) & SEQUENCE_MASK
+    )
 
 
 def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:

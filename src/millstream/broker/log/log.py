@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from errno import ENOENT
 from typing import Protocol
@@ -322,10 +322,16 @@ class Log:
         if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._write_refusal()
         if not internal:
-            appended = append_fast(self, batches, leader_epoch)
-            if appended is not None:
-                return appended
+            appended = append_fast(self, (batches,), leader_epoch)
+            if appended:
+                return appended[0]
         return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
+
+    def append_first(
+        self, batches: Sequence[bytearray | memoryview], *, leader_epoch: Epoch
+    ) -> Sequence[AppendedRange]:
+        """Append as many of the first batches as need no decision, in one write; the others are for `append`."""
+        return () if self.health.blocks_writes else append_fast(self, batches, leader_epoch)
 
     def _write_refusal(self) -> PartitionClosed | StorageFailure:
         health = self.health
@@ -364,7 +370,7 @@ class Log:
         self.segments.add(segment)
         return segment
 
-    def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
+    def write(self, segment: Segment, batches: Buffer) -> Index:
         """Append to the segment, or leave it unchanged on failure; return its index."""
         segment.used = True
         try:

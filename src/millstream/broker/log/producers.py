@@ -29,7 +29,7 @@ from millstream.broker.log.transactions import (
 )
 from millstream.core.errors import CorruptBatch, FencedProducer, InvalidTransactionState, OutOfOrderSequence
 from millstream.core.ids import NO_EPOCH
-from millstream.protocol.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, BatchHeader, Buffer
+from millstream.protocol.records.batch import CONTROL_FLAG, SEQUENCE_MASK, TRANSACTIONAL_FLAG, BatchHeader, Buffer
 from millstream.protocol.records.control import Marker, read_marker
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ PRODUCERS_MAX = 10_000
 """The maximum number of producers: beyond it, the one that was silent for longest is forgotten, unless it has an open
 transaction."""
 
-_SEQUENCE_MASK = 0x7FFFFFFF
 _NOT_PLAIN = TRANSACTIONAL_FLAG | CONTROL_FLAG
 _EVERYTHING = 2**63 - 1
 
@@ -185,7 +184,7 @@ class Producers:
     def _check_sequence(self, known: Producer, header: BatchHeader) -> ProducedBatch | None:
         sequence = header.base_sequence
         batches = known.batches
-        if not batches or sequence == (batches[-1].last_sequence + 1) & _SEQUENCE_MASK:
+        if not batches or sequence == (batches[-1].last_sequence + 1) & SEQUENCE_MASK:
             return None
         last_sequence = header.last_sequence
         for batch in batches:
@@ -193,7 +192,7 @@ class Producers:
                 return batch
         raise OutOfOrderSequence(
             f"producer {header.producer_id} sent sequence {sequence}, but "
-            f"{(batches[-1].last_sequence + 1) & _SEQUENCE_MASK} comes next; a batch before it is missing"
+            f"{(batches[-1].last_sequence + 1) & SEQUENCE_MASK} comes next; a batch before it is missing"
         )
 
     def take(

@@ -122,6 +122,29 @@ _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
 _start_view = _scratch_view[:START_BYTES]
+_NOTHING = memoryview(b"")
+
+
+class Following:
+    """The bytes that arrived behind the request that is being served.
+
+    A service may serve whole requests among them in the same step; the response that it returns is then for all.
+    """
+
+    __slots__ = ("at", "data", "served", "served_bytes")
+
+    def __init__(self) -> None:
+        self.data = _NOTHING
+        self.at = 0
+        """Where the next request begins."""
+        self.served = self.served_bytes = 0
+        """How many requests among them were served."""
+
+    def serve(self, count: int, end: int) -> None:
+        """Record that the next requests were served, up to a position."""
+        self.served += count
+        self.served_bytes += end - self.at
+        self.at = end
 
 
 class Service(Protocol):
@@ -169,6 +192,7 @@ class Connection(asyncio.BufferedProtocol):
         self._partial: PartialFrame | None = None
         self._expects_large = False
         self._length_bytes = bytearray()
+        self.following = Following()
         self._complete_frame: tuple[memoryview, bytearray] | None = None
         """A frame in its own buffer that has not been served yet."""
         self._unserved: memoryview | None = None
@@ -179,8 +203,7 @@ class Connection(asyncio.BufferedProtocol):
         self._outgoing = Outgoing()
         self._task: asyncio.Task[None] | None = None
         self._parked: Parked | None = None
-        self._gathering = False
-        self._flush_is_due = False
+        self._gathering = self._flush_is_due = False
         self._unsent_bytes = 0
         self._draining = False
         self._is_flushing = False
@@ -471,6 +494,7 @@ class Connection(asyncio.BufferedProtocol):
         clock = self._turns.clock
         traffic = self._traffic
         until = self._serve_until
+        following = self.following
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
@@ -484,9 +508,13 @@ class Connection(asyncio.BufferedProtocol):
             if self._is_blocked or not until or (position and clock() >= until):
                 self._keep_unserved(data[position:])
                 return
-            traffic.frames_in += 1
-            self._serve(data[start:end], None)
-            position = end
+            following.data, following.at = data, end
+            try:
+                self._serve(data[start:end], None)
+            finally:
+                traffic.frames_in += 1 + following.served
+                following.data, following.served, following.served_bytes = _NOTHING, 0, 0
+            position = following.at
         self._length_bytes += data[position:]
         self._expects_large = False
 
@@ -571,7 +599,7 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(response, Parked):
             self._park(response, len(frame))
         elif isinstance(response, Promise):
-            response.cost_bytes = self._turns.promise(self._flow, len(frame))
+            response.cost_bytes = self._turns.promise(self._flow, len(frame) + self.following.served_bytes)
             response.on_resolved = self._on_promise_resolved
             self._promises.append(response)
         elif isinstance(response, Stream):

@@ -49,7 +49,16 @@ EncodedResponse = Buffers | Stream
 class Promise:
     """A place in the order of a connection's responses, which `resolve` fills."""
 
-    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "held_bytes", "is_resolved", "on_resolved")
+    __slots__ = (
+        "_latency",
+        "_requests",
+        "_started",
+        "buffers",
+        "cost_bytes",
+        "held_bytes",
+        "is_resolved",
+        "on_resolved",
+    )
 
     def __init__(self) -> None:
         self.buffers: EncodedResponse | None = None
@@ -62,18 +71,20 @@ class Promise:
         """Called once, as soon as the promise is resolved."""
         self._latency: Histogram | None = None
         self._started = 0.0
+        self._requests = 1
 
-    def observe(self, latency: Histogram, started: float) -> None:
+    def observe(self, latency: Histogram, started: float, requests: int = 1) -> None:
         """Measure the time from `started` (of `time.perf_counter`) until the promise is resolved."""
         self._latency = latency
         self._started = started
+        self._requests = requests
 
     def resolve(self, buffers: EncodedResponse | None) -> None:
         """Set the response; None means that the client expects none."""
         self.buffers = buffers
         self.is_resolved = True
         if self._latency is not None:
-            self._latency.observe(time.perf_counter() - self._started)
+            self._latency.observe(time.perf_counter() - self._started, self._requests)
         # Without the reference, a promise is freed when it is sent, and leaves nothing to the garbage collector.
         on_resolved, self.on_resolved = self.on_resolved, None
         if on_resolved is not None:

@@ -12,7 +12,7 @@ Nothing here waits for the network or asks the coordination store: `apply` takes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from millstream.broker.log.log import READ_ALL, AppendedRange, Log
@@ -178,6 +178,17 @@ class Partition(Replica):
             raise self._mirrored_error()
         return self._write(batches, acks=acks, internal=internal, guard=guard, is_checked=is_checked)
 
+    def write_first(self, batches: Sequence[bytearray | memoryview], *, acks: int) -> Sequence[AppendedRange]:
+        """Append as many of the first batches as need no decision, in one write; the others are for `write`."""
+        if not self.is_leader or self.topic.mirror:
+            return ()
+        self._check_in_sync(acks)
+        appended = self.log.append_first(batches, leader_epoch=self.leader_epoch)
+        if appended:
+            size = sum(map(len, batches[: len(appended)]))
+            self._appended(appended[0].base_offset, appended[-1].next_offset, size)
+        return appended
+
     def _write(
         self,
         batches: bytearray | memoryview,
@@ -187,9 +198,7 @@ class Partition(Replica):
         guard: Guard | None = None,
         is_checked: bool = False,
     ) -> AppendedRange:
-        in_sync = self._in_sync
-        if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
-            raise self._not_enough(in_sync)
+        self._check_in_sync(acks)
         try:
             appended = self.log.append(
                 batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard, is_checked=is_checked
@@ -198,14 +207,25 @@ class Partition(Replica):
             if self.log.failure is None:
                 raise
             raise self._earlier_write_failed() from error
-        if not appended.duplicate:
-            self.bytes_in += len(batches)
-            self.records_in += appended.next_offset - appended.base_offset
-            if in_sync is not None:
-                self._notify_followers(in_sync, appended.base_offset)
-        # Also for a duplicate: its first copy may still wait for its sync.
-        self._sync_or_advance()
+        if appended.duplicate:
+            # Its first copy may still wait for its sync.
+            self._sync_or_advance()
+        else:
+            self._appended(appended.base_offset, appended.next_offset, len(batches))
         return appended
+
+    def _check_in_sync(self, acks: int) -> None:
+        in_sync = self._in_sync
+        if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
+            raise self._not_enough(in_sync)
+
+    def _appended(self, base_offset: Offset, next_offset: Offset, size: int) -> None:
+        """Account for an append, and begin what acknowledges it."""
+        self.bytes_in += size
+        self.records_in += next_offset - base_offset
+        if self._in_sync is not None:
+            self._notify_followers(self._in_sync, base_offset)
+        self._sync_or_advance()
 
     def _sync_or_advance(self) -> None:
         log = self.log

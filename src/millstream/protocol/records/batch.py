@@ -31,6 +31,8 @@ TIMESTAMP_TYPE_FLAG = 0x08
 TRANSACTIONAL_FLAG = 0x10
 CONTROL_FLAG = 0x20
 DELETE_HORIZON_FLAG = 0x40
+SEQUENCE_MASK = 0x7FFFFFFF
+"""Sequence numbers continue at 0 after this one."""
 
 COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD = range(5)
 
@@ -108,10 +110,10 @@ class BatchHeader(NamedTuple):
 
     @property
     def last_sequence(self) -> int:
-        """The sequence number of the last record; sequences wrap at 2**31."""
+        """The sequence number of the last record."""
         if self.base_sequence < 0:
             return -1
-        return (self.base_sequence + self.last_offset_delta) & 0x7FFFFFFF
+        return (self.base_sequence + self.last_offset_delta) & SEQUENCE_MASK
 
 
 def read_header(buffer: Buffer, position: int = 0) -> BatchHeader:

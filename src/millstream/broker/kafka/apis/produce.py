@@ -31,14 +31,23 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, RefusedBatch, error_code, log_fenced
-from millstream.broker.kafka.produce_codec import Portion, Request, read_any, read_plain, write
+from millstream.broker.kafka.produce_codec import (
+    NOT_PLAIN,
+    Portion,
+    Request,
+    read_alike,
+    read_any,
+    read_plain,
+    write,
+    write_alike,
+)
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.append import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
@@ -80,6 +89,7 @@ from millstream.protocol.records.batch import (
     LOG_OVERHEAD_BYTES,
     MAGIC,
     PRODUCER_ID_AT,
+    SEQUENCE_MASK,
     TRANSACTIONAL_FLAG,
     BatchHeader,
     read_header,
@@ -103,7 +113,6 @@ BATCHES_BEHIND_MAX: Final = 4
 REFUSED_PRODUCERS_MAX: Final = 1000
 """How many refused batches are remembered for a connection, each of another producer or partition."""
 
-_SEQUENCE_MASK: Final = 0x7FFFFFFF
 _PRODUCER: Final = struct.Struct(">qh")
 _PartitionErrors = dict[TopicPartition, MillstreamError | None]
 
@@ -272,6 +281,7 @@ FIRST_SERVED = 3
 FIRST_WITH_ZSTD = 7
 ACKS_NONE = 0
 _ACKS_VALID = (-1, 0, 1)
+_ACKS_WAITING = (-1, 1)
 _PENDING_SWEEP_S = 0.25
 _TIMEOUT_S_MAX = 600.0
 _MANY_RECORDS_BYTES = 8 * 1024
@@ -337,6 +347,75 @@ class _Pending(Promise):
             waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
         return [waiting.partition for waiting in unsettled]
 
+    def encode(self) -> Buffers:
+        buffers = write(self.header, self.portions, self.throttle_ms)
+        # Breaks the reference cycle with the request, so that both are freed without the garbage collector.
+        self.waiting.clear()
+        return buffers
+
+
+class _PendingAlike(Promise):
+    """Requests that differ only in their records: their responses wait together, and leave together."""
+
+    __slots__ = (
+        "_appended",
+        "_correlation_ids",
+        "_header",
+        "_partition",
+        "_portion",
+        "_produce",
+        "client",
+        "deadline",
+        "is_finished",
+    )
+
+    def __init__(
+        self,
+        produce: Produce,
+        header: RequestHeader,
+        client: ClientInfo,
+        partition: Partition,
+        portion: Portion,
+        correlation_ids: Sequence[int],
+        appended: Sequence[AppendedRange],
+    ) -> None:
+        super().__init__()
+        self._produce = produce
+        self._header = header
+        self._partition = partition
+        self._portion = portion
+        """That of the first request."""
+        self._correlation_ids = correlation_ids
+        self._appended = appended
+        self.client = client
+        self.deadline = 0.0
+        self.is_finished = False
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        """Called once by the partition, for the last of the requests."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        if error is not None:
+            self._portion.fail(error_code(error), str(error))
+            _remember_refused(self._portion, self.client)
+        self._produce.respond(self)
+
+    def time_out(self) -> list[Partition]:
+        """Fail every request with a timeout; return the partition."""
+        self.is_finished = True
+        self._portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
+        return [self._partition]
+
+    def encode(self) -> Buffers:
+        if self._portion.message is None:
+            return write_alike(self._header, self._portion, self._correlation_ids, self._appended)
+        return [
+            buffer
+            for correlation_id in self._correlation_ids
+            for buffer in write(self._header._replace(correlation_id=correlation_id), [self._portion], 0)
+        ]
+
 
 class Produce:
     """Appends batches, and responds once they are as durable as requested."""
@@ -355,7 +434,7 @@ class Produce:
         self._gate = gate
         self._rules = rules
         self._quota = quota
-        self._pending: dict[_Pending, None] = {}
+        self._pending: dict[_Pending | _PendingAlike, None] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self.batches_rejected = 0
 
@@ -371,6 +450,10 @@ class Produce:
         request = read_plain(frame, header) or read_any(frame, header)
         if client.rights is not None:
             self._authorize(request, client.rights)
+        if client.following.data:
+            alike = self._append_alike(frame, header, request, client)
+            if alike is not None:
+                return alike
         opening = None
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
@@ -387,6 +470,55 @@ class Produce:
             request.keep_records()
             return self._prepare(header, request, client, opening or None, heavy, ruled, len(frame))
         return self._respond(header, request, client, len(frame), None)
+
+    def _append_alike(
+        self, frame: memoryview, header: RequestHeader, request: Request, client: ClientInfo
+    ) -> Buffers | Promise | None:
+        """Append a plain request and those behind it that differ only in their records, in one write.
+
+        Return None if there are none such, or if something about the first one needs a decision.
+        """
+        if len(request.portions) != 1:
+            return None
+        (portion,), acks = request.portions, request.acks
+        records = portion.records
+        if (
+            records is None
+            or request.transactional_id is not None
+            or acks not in _ACKS_WAITING
+            or portion.code is not ErrorCode.none
+            or portion.flags & NOT_PLAIN
+            or client.refused_batches
+            or self._quota.is_limiting
+        ):
+            return None
+        following = client.following
+        batches, correlation_ids, ends = read_alike(frame, header, request, following.data, following.at)
+        if not batches:
+            return None
+        try:
+            partition = _partition(self._topics, portion)
+            if partition.topic.is_internal or (self._rules and partition.log.settings.validates_schemas):
+                return None
+            appended = partition.write_first([records, *batches], acks=acks)
+        except MillstreamError:
+            # The first request is refused on its own.
+            return None
+        if not appended:
+            return None
+        count = len(appended)
+        if count > 1:
+            following.serve(count - 1, ends[count - 2])
+        client.produce_requests += count
+        client.produced_bytes += len(frame) + following.served_bytes
+        ids = [header.correlation_id, *correlation_ids[: count - 1]]
+        if partition.is_acknowledged(appended[-1], acks):
+            return write_alike(header, portion, ids, appended)
+        portion.records = memoryview(bytes(records[:HEADER_BYTES]))
+        pending = _PendingAlike(self, header, client, partition, portion, ids, appended)
+        self._hold(pending, request.timeout_ms)
+        partition.notify_acknowledged(appended[-1], pending, acks)
+        return pending
 
     def _authorize(self, request: Request, rights: Rights) -> None:
         """Refuse what the client may not write: a whole transaction, or single topics."""
@@ -574,23 +706,25 @@ class Produce:
             portion.record_errors = error.records
 
     def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], request: Request) -> None:
-        loop = asyncio.get_running_loop()
-        pending.deadline = loop.time() + min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
-        self._pending[pending] = None
         pending.unacknowledged = len(waiting)
         for partition, portion in waiting:
             one = _Waiting(pending, portion, partition)
             pending.waiting.append(one)
             partition.notify_acknowledged(cast("AppendedRange", portion.appended), one, request.acks)
+        self._hold(pending, request.timeout_ms)
+
+    def _hold(self, pending: _Pending | _PendingAlike, timeout_ms: int) -> None:
+        """Hold a response until it is acknowledged, or times out."""
+        loop = asyncio.get_running_loop()
+        pending.deadline = loop.time() + min(max(timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
+        self._pending[pending] = None
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
-    def respond(self, pending: _Pending) -> None:
-        """Respond to a request that no longer waits."""
+    def respond(self, pending: _Pending | _PendingAlike) -> None:
+        """Respond to requests that no longer wait."""
         del self._pending[pending]
-        # Breaks the reference cycle with the request, so that both are freed without the garbage collector.
-        pending.waiting.clear()
-        pending.resolve(write(pending.header, pending.portions, pending.throttle_ms))
+        pending.resolve(pending.encode())
 
     def _time_out(self) -> None:
         """Respond to requests that exceed their timeout; their records may still become durable."""
@@ -628,8 +762,8 @@ def _remember_refused(portion: Portion, client: ClientInfo) -> None:
 
 def _sequence_distance(first: int, second: int) -> int:
     """Return how many sequence numbers the second is after the first, or a negative number if it is before it."""
-    distance = (second - first) & _SEQUENCE_MASK
-    return distance if distance <= _SEQUENCE_MASK // 2 else distance - _SEQUENCE_MASK - 1
+    distance = (second - first) & SEQUENCE_MASK
+    return distance if distance <= SEQUENCE_MASK // 2 else distance - SEQUENCE_MASK - 1
 
 
 def _idempotent_header(portion: Portion) -> BatchHeader | None:
