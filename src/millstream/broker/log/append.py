@@ -366,7 +366,7 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
         offset, position = next_offset, position + size
     if not taken:
         return []
-    index = _write_together(log, segment, batches[: len(taken)])
+    index = log.write(segment, batches[0]) if len(taken) == 1 else _write_together(log, segment, batches[: len(taken)])
     if index is None:
         return []
     offset, interval_bytes, start = end_offset, settings.index_interval_bytes, log.start_offset
@@ -384,8 +384,6 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
 
 def _write_together(log: Log, segment: Segment, batches: Sequence[bytearray | memoryview]) -> Index | None:
     """Write batches that have their offsets; if the disk refuses several, take the offsets back and return None."""
-    if len(batches) == 1:
-        return log.write(segment, batches[0])
     try:
         return log.write(segment, b"".join(batches))
     except StorageFailure:

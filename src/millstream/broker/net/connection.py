@@ -508,6 +508,11 @@ class Connection(asyncio.BufferedProtocol):
             if self._is_blocked or not until or (position and clock() >= until):
                 self._keep_unserved(data[position:])
                 return
+            if end == available:
+                traffic.frames_in += 1
+                self._serve(data[start:end], None)
+                position = end
+                break
             following.data, following.at = data, end
             try:
                 self._serve(data[start:end], None)
