@@ -139,6 +139,21 @@ async def test_light_requests_beyond_their_share_do_not_wait_for_bulk_of_their_a
         assert served[-1] - before <= 2
 
 
+async def test_light_requests_beyond_their_share_wait_once_per_quantum() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    resumed = asyncio.Event()
+    only = turns.join("10.0.0.1", resumed.set)
+    cost_s, waits = QUANTUM_ALONE_S / 100, 0
+    for _ in range(1000):
+        clock.now += cost_s
+        if turns.spend(only, cost_s, clock.now, is_light=True):
+            waits += 1
+            await resumed.wait()
+            resumed.clear()
+    assert 0 < waits <= 10
+
+
 async def test_time_used_while_none_waited_is_not_credited_to_each_of_a_crowd() -> None:
     clock, given = Clock(), Counter[str]()
     turns = Turns(clock)

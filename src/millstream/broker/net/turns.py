@@ -84,7 +84,10 @@ class _Address:
         """Take the connection that is next: by turns one after a light request, and the one that has used least."""
         if self.light and not (self.light_was_last and self.waiting):
             self.light_was_last = True
-            return self.light.popleft()
+            flow = self.light.popleft()
+            # It has waited for what it used; otherwise each of its next requests would wait as well.
+            flow.used_s = min(flow.used_s, self.floor_s)
+            return flow
         self.light_was_last = False
         used_s, _, flow = heappop(self.waiting)
         if flow.is_waiting:
