@@ -29,7 +29,7 @@ from rich.console import Console
 
 from millstream.core.payload_columns import EventTime
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
-from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
+from millstream.pipelines.jobs.land.task import LandTasks, TopicWork, from_rows
 from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
 from millstream.pipelines.lake.table import open_table
@@ -104,7 +104,7 @@ def land(server: Server, lake: Path, count: int, partition_by: str) -> None:
     table = open_table(str(lake / SOURCE), event_time=partition_by)
     event_time = EventTime.parse(partition_by) if partition_by else None
     schema = RAW if event_time is None else pa.schema([*RAW, *EVENT_COLUMNS[event_time.unit]])
-    work = Work(
+    work = TopicWork(
         writer=table.writer(schema, topic_id, landed=datetime.now(UTC)),
         quarantine=table.quarantine_writer(topic_id),
         event_time=None if event_time is None else EventTimeRule(event_time),

@@ -41,7 +41,7 @@ import millstream
 from millstream.client.admin.topics import create_topic
 from millstream.core import push
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
-from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
+from millstream.pipelines.jobs.land.task import LandTasks, TopicWork, from_rows
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.source.link import link_to
@@ -400,7 +400,7 @@ def land(brokers: str, topic: str) -> None:
     with tempfile.TemporaryDirectory(prefix="millstream-overload-lake-") as lake:
         table = open_table(f"{lake}/{topic}")
         topic_id = "00000000-0000-0000-0000-000000000001"
-        work = Work(writer=table.writer(RAW, topic_id), quarantine=table.quarantine_writer(topic_id))
+        work = TopicWork(writer=table.writer(RAW, topic_id), quarantine=table.quarantine_writer(topic_id))
         tasks = LandTasks(brokers, [[one]], {topic: work})
         numbers = pa.RecordBatch.from_pydict({"number": [0]})
         reported = [tuple(row.values()) for batch in tasks([numbers]) for row in batch.to_pylist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millstream.broker.groups.consumer.member import NOTHING, Assignment
-from millstream.broker.groups.requests import Joined
+from millstream.broker.groups.requests import JoinResponse
 from millstream_testing.consumer_harness import SimulatedConsumer
 
 
@@ -38,5 +38,5 @@ class ClassicProtocolClient:
         self.member_id = ""
         self.generation = -1
         self.owned: Assignment = NOTHING
-        self.joined: Joined | None = None
+        self.joined: JoinResponse | None = None
         self.requests = 0

@@ -15,8 +15,8 @@ from millstream.broker.groups.requests import (
     ConsumerGroupDescription,
     ConsumerHeartbeat,
     HeartbeatResult,
-    Joined,
-    Synced,
+    JoinResponse,
+    SyncResponse,
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import MemberIdRequired
@@ -204,7 +204,7 @@ class ClassicConsumer:
         self.generation = -1
         self.owned: dict[str, set[int]] = {}
 
-    def join(self, *, cooperative: bool = False) -> Deferred[Joined]:
+    def join(self, *, cooperative: bool = False) -> Deferred[JoinResponse]:
         """Join with the assigned member id; the response may come later."""
         kept = self.owned.items() if cooperative else ()
         if not cooperative:
@@ -217,7 +217,7 @@ class ClassicConsumer:
         response.listen(self._joined)
         return response
 
-    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[Synced]:
+    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[SyncResponse]:
         """Request the assignment; a leader sends those of all members."""
         encoded = {
             member_id: encode_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
@@ -239,11 +239,11 @@ class ClassicConsumer:
             self.join(cooperative=True)
             self.sync()
 
-    def _joined(self, response: Deferred[Joined]) -> None:
+    def _joined(self, response: Deferred[JoinResponse]) -> None:
         if response.error is None:
             self.member_id, self.generation = response.result().member_id, response.result().generation
 
-    def _synced(self, response: Deferred[Synced]) -> None:
+    def _synced(self, response: Deferred[SyncResponse]) -> None:
         if response.error is None:
             partitions, _ = parse_assignment(response.result().assignment)
             self.owned = {topic: set(numbers) for topic, numbers in partitions}

@@ -15,14 +15,14 @@ from millstream.broker.groups.requests import (
     CommitResult,
     FetchedOffsets,
     GroupLimits,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeaveResult,
     LeavingMember,
     MemberRef,
     PartitionCommit,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import MemberIdRequired, MillstreamError
@@ -122,7 +122,7 @@ class GroupHarness:
         version: int = 9,
         group_id: str = GROUP,
         may_describe: Callable[[str], bool] | None = None,
-    ) -> Deferred[Joined]:
+    ) -> Deferred[JoinResponse]:
         """Send a join request as a client of a version does."""
         request = JoinRequest(
             group_id=group_id,
@@ -140,7 +140,7 @@ class GroupHarness:
         )
         return self.run(lambda shard: shard.join(request))
 
-    def new_member(self, **options: Any) -> tuple[str, Deferred[Joined]]:
+    def new_member(self, **options: Any) -> tuple[str, Deferred[JoinResponse]]:
         """Join without an id, then with the assigned id, as clients do."""
         first = self.join(**options)
         error = first.error
@@ -167,7 +167,7 @@ class GroupHarness:
         instance_id: str | None = None,
         protocol_name: str | None = None,
         group_id: str = GROUP,
-    ) -> Deferred[Synced]:
+    ) -> Deferred[SyncResponse]:
         """Request an assignment, or provide all of them; of the current generation by default."""
         request = SyncRequest(
             member=self._ref(member_id, generation, instance_id, group_id),

@@ -16,7 +16,7 @@ from millstream.pipelines.lake.columns import QUARANTINE, RAW, file_schema
 from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable, TopicPartition
-from millstream.pipelines.lake.table_file import ActiveFile, Written
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile
 
 TOPIC: Final = "3f2b8c1e-0000-4000-8000-000000000001"
 LANDED: Final = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)
@@ -42,7 +42,9 @@ def rows(partition: int, offsets: Iterable[int], schema: pa.Schema = RAW, **colu
     return pa.RecordBatch.from_pydict({field.name: made[field.name] for field in fields}, schema=pa.schema(fields))
 
 
-def write(table: LakeTable, batches: Sequence[pa.RecordBatch], schema: pa.Schema = RAW, **how: Any) -> list[Written]:
+def write(
+    table: LakeTable, batches: Sequence[pa.RecordBatch], schema: pa.Schema = RAW, **how: Any
+) -> list[WrittenFile]:
     """Write files for a table, as a task does."""
     writer = table.writer(schema, TOPIC, landed=how.get("landed", LANDED))
     for batch in batches:
@@ -50,7 +52,7 @@ def write(table: LakeTable, batches: Sequence[pa.RecordBatch], schema: pa.Schema
     return writer.close()
 
 
-def write_quarantine(table: LakeTable, partition: int, offsets: Iterable[int]) -> list[Written]:
+def write_quarantine(table: LakeTable, partition: int, offsets: Iterable[int]) -> list[WrittenFile]:
     """Write files for the quarantine of a table."""
     writer = table.quarantine_writer(TOPIC, landed=LANDED)
     writer.write(rows(partition, offsets, QUARANTINE))

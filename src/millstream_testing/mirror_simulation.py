@@ -118,7 +118,7 @@ class _Coordinator:
         return [(0, 0)]
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def hold_decisions(self) -> AsyncIterator[None]:
         self._may_decide.clear()
         try:
             await self._ended.wait()

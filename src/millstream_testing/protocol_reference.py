@@ -21,7 +21,7 @@ _HEAD = """# The Kafka protocol
 This page is generated from the APIs' own declarations by `make docs`; do not edit it.
 
 Millstream speaks Kafka's protocol on its `--kafka` port. Clients discover the supported APIs and versions with
-ApiVersions, as with any Kafka broker; this page lists the same. Versions are those that Kafka 4 advertises. A request
+ApiVersions, as with any Kafka broker. This page lists them. Versions are those that Kafka 4 advertises. A request
 for an API or a version that is not supported closes the connection, as in Kafka; only ApiVersions responds to every
 version.
 
@@ -40,7 +40,7 @@ ApiVersions reports these features (KIP-584). Levels are fixed by the release; U
 
 _MEANINGS = MappingProxyType(
     {
-        "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which tools read from this level. "
+        "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which tools derive from this level. "
         "There is no metadata log.",
         "transaction.version": "Both versions of the transaction protocol are served; clients that know the second "
         "(KIP-890) use it.",
@@ -68,8 +68,8 @@ catalog and apply from the next request on.
   time, at most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once,
   but always at least one batch.
 - A throttled client whose session ends (`session-max-ms`) has ten seconds to authenticate again, during which its
-  requests are served, since its handshake may wait behind them. They count towards the quota, and then the connection
-  is muted again. This does not apply to a certificate or token that has expired.
+  requests are served, since its handshake may wait behind them. These requests count towards the quota, and then the
+  connection is muted again. This does not apply to a certificate or token that has expired.
 - Connections that carry Millstream's own requests are not muted, because several workers share them. Instead, workers
   and share consumers receive no messages until their client is within its quota again; their acknowledgements are not
   delayed. PublishOnce is refused with THROTTLING_QUOTA_EXCEEDED and the time to wait. Over HTTP, requests beyond the
@@ -110,7 +110,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "RemoveRaftVoter",
             "UpdateRaftVoter",
         ),
-        "spoken between Kafka's own brokers and controllers, not by clients": (
+        "used between Kafka's own brokers and controllers, not by clients": (
             "Vote",
             "BeginQuorumEpoch",
             "EndQuorumEpoch",

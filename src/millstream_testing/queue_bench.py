@@ -9,7 +9,7 @@ from uuid import UUID
 
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.broker.subscriptions.filter_cache import QueueFilter
 from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.broker.subscriptions.queue import Queue
@@ -96,7 +96,7 @@ def wanted(count: int = 1, worker: str = "one") -> Demand:
     return Demand(worker, count, 1_000_000)
 
 
-def offsets(received: Received) -> list[int]:
+def offsets(received: ReceivedMessages) -> list[int]:
     """Return the offsets of the delivered messages."""
     return [offset for lease in received.leases for offset in range(lease.first, lease.last + 1)]
 

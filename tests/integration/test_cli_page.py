@@ -62,7 +62,7 @@ STEPS: Final = {
     "pipeline create land": "pipeline create land landed --topic orders --stopped",
     "pipeline create transform": "pipeline create transform shouted --sql @orders.sql --into loud --stopped",
     "pipeline create route": "pipeline create route routed --stopped",
-    "pipeline create ledger": "pipeline create ledger told --stopped",
+    "pipeline create ledger": "pipeline create ledger outcomes --stopped",
     "pipeline list": "pipeline list",
     "pipeline describe": "pipeline describe landed",
     "pipeline update": "pipeline update landed --set every.ms=500",

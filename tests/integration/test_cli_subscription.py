@@ -69,7 +69,7 @@ def test_an_at_most_once_pull_leases_nothing(millstream: CommandLine, name: str)
 def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, name: str) -> None:
     assert millstream.process("publish", name, stdin=b"a\nb\nc\n").code == 0
     pull = ("subscription", "pull", name, "--wait", 60)
-    assert millstream(*pull, "-n", 1, "--release").err == "Gave back 1 message.\n"
+    assert millstream(*pull, "-n", 1, "--release").err == "Released 1 message.\n"
     assert millstream(*pull, "-n", 1, "--reject", "no").err == "Rejected 1 message.\n"
     assert "1 message leased; it is redelivered" in millstream(*pull, "-n", 1).err
     assert millstream(*pull, "--accept").err == "Accepted 1 message.\n"

@@ -244,9 +244,9 @@ def test_a_trace_continues_in_the_table_and_finds_ids(
         text=True,
         check=True,
     )
-    (told,) = json.loads(history.stdout)["subscriptions"]
-    assert (told["state"], told["attempts"], told["is_complete"], told["unknown"]) == ("accepted", 1, True, "")
-    assert [event["kind"] for event in told["events"]] == ["acquired", "accepted"]
+    (traced,) = json.loads(history.stdout)["subscriptions"]
+    assert (traced["state"], traced["attempts"], traced["is_complete"], traced["unknown"]) == ("accepted", 1, True, "")
+    assert [event["kind"] for event in traced["events"]] == ["acquired", "accepted"]
 
     create = ("pipeline", "create", "ledger", declared, "--lake", lake, "--stopped")
     assert command(*create).code == 0
@@ -430,10 +430,10 @@ def test_a_damaged_table_is_reported_and_landing_continues(
         stuck = one.step()
         assert stuck.lag > 0
         assert stuck.levels == {"audit_faults": 1}
-    told = command.process("audit", "--lake", local_job._lake)
-    assert told.code == 1
-    assert [line for line in told.lines if line.startswith("ledger table, missing: _delta_log/")]
-    assert "the counts are unknown" in told.lines[-1]
+    refused = command.process("audit", "--lake", local_job._lake)
+    assert refused.code == 1
+    assert [line for line in refused.lines if line.startswith("ledger table, missing: _delta_log/")]
+    assert "the counts are unknown" in refused.lines[-1]
 
 
 @pytest.mark.trial

@@ -622,10 +622,13 @@ def test_neither_an_alias_nor_a_reference_grants_access_to_another_subject(locke
         "schema": '{"type":"record","name":"Leak","fields":[{"name":"hidden","type":"Hidden"}]}',
         "references": [{"name": "Hidden", "subject": "alice-hidden-value", "version": 1}],
     }
-    with locked.client(ALICE) as alice, locked.client(BOB) as bob:
+    aliases = {"bob-alias": "alice-hidden-value", "bob-second": "bob-alias"}
+    with locked.client(ALICE) as alice, locked.client(BOB) as bob, locked.client(ADMIN) as admin:
         assert alice.post("/registry/subjects/alice-hidden-value/versions", json=hidden).status_code == 200
-        assert bob.put("/registry/config/bob-alias", json={"alias": "alice-hidden-value"}).status_code == 200
-        assert bob.put("/registry/config/bob-second", json={"alias": "bob-alias"}).status_code == 200
+        for name, target in aliases.items():
+            # References to the alias and rules of topics would reveal the schema.
+            assert bob.put(f"/registry/config/{name}", json={"alias": "alice-hidden-value"}).status_code == 403
+            assert admin.put(f"/registry/config/{name}", json={"alias": target}).status_code == 200
         for name in ("bob-alias", "bob-second"):
             subject = f"/registry/subjects/{name}"
             for response in (

@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
 
 from millstream.embedded import EmbeddedBroker
-from millstream.protocol.private.message import Nothing, decode_document, encode
+from millstream.protocol.private.message import EmptyRequest, decode_document, encode
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -79,7 +79,7 @@ def throttled(server: Server, quota: str) -> float:
 
     async def ask() -> Any:
         async with Client.connect(server.kafka) as client:
-            return decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
+            return decode_document(await client.private(None, NODE_STATUS_KEY, encode(EmptyRequest())))
 
     metrics = {metric["name"]: metric["samples"] for metric in asyncio.run(ask())["metrics"]}
     (number,) = [value for value, labels in metrics["millstream_throttled_requests_total"] if labels["quota"] == quota]

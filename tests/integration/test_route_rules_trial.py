@@ -132,7 +132,7 @@ class Director:
         self.versions.append(after)
         put = [rule for name, rule in after.items() if before.get(name) != rule]
         gone = [name for name in before if name not in after]
-        self._ask(lambda client: PipelineClient(client).change_rules(NAME, put, gone=gone))
+        self._ask(lambda client: PipelineClient(client).change_rules(NAME, put, deleted=gone))
 
     def change_filter(self) -> None:
         """Change the filter of the subscription, and wait until it is used."""

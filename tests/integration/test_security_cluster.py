@@ -22,7 +22,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import SecretKey, read_keys, write_keys
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.assertion import Assertions
-from millstream.broker.security.sasl import Verified
+from millstream.broker.security.sasl import AuthenticatedClient
 from millstream.broker.security.state import SecurityState
 from millstream.cli import certs
 from millstream.client.admin.security import (
@@ -257,7 +257,7 @@ async def test_assertions_not_signed_by_a_node_are_refused(locked: Locked, tmp_p
     assert cluster_id
     catalog = Catalog.open_folder(tmp_path)
     state = SecurityState(CatalogDeclarations(catalog), ())
-    admin = Verified(principal="User:admin")
+    admin = AuthenticatedClient(principal="User:admin")
     forged = [
         Assertions(state, of, NodeId(number), Ed25519PrivateKey.generate()).sign(admin, "127.0.0.1")
         for of in (cluster_id, "another-cluster")

@@ -100,8 +100,8 @@ def test_rows_streams_and_tables_work_through_a_connect_server(
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["found"] == list(range(100))
-    assert told["listed"] == ["first", "second"]
-    assert told["kind"] == "pyspark.sql.connect.session"
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["found"] == list(range(100))
+    assert report["listed"] == ["first", "second"]
+    assert report["kind"] == "pyspark.sql.connect.session"
     assert sorted(map(int, committed_messages(server.kafka, f"{topic}-copy"))) == list(range(100))

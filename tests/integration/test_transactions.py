@@ -139,7 +139,7 @@ def _begin(broker: KeptConnection, producer: dict[str, Any], topic: str) -> bool
 def test_ending_again_while_a_transaction_is_ending_does_not_fence(
     server: Server, out: str, *, commit_next: bool
 ) -> None:
-    """A fencing is fatal to a client; the epoch is the current one, so it may only be told to wait."""
+    """A fencing is fatal to a client; the epoch is the current one, so it may only be asked to wait."""
     with closing(KeptConnection(server.kafka)) as broker:
         named: dict[str, Any] = {"transactional_id": f"ending-{out}"}
         producer = broker.ask(Key.INIT_PRODUCER_ID, 5, named | {"transaction_timeout": 60_000})

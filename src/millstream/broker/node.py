@@ -68,7 +68,7 @@ _REASONS_MAX = 10
 """How many failed partitions a report lists."""
 
 _RECOVERED_AT_ONCE = 100
-"""Up to this many logs are recovered before a gateway could start to report progress."""
+"""Recovery of up to this many logs is over before a gateway could start to report progress."""
 
 _SPAWN_S_MAX = 5.0
 _PROBE_S_MAX = 1.0
@@ -136,7 +136,7 @@ class ChildProcesses:
 
     gateway: Callable[[GatewaySockets, str, Config], GatewayProcess] | None = None
     beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
-    """By name; each is run once the APIs are loaded, and stopped in the reverse order."""
+    """The other child processes by name; each starts once the APIs are loaded, and they stop in reverse order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,11 +358,11 @@ class Broker:
         if self._gateway is not None:
             self._gateway.report_starting(starting)
 
-    async def _bind_http(self, given: str, flag: str) -> socket.socket:
+    async def _bind_http(self, setting: str, flag: str) -> socket.socket:
         was_killed = self._files.exists(f"{self._data}/{LOCK_NAME}") and not self._files.exists(
             f"{self._data}/{CLEAN_STOP_NAME}"
         )
-        address = parse_address(given, name=flag)
+        address = parse_address(setting, name=flag)
         bound = await bind_with_retries(*address, flag=flag, wait_s=ORPHAN_S if was_killed else 0.0)
         self._undo.callback(bound.close)
         return bound
@@ -682,7 +682,7 @@ class Broker:
 
     @property
     def http_url(self) -> str:
-        """The same with its scheme."""
+        """The address of HTTP with its scheme."""
         return self._http_at and f"{'http' if self._config.http_tls is None else 'https'}://{self._http_at}"
 
 

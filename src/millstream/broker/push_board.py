@@ -29,8 +29,8 @@ class PushBoard:
         self._reports = {}
 
     def describe(self, subscription: str) -> dict[str, Any] | None:
-        found = self._parked.get(subscription) or self._reports.get(subscription)
-        return None if found is None else found.describe()
+        report = self._parked.get(subscription) or self._reports.get(subscription)
+        return None if report is None else report.describe()
 
     def metrics(self) -> Iterable[Metric]:
         """Yield metrics by subscription, while messages are pushed."""

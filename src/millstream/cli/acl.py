@@ -106,27 +106,27 @@ class RoleArguments:
 
 
 @app.command("allow")
-def allow(given: RuleArguments, common: Common = COMMON) -> None:
+def allow(rule: RuleArguments, common: Common = COMMON) -> None:
     """Allow a principal some operations on a resource."""
-    _add(given.parse(), common)
+    _add(rule.parse(), common)
 
 
 @app.command("deny")
-def deny(given: RuleArguments, common: Common = COMMON) -> None:
+def deny(rule: RuleArguments, common: Common = COMMON) -> None:
     """Deny a principal some operations on a resource, whatever other rules allow."""
-    _add(given.parse(Permission.DENY), common)
+    _add(rule.parse(Permission.DENY), common)
 
 
 @app.command("grant")
-def grant(given: RoleArguments, common: Common = COMMON) -> None:
+def grant(role: RoleArguments, common: Common = COMMON) -> None:
     """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
-    _add(given.rules(), common)
+    _add(role.rules(), common)
 
 
 @app.command("revoke")
-def revoke(given: RoleArguments, common: Common = COMMON) -> None:
+def revoke(role: RoleArguments, common: Common = COMMON) -> None:
     """Remove the rules of a role, however they were added."""
-    _remove(given.rules(), common, permission=Permission.ALLOW)
+    _remove(role.rules(), common, permission=Permission.ALLOW)
 
 
 @app.command("list")
@@ -155,7 +155,7 @@ def list_(
 
 @app.command("remove")
 def remove(
-    given: RuleArguments,
+    rule: RuleArguments,
     only: Annotated[
         str, typer.Option("--only", metavar="allow|deny", help="Remove only the rule that allows, or that denies.")
     ] = "any",
@@ -165,7 +165,7 @@ def remove(
     permissions = {"any": Permission.ANY, "allow": Permission.ALLOW, "deny": Permission.DENY}
     if only not in permissions:
         raise typer.BadParameter(f"--only takes allow or deny, not {only!r}")
-    _remove(given.parse(), common, permission=permissions[only])
+    _remove(rule.parse(), common, permission=permissions[only])
 
 
 @app.command("explain")
@@ -208,13 +208,13 @@ def explain(
             return any(allowed)
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    found = call_broker(common, load_rules)
-    if isinstance(found, bool):
+    loaded_rules = call_broker(common, load_rules)
+    if isinstance(loaded_rules, bool):
         why = "showing which rule decides needs DESCRIBE on the cluster"
-        document: dict[str, object] = {"allowed": found, "super_user": None, "rule": None}
-        print_result(document, f"{'allowed' if found else 'denied'}: {why}", as_json=common.as_json)
+        document: dict[str, object] = {"allowed": loaded_rules, "super_user": None, "rule": None}
+        print_result(document, f"{'allowed' if loaded_rules else 'denied'}: {why}", as_json=common.as_json)
         return
-    rules, knows_super_users = found
+    rules, knows_super_users = loaded_rules
     decisions = [rules.decide(principal, host, *one) for one in sufficient]
     decision = next(filter(None, decisions), decisions[-1])
     is_super_user = principal in rules.super_users

@@ -59,9 +59,9 @@ def audit(
     checked, findings = _check_receipts(receipts or [], common)
     adds_up = report.adds_up and not any(one.is_fault for _, one in findings)
     if common.as_json:
-        found = [{"file": file, **_receipt(one)} for file, one in findings]
+        listed_findings = [{"file": file, **_receipt(one)} for file, one in findings]
         document = {**report.as_document(), "adds_up": adds_up}
-        print_json({**document, "receipts": found, "receipts_checked": checked})
+        print_json({**document, "receipts": listed_findings, "receipts_checked": checked})
     else:
         _print_report(report, findings, checked, adds_up=adds_up)
     if not adds_up:
@@ -77,7 +77,7 @@ def _since_ms(text: str) -> int:
     return found
 
 
-def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
+def find_lake(common: Common, location: str | None) -> tuple[str, Pipeline | None]:
     """Return the location of the ledger's table: that of its pipeline, unless one is given."""
 
     async def operation(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
@@ -85,8 +85,8 @@ def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
 
         return await ledger_pipeline(client), await storage_of(client)
 
-    if given is not None:
-        return (given if "://" in given else os.path.abspath(given)), None
+    if location is not None:
+        return (location if "://" in location else os.path.abspath(location)), None
     pipeline, places = call_broker(common, operation)
     lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
     if lake.startswith(places.data) and not os.path.isdir(places.data):
@@ -137,7 +137,7 @@ def _run(
 def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[str, Finding]]]:
     """Return how many receipts were checked, and what was found, with the files."""
     checked = 0
-    found: list[tuple[str, Finding]] = []
+    findings: list[tuple[str, Finding]] = []
     for file in files:
         if not os.path.isfile(file):
             raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)
@@ -149,8 +149,8 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
 
         book = call_broker(common, operation)
         checked += book.receipts
-        found += [(file, one) for one in book.findings]
-    return checked, found
+        findings += [(file, one) for one in book.findings]
+    return checked, findings
 
 
 def _receipt(finding: Finding) -> dict[str, Any]:

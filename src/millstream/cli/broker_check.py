@@ -50,8 +50,8 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
     """Return the findings about described pipelines."""
-    found = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
-    return found or [passed("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
+    findings = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
+    return findings or [passed("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
 
 
 async def check_mirrors(client: Client) -> list[Finding]:
@@ -250,11 +250,11 @@ async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[st
     """Return the status of each node; empty for one that gives none."""
     others = sorted((await client.metadata([])).nodes.keys() - {status["node_id"]})
     responses = await asyncio.gather(*(node_status(client, node) for node in others))
-    found = {
+    statuses = {
         status["node_id"]: status,
         **{node: response or {} for node, response in zip(others, responses, strict=True)},
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(statuses.items()))
 
 
 def _collect_damage(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:

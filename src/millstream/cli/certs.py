@@ -108,9 +108,9 @@ def _authority(certificate_file: Path, key_file: Path) -> _Authority:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     if key_file.exists() != certificate_file.exists():
-        found, lacking = (key_file, certificate_file) if key_file.exists() else (certificate_file, key_file)
+        existing, lacking = (key_file, certificate_file) if key_file.exists() else (certificate_file, key_file)
         raise CommandFailed(
-            f"{found} exists without {lacking.name}, and is not replaced; put the other file next to it, or pass "
+            f"{existing} exists without {lacking.name}, and is not replaced; put the other file next to it, or pass "
             "another --dir",
             ExitCode.CONFLICT,
         )

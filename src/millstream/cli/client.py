@@ -42,17 +42,17 @@ def list_(
 
         return await list_clients(asking, interval_s=interval)
 
-    found = call_broker(common, operation)
-    shown = [one for one in found.clients if show_all or one.roles]
+    clients = call_broker(common, operation)
+    shown = [one for one in clients.clients if show_all or one.roles]
     print_list(
-        {"clients": [dataclasses.asdict(one) for one in shown], "omitted": found.omitted},
+        {"clients": [dataclasses.asdict(one) for one in shown], "omitted": clients.omitted},
         ["client id", "node", "address", "software", "version", "role", "in/s", "out/s", "idle"],
         [_row(one) for one in shown],
         empty="No producer and no consumer is connected; --all shows every connection.",
         as_json=common.as_json,
     )
-    if found.omitted:
-        print_note(f"Not listed: {counted(found.omitted, 'more connection')}.")
+    if clients.omitted:
+        print_note(f"Not listed: {counted(clients.omitted, 'more connection')}.")
 
 
 def _row(one: ConnectedClient) -> list[str | int | None]:

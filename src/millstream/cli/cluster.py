@@ -107,7 +107,7 @@ def up(
     one line with all addresses goes to stdout once every node is ready. All nodes share this machine: for data that
     matters, run the nodes, an etcd of three or five members, and PostgreSQL on separate machines.
     """
-    from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, first_port, stop_by_signal
+    from millstream.cli.cluster_up import LocalCluster, Plan, StopRequested, first_port, stop_by_signal
 
     plan = Plan(
         nodes=nodes,
@@ -130,7 +130,7 @@ def up(
             else:
                 _print_running(running)
             running.watch()
-    except StopAsked:
+    except StopRequested:
         return
 
 
@@ -162,51 +162,54 @@ def status(common: Common = COMMON) -> None:
     """
     from millstream.client.admin.cluster_status import cluster_status
 
-    found = call_broker(common, cluster_status)
+    cluster = call_broker(common, cluster_status)
     if common.as_json:
-        print_json(found.described())
+        print_json(cluster.described())
     else:
-        _print_status(found)
-    if found.silent or found.troubled:
-        parts = [f"no response from {counted(len(found.silent), 'node')}"] if found.silent else []
-        if found.troubled:
-            parts.append(f"{counted(len(found.troubled), 'partition')} without a leader or with a replica out of sync")
+        _print_status(cluster)
+    if cluster.silent or cluster.troubled:
+        parts = [f"no response from {counted(len(cluster.silent), 'node')}"] if cluster.silent else []
+        if cluster.troubled:
+            parts.append(
+                f"{counted(len(cluster.troubled), 'partition')} without a leader or with a replica out of sync"
+            )
         raise CommandFailed(f"not everything is in sync: {', '.join(parts)}")
 
 
-def _print_status(found: ClusterStatus) -> None:
-    controller = "none" if found.controller is None else f"node {found.controller}"
-    print_line(f"Cluster {found.cluster_id}, controller {controller}, {counted(found.partitions, 'partition')}")
+def _print_status(cluster: ClusterStatus) -> None:
+    controller = "none" if cluster.controller is None else f"node {cluster.controller}"
+    print_line(f"Cluster {cluster.cluster_id}, controller {controller}, {counted(cluster.partitions, 'partition')}")
     print_line()
     keys = ("id", "address", "rack", "version", "state", "leads", "replicas", "behind")
-    table = [[getattr(node, key) for key in keys] for node in found.nodes]
-    for node, row in zip(found.nodes, table, strict=True):
+    table = [[getattr(node, key) for key in keys] for node in cluster.nodes]
+    for node, row in zip(cluster.nodes, table, strict=True):
         if node.state == "away":
             # A leader does not know where a node that is away stopped, and counts its whole log.
             row[-1] = None
     print_table(keys, table)
-    for node in found.nodes:
+    for node in cluster.nodes:
         for reason in node.reasons:
             print_line(f"node {node.id}: {reason}")
-    for text in found.warnings:
+    for text in cluster.warnings:
         print_line(f"warning: {text}")
     print_line()
-    if not found.troubled:
-        if found.silent:
+    if not cluster.troubled:
+        if cluster.silent:
             # What the other nodes report about partitions may predate the loss of these nodes.
             print_line(
-                f"No response from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Check again soon."
+                f"No response from {counted(len(cluster.silent), 'node')}: {_numbers(cluster.silent)}. "
+                "Check again soon."
             )
         else:
             print_line("Every partition has a leader and all its replicas in sync.")
         return
     rows = [
         [one.topic, one.partition, one.leader, _numbers(one.replicas), _numbers(one.in_sync)]
-        for one in found.troubled[:ROWS_MAX]
+        for one in cluster.troubled[:ROWS_MAX]
     ]
     print_table(("topic", "partition", "leader", "replicas", "in sync"), rows)
-    if len(found.troubled) > ROWS_MAX:
-        print_line(f"... and {counted(len(found.troubled) - ROWS_MAX, 'partition')} more; --json lists all.")
+    if len(cluster.troubled) > ROWS_MAX:
+        print_line(f"... and {counted(len(cluster.troubled) - ROWS_MAX, 'partition')} more; --json lists all.")
 
 
 def _numbers(nodes: tuple[int, ...]) -> str:
@@ -221,13 +224,14 @@ def inventory(
     """Inspect the logs of a stopped node. With --json, prints what `cluster rebuild --from` needs."""
     from millstream.cli.cluster_rebuild import existing_folder, inventory_of
 
-    found = asyncio.run(inventory_of(existing_folder(data)))
+    summary = asyncio.run(inventory_of(existing_folder(data)))
     if as_json:
-        print_line(found.to_json())
+        print_line(summary.to_json())
         return
-    whole = "" if found.whole else ", and a log may have a hole, since the machine went down"
+    whole = "" if summary.whole else ", and a log may have a hole, since the machine went down"
     print_line(
-        f"Node {found.node_id} of the cluster {found.cluster}: {counted(len(found.replicas), 'partition')}{whole}."
+        f"Node {summary.node_id} of the cluster {summary.cluster}: "
+        f"{counted(len(summary.replicas), 'partition')}{whole}."
     )
 
 
@@ -339,19 +343,19 @@ def adopt(
         )
     given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
-    found = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
+    result = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
     if as_json:
-        print_json({"undone": True} if found is None else {**dataclasses.asdict(found), "written": not dry_run})
+        print_json({"undone": True} if result is None else {**dataclasses.asdict(result), "written": not dry_run})
         return
-    if found is None:
+    if result is None:
         print_line(f"{data} is a standalone machine again. The cluster's etcd and catalog may be deleted.")
         return
     verb = "Would move" if dry_run else "Moved"
-    print_line(f"{verb} {counted(found.topics, 'topic')} with {counted(found.partitions, 'partition')}.")
+    print_line(f"{verb} {counted(result.topics, 'topic')} with {counted(result.partitions, 'partition')}.")
     if dry_run:
         return
-    flags = f"--data {data} {found.flags} --cluster {settings.cluster}"
+    flags = f"--data {data} {result.flags} --cluster {settings.cluster}"
     print_line(f"Start it with: millstream serve {flags} --etcd URL --catalog URL")
-    if found.has_secrets:
+    if result.has_secrets:
         print_line("The catalog has sealed secrets: start every node with their keys, using --secrets-key-file.")
     print_line("To go back before that: the same command with --undo. Afterwards, raise the replicas of topics.")

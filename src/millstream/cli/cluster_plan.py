@@ -166,10 +166,10 @@ def _plan(kind: str, node: int | None, throttle: int | None, common: Common) -> 
     _print_plan(plan, plan_id, _throttle(throttle), as_json=common.as_json, applied=False)
 
 
-def _throttle(given: int | None) -> int:
+def _throttle(bytes_per_s: int | None) -> int:
     from millstream.core.cluster_plan import THROTTLE_BYTES
 
-    return THROTTLE_BYTES if given is None else given
+    return THROTTLE_BYTES if bytes_per_s is None else bytes_per_s
 
 
 def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, applied: bool) -> None:

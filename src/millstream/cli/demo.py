@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Account:
+class Commentary:
     """Prints the commentary, and stops the demo if a check fails."""
 
     def __init__(self, console: Console) -> None:
@@ -179,7 +179,7 @@ async def _run(*, keep: bool) -> None:
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    account = Account(Console(highlight=False))
+    account = Commentary(Console(highlight=False))
     started = time.monotonic()
     try:
         async with DemoBroker() as broker:
@@ -192,7 +192,7 @@ async def _run(*, keep: bool) -> None:
     account.end(f"All checks passed. It took {time.monotonic() - started:.1f} s, and nothing was left behind.")
 
 
-async def _keep(broker: DemoBroker, account: Account) -> None:
+async def _keep(broker: DemoBroker, account: Commentary) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -203,7 +203,7 @@ async def _keep(broker: DemoBroker, account: Account) -> None:
     await stopped.wait()
 
 
-async def _stop(broker: DemoBroker, account: Account) -> None:
+async def _stop(broker: DemoBroker, account: Commentary) -> None:
     account.step("Stop")
     code = await broker.stop()
     account.check(code == 0, "SIGTERM: the broker finished its work and stopped cleanly", f"it ended with {code}")

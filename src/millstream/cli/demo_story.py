@@ -25,7 +25,7 @@ from uuid import uuid4
 from sqlalchemy import Connection as DatabaseConnection
 from sqlalchemy import Engine, create_engine, text
 
-from millstream.cli.demo import Account, DemoBroker
+from millstream.cli.demo import Commentary, DemoBroker
 from millstream.cli.exit_code import CommandFailed
 from millstream.client.admin.dead_letter import DeadLetterClient, Outcome, headers_of, process_letters, redrive_letters
 from millstream.client.admin.groups import describe_group, progress_of
@@ -280,7 +280,7 @@ _PLACES_SQL: Final = (
 class OrdersTable:
     """Declares the orders table, waits until it is complete, and queries it."""
 
-    def __init__(self, topic: str, data: Path, account: Account) -> None:
+    def __init__(self, topic: str, data: Path, account: Commentary) -> None:
         self._topic = topic
         self._path = data / "lake" / topic
         self._account = account
@@ -382,7 +382,7 @@ _STEP_S_MAX = 120.0
 class Story:
     """Orders are numbered, so that each can be found; the orders of each customer must stay in order."""
 
-    def __init__(self, broker: DemoBroker, account: Account) -> None:
+    def __init__(self, broker: DemoBroker, account: Commentary) -> None:
         self._broker = broker
         self._account = account
         self._placed: dict[int, Receipt] = {}
@@ -424,8 +424,10 @@ class Story:
         client = self._ms.client
         self._account.step(f"A topic with {PARTITIONS} partitions, and three subscriptions that process its orders")
         await create_topic(client, TOPIC, partitions=PARTITIONS, replication=-1, settings={"flush": "always"})
-        found = len((await find_topic(client, TOPIC)).partitions)
-        self._account.check(found == PARTITIONS, f"topic {TOPIC!r} exists", f"it has {found} partitions")
+        topic_metadata = len((await find_topic(client, TOPIC)).partitions)
+        self._account.check(
+            topic_metadata == PARTITIONS, f"topic {TOPIC!r} exists", f"it has {topic_metadata} partitions"
+        )
         await self._ms.subscribe(TOPIC, self._billing, name="billing", filter=FILTER, start="earliest", ledger=True)
         self._account.say(f"billing gets the large orders ({FILTER}), and bills each once")
         await self._ms.subscribe(

@@ -76,15 +76,15 @@ Limit = Annotated[
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
-    found = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
+    topics = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     print_list(
-        {"dead_letters": [asdict(one) for one in found]},
+        {"dead_letters": [asdict(one) for one in topics]},
         ["topic", "subscriptions", "letters"],
-        [[one.topic, ", ".join(one.subscriptions), one.letters] for one in found],
+        [[one.topic, ", ".join(one.subscriptions), one.letters] for one in topics],
         empty="No subscription keeps dead letters.",
         as_json=common.as_json,
     )
-    for one in found:
+    for one in topics:
         if one.unreachable:
             partitions = ", ".join(map(str, one.unreachable))
             print_note(
@@ -159,10 +159,10 @@ def redrive(
 def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
     """Report what a redrive would do."""
     outcome = _run_preview(name, filter_, limit, to_topic, common)
-    gone = sum(outcome.refused.values())
+    refused_count = sum(outcome.refused.values())
     if to_topic is not None:
         # Published from the letters themselves, whether or not the originals still exist.
-        total = outcome.done + gone
+        total = outcome.done + refused_count
         document: dict[str, object] = {
             "would_redrive": total,
             **_as_json(outcome),
@@ -171,12 +171,12 @@ def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | 
         text = f"Would publish {counted(total, 'letter')} to {one_line(to_topic)}{_unmatched(outcome)}."
     else:
         document = {"would_redrive": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
-        document |= {"refused": gone, "reasons": sorted(outcome.refused)}
+        document |= {"refused": refused_count, "reasons": sorted(outcome.refused)}
         where = _where(outcome.revived, "in")
         text = f"Would redrive {counted(outcome.done, 'letter')}{where}{_unmatched(outcome)}."
-        if gone:
+        if refused_count:
             reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
-            text += f" {counted(gone, 'letter')} would stay open: {reasons}."
+            text += f" {counted(refused_count, 'letter')} would stay open: {reasons}."
     print_result(document, text, as_json=common.as_json)
 
 
@@ -227,9 +227,9 @@ def purge(
 ) -> None:
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     if dry:
-        found = _run_preview(name, filter_, limit, None, common)
-        text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
-        print_result({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
+        preview = _run_preview(name, filter_, limit, None, common)
+        text = f"Would close {counted(preview.selected, 'letter')}{_unmatched(preview)}."
+        print_result({"would_purge": preview.selected, **_as_json(preview)}, text, as_json=common.as_json)
         return
     confirm(f"Close the open letters of {name}?", unless=yes or common.as_json)
 

@@ -59,7 +59,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
 )
 
 _REGISTRY_CODES = {404: ExitCode.NOT_FOUND, 409: ExitCode.CONFLICT, 422: ExitCode.USAGE}
-"""By the HTTP status with which the registry's codes begin."""
+"""Exit codes by the HTTP status with which the registry's codes begin."""
 
 
 def exit_code_of(error: Exception) -> ExitCode:

@@ -106,14 +106,14 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         names, catalog = _check_catalog(folder)
         findings.append(catalog)
     for store in stores:
-        found = [_check_format(store), _check_stop(store)]
+        results = [_check_format(store), _check_stop(store)]
         if cluster:
             names = {path.name: path.name for path in (store / PARTITIONS_NAME).iterdir()}
         elif catalog.severity is Severity.OK:
-            found += _check_unknown_topics(store, names)
-        found += _check_segments(store, names, deep=deep, show_progress=show_progress)
+            results += _check_unknown_topics(store, names)
+        results += _check_segments(store, names, deep=deep, show_progress=show_progress)
         where = "" if store == folder else f"{store.name}: "
-        findings += [replace(one, detail=where + one.detail) for one in found]
+        findings += [replace(one, detail=where + one.detail) for one in results]
     return findings
 
 
@@ -153,11 +153,11 @@ def _is_locked(folder: Path) -> bool:
 
 def _check_format(folder: Path) -> Finding:
     try:
-        found = (folder / FORMAT_NAME).read_bytes()
+        content = (folder / FORMAT_NAME).read_bytes()
     except OSError as error:
         return problem("format", f"{folder / FORMAT_NAME} cannot be read: {error.strerror}", "restore it from a backup")
-    if found != FORMAT:
-        detail = f"the folder was written in a format that this version does not know: {found[:80]!r}"
+    if content != FORMAT:
+        detail = f"the folder was written in a format that this version does not know: {content[:80]!r}"
         return problem("format", detail, "use the version of millstream that wrote it, or a newer one")
     return passed("format", "known to this version")
 
@@ -226,16 +226,16 @@ class _Segment(NamedTuple):
 
 
 def _check_segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress: bool) -> list[Finding]:
-    found = sorted(_segment_files(folder))
-    total_bytes = sum(segment.path.stat().st_size for segment in found)
-    subject = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
+    segments = sorted(_segment_files(folder))
+    total_bytes = sum(segment.path.stat().st_size for segment in segments)
+    subject = f"{counted(len(segments), 'segment')} with {sized(total_bytes)}"
     if not deep:
         return [passed("segments", f"{subject}, not read (--quick)")]
-    findings = list(_check_missing_files(folder, names, found))
+    findings = list(_check_missing_files(folder, names, segments))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
     with Progress("reading segments", total_bytes=total_bytes, enabled=show_progress) as progress:
-        for segment, following in zip_longest(found, found[1:]):
+        for segment, following in zip_longest(segments, segments[1:]):
             limit = following.base_offset if segment.is_followed_by(following) else _NO_LIMIT
             label = f"{names.get(segment.topic_id, segment.topic_id)}-{segment.partition}"
             try:
@@ -256,7 +256,7 @@ def _segment_files(folder: Path) -> Iterator[_Segment]:
             yield _Segment(path.parent.parent.name, int(path.parent.name), base_offset, path)
 
 
-def _check_missing_files(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iterator[Finding]:
+def _check_missing_files(folder: Path, names: dict[str, str], segments: list[_Segment]) -> Iterator[Finding]:
     """Report missing files at the start and end of logs, according to the last checkpoint.
 
     A gap in between is found at the segment before it.
@@ -266,24 +266,26 @@ def _check_missing_files(folder: Path, names: dict[str, str], found: list[_Segme
     except OSError:
         return
     bases: dict[tuple[str, int], set[int]] = {}
-    for one in found:
+    for one in segments:
         bases.setdefault((one.topic_id, one.partition), set()).add(one.base_offset)
     for (topic_id, partition), content in sorted(states.items()):
         state = decode_state(content)
         if state is None or str(topic_id) not in names:
             continue
-        there = bases.get((str(topic_id), partition), set())
-        for first, after in _missing_ranges(state, there):
-            if not there or first < min(there) or after > max(there):
+        base_offsets = bases.get((str(topic_id), partition), set())
+        for first, after in _missing_ranges(state, base_offsets):
+            if not base_offsets or first < min(base_offsets) or after > max(base_offsets):
                 where = f"a file of {folder / PARTITIONS_NAME / str(topic_id) / str(partition)}"
                 yield _lost_finding(f"{names[str(topic_id)]}-{partition}", "missing", first, after, where)
 
 
-def _missing_ranges(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
+def _missing_ranges(state: LogState, base_offsets: set[int]) -> Iterator[tuple[int, int]]:
     """Return the ranges of missing files, now or since an earlier start."""
     swapped = {base for base, _ in state.swaps}
     ranges = [(lost.start, lost.end) for lost in state.lost if lost.segment < 0]
-    ranges += [(one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in there | swapped]
+    ranges += [
+        (one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in base_offsets | swapped
+    ]
     for first, after in sorted(ranges):
         if max(first, state.start_offset) < after:
             yield max(first, state.start_offset), after

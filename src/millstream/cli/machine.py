@@ -510,12 +510,12 @@ class Machine:
         from millstream.broker.cluster.machine_folder import move_logs
 
         backoff = Backoff()
-        for left in reversed(range(_SETTLE_ATTEMPTS)):
+        for attempts_left in reversed(range(_SETTLE_ATTEMPTS)):
             try:
                 with closing(Catalog.open_folder(Path(self._data), sealing=self._sealing())) as catalog:
                     return await move_logs(self._layout, self._files, self.clock, self.service, catalog)
             except (MillstreamError, OSError) as error:
-                if not left:
+                if not attempts_left:
                     raise CommandFailed(f"logs could not be handed over: {error}") from error
                 _logger.error("logs could not be handed over; trying again", extra={"error": str(error)})
                 await backoff.pause()

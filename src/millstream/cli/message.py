@@ -54,8 +54,8 @@ def show(
         from millstream.client.admin.messages import find_message
         from millstream.client.admin.topics import find_topic
 
-        found = await find_topic(client, await topic_name(client, at.topic))
-        return found, await find_message(client, found, at.partition, at.offset)
+        topic_metadata = await find_topic(client, await topic_name(client, at.topic))
+        return topic_metadata, await find_message(client, topic_metadata, at.partition, at.offset)
 
     found, stored = call_broker(common, operation)
     if raw:

@@ -172,9 +172,9 @@ def list_(common: Common = COMMON) -> None:
     # Imported on use, so that the other commands start faster.
     from millstream.client.admin.mirrors import summary_of
 
-    found = _call_mirrors(common, lambda mirrors: mirrors.describe())
+    described = _call_mirrors(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
-    rows = [{key: row[key] for key in keys} for row in map(summary_of, found)]
+    rows = [{key: row[key] for key in keys} for row in map(summary_of, described)]
     empty = "No mirrors yet; create one with: millstream mirror create"
     print_list({"mirrors": rows}, keys, [list(row.values()) for row in rows], empty=empty, as_json=common.as_json)
 

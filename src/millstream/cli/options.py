@@ -29,14 +29,14 @@ def flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
 def duration(spelled: str, text: str, *, minimum: float = 0.0, maximum: float = math.inf, **more: Any) -> Any:
     """Declare a flag that takes a length of time, as in 30s, 15m or 1h; its value is in seconds."""
 
-    def parse(given: str | float) -> float:
+    def parse(text_or_seconds: str | float) -> float:
         try:
-            seconds = parse_duration_ms(str(given), name=spelled) / 1000
+            seconds = parse_duration_ms(str(text_or_seconds), name=spelled) / 1000
         except InvalidSetting:
-            raise typer.BadParameter(f"{given!r} is not a length of time such as 30s, 15m or 1h") from None
+            raise typer.BadParameter(f"{text_or_seconds!r} is not a length of time such as 30s, 15m or 1h") from None
         if not minimum <= seconds <= maximum:
             bound = f"below {minimum:g}" if seconds < minimum else f"above {maximum:g}"
-            raise typer.BadParameter(f"{given} is {bound} s")
+            raise typer.BadParameter(f"{text_or_seconds} is {bound} s")
         return seconds
 
     return typer.Option(spelled, metavar="DURATION", help=text, parser=parse, **more)
@@ -203,10 +203,10 @@ def confirm(question: str, *, unless: bool) -> None:
         raise CommandFailed("cancelled; nothing was changed")
 
 
-def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
+def parse_assignments(texts: list[str], *, flag: str) -> dict[str, str]:
     """Split the NAME=VALUE texts of a repeatable flag."""
     values: dict[str, str] = {}
-    for text in given:
+    for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
@@ -214,9 +214,9 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
     return values
 
 
-def parse_settings(given: list[str], *, secret: Collection[str], files: Collection[str] = ()) -> dict[str, str]:
+def parse_settings(texts: list[str], *, secret: Collection[str], files: Collection[str] = ()) -> dict[str, str]:
     """Split the texts of --set; those of `secret` settings must be in files, and those of `files` may be."""
-    values = parse_assignments(given, flag="--set")
+    values = parse_assignments(texts, flag="--set")
     for name, value in values.items():
         if name in secret and value:
             values[name] = read_secret(value, flag=f"--set {name}=")

@@ -59,10 +59,10 @@ def print_bytes(data: bytes) -> None:
         raise OutputClosed from None
 
 
-def print_settings(settings: Mapping[str, str], given: Collection[str]) -> None:
+def print_settings(settings: Mapping[str, str], overridden: Collection[str]) -> None:
     """Print settings, one line each, and mark defaults."""
     for name, value in sorted(settings.items()):
-        mark = "" if name in given else "  (default)"
+        mark = "" if name in overridden else "  (default)"
         print_line(f"  {name} = {one_line(value) or '-'}{mark}")
 
 

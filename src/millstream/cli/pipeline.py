@@ -174,22 +174,22 @@ def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
     """List the runs of a job, the latest first."""
     from millstream.client.admin.pipelines import shown_run
 
-    found = call_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
+    runs_listed = call_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
     columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
-    document, rows = {"pipeline": name, "runs": found}, [_run_row(shown_run(run)) for run in found]
+    document, rows = {"pipeline": name, "runs": runs_listed}, [_run_row(shown_run(run)) for run in runs_listed]
     print_list(document, columns, rows, empty=f"Job {one_line(name)} has not run yet.", as_json=common.as_json)
 
 
 @app.command("logs")
 def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
     """Show the output of a job run: the last 256 KiB of it."""
-    found = call_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
+    log = call_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
     if common.as_json:
-        print_json({"pipeline": name, **found})
+        print_json({"pipeline": name, **log})
         return
-    if found["is_truncated"]:
+    if log["is_truncated"]:
         print_note("this is the end of a longer log")
-    for line in found["text"].splitlines():
+    for line in log["text"].splitlines():
         print_line(one_line(line))
 
 
@@ -270,11 +270,11 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
     from millstream.client.admin.pipelines import PipelineClient, tables_of
 
     (described,) = await PipelineClient(client).describe([name])
-    found = await tables_of(client, described)
+    tables = await tables_of(client, described)
     return {
         **described,
-        "tables": [asdict(one) for one in found.tables],
-        "notes": [*described["notes"], *found.notes],
+        "tables": [asdict(one) for one in tables.tables],
+        "notes": [*described["notes"], *tables.notes],
     }
 
 

@@ -383,10 +383,10 @@ def flags_not_for(kind: PipelineKind | None) -> frozenset[str]:
     return frozenset(one.name for one in fields(Flags)) - _OF_KIND[kind]
 
 
-def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:
-    if not given:
+def _by_name(assignments: Sequence[str] | None, *, flag: str) -> str | None:
+    if not assignments:
         return None
-    named = parse_assignments(list(given), flag=flag)
+    named = parse_assignments(list(assignments), flag=flag)
     return json.dumps({name: read_text(text, flag=flag) for name, text in named.items()}, ensure_ascii=False)
 
 

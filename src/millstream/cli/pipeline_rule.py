@@ -69,13 +69,14 @@ def load(
 ) -> None:
     """Load many rules in one step: all of them, or none."""
     rules = read_rules(file)
-    gone: list[str] = []
+    rules_to_delete: list[str] = []
     if replace:
         named = {rule.name for rule in rules}
-        gone = [rule.name for rule in _rules_of(name, common) if rule.name not in named]
-    changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
-    text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
-    document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
+        rules_to_delete = [rule.name for rule in _rules_of(name, common) if rule.name not in named]
+    changed = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, deleted=rules_to_delete))
+    deleted = len(rules_to_delete)
+    text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {deleted:,} deleted."
+    document = {"pipeline": name, "put": len(rules), "deleted": deleted, "rules": changed.rules}
     print_with_notes(document, text, changed.notes, as_json=common.as_json)
 
 
@@ -99,9 +100,9 @@ def delete(
     common: Common = COMMON,
 ) -> None:
     """Delete rules; what they have routed stays."""
-    left = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
-    text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
-    print_result({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
+    remaining = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, deleted=rule)).rules
+    text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {remaining:,} left."
+    print_result({"pipeline": name, "deleted": len(rule), "rules": remaining}, text, as_json=common.as_json)
 
 
 async def _count_already_read(client: Client, name: str, topic: str) -> int:
@@ -109,12 +110,12 @@ async def _count_already_read(client: Client, name: str, topic: str) -> int:
     from millstream.client.admin.backlog import Backlogs, reader_of
     from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 
-    found = (await client.metadata([topic])).topics.get(topic)
+    topic_metadata = (await client.metadata([topic])).topics.get(topic)
     (described,) = await PipelineClient(client).describe([name])
     reader = reader_of(pipeline_of(described))
-    if found is None or reader is None:
+    if topic_metadata is None or reader is None:
         return 0
-    backlogs = await Backlogs(client).in_topic([reader], found)
+    backlogs = await Backlogs(client).in_topic([reader], topic_metadata)
     return backlogs[name].passed if name in backlogs else 0
 
 

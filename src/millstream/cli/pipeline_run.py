@@ -511,9 +511,9 @@ class CommandRun:
         self._rows_shown = 0
         self._began = time.monotonic()
 
-    def _resolve_location(self, flag: str, given: str | None, of_node: str, places: PipelineStorage) -> str:
-        if given is not None:
-            return given
+    def _resolve_location(self, flag: str, option: str | None, of_node: str, places: PipelineStorage) -> str:
+        if option is not None:
+            return option
         lands = self._pipeline.kind is PipelineKind.LAND
         is_needed = not lands if flag == "--folder" else lands and not self._pipeline.overrides.get("lake")
         if is_needed and of_node.startswith(places.data) and not os.path.isdir(places.data):

@@ -23,9 +23,9 @@ def list_(as_json: AsJson = False) -> None:
     """List the profiles of this user."""
     from millstream.client.profile import profile_file, read_profiles
 
-    found = sorted(read_profiles().items())
-    profiles = [(name, one) for name, one in found if not isinstance(one, InvalidSetting)]
-    problems = [str(one) for _, one in found if isinstance(one, InvalidSetting)]
+    stored = sorted(read_profiles().items())
+    profiles = [(name, one) for name, one in stored if not isinstance(one, InvalidSetting)]
+    problems = [str(one) for _, one in stored if isinstance(one, InvalidSetting)]
     listed = [{"profile": name, **profile.shown()} for name, profile in profiles]
     print_list(
         {"file": str(profile_file()), "profiles": listed, "problems": problems},

@@ -205,10 +205,10 @@ def publish(
         print_note(f"Published {counted(number, 'message')} to {topic}.")
 
 
-def _headers(given: list[str]) -> tuple[tuple[str, bytes], ...]:
+def _headers(options: list[str]) -> tuple[tuple[str, bytes], ...]:
     # Pairs instead of a table: a name may occur more than once.
-    pairs = [text.partition("=") for text in given]
-    for text, (name, separator, _) in zip(given, pairs, strict=True):
+    pairs = [text.partition("=") for text in options]
+    for text, (name, separator, _) in zip(options, pairs, strict=True):
         if not separator or not name:
             raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
     return tuple((name, os.fsencode(text)) for name, _, text in pairs)

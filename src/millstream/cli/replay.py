@@ -145,7 +145,7 @@ def _time_ms(text: str | None, flag: str) -> int | None:
 def _rate(text: str | None) -> float:
     if text is None:
         return 0.0
-    found = _RATE.match(text.strip())
-    if found is None or not float(found[1]):
+    match = _RATE.match(text.strip())
+    if match is None or not float(match[1]):
         raise typer.BadParameter(f"--rate must be a number of messages per second, such as 500/s, not {text!r}")
-    return float(found[1])
+    return float(match[1])

@@ -70,9 +70,9 @@ def list_(
     """List subjects with their latest version."""
     from millstream.client.admin.schemas import SchemaClient
 
-    found = call_broker(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
+    subjects = call_broker(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
     keys = ("subject", "version", "id", "type", "deleted")
-    listed = [_document(one) for one in found]
+    listed = [_document(one) for one in subjects]
     empty = "No schemas; `millstream schema register SUBJECT FILE` adds one."
     rows = [[one[key] for key in keys] for one in listed]
     print_list({"schemas": listed}, keys, rows, empty=empty, as_json=common.as_json)
@@ -88,8 +88,8 @@ def show(
     """Print a version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, readable
 
-    found = call_broker(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
-    print_result(_document(found), readable(found).rstrip("\n"), as_json=common.as_json)
+    version_found = call_broker(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
+    print_result(_document(version_found), readable(version_found).rstrip("\n"), as_json=common.as_json)
 
 
 @app.command("diff")
@@ -286,8 +286,8 @@ def _context(name: str) -> str:
     return name if name.startswith(".") else f".{name}"
 
 
-def _type_of(file: Path, given: str | None) -> str:
-    chosen = (given or _TYPES.get(file.suffix, "")).upper()
+def _type_of(file: Path, schema_type: str | None) -> str:
+    chosen = (schema_type or _TYPES.get(file.suffix, "")).upper()
     if chosen not in SCHEMA_TYPES:
         raise InvalidRequest(f"the type of {file.name} is unknown; pass --type {', '.join(sorted(SCHEMA_TYPES))}")
     return chosen

@@ -69,7 +69,7 @@ from millstream.core.subscription import (
     START,
     SubscriptionSettings,
     Verb,
-    shown,
+    without_secrets,
 )
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ _FLAGS: Final = {
 _PULLED_AT_ONCE = 4
 """A message may be as large as what a batch may decompress to, so few are held with their contents."""
 
-_SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
+_SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Released", Verb.REJECT: "Rejected"}
 
 T = TypeVar("T")
 
@@ -291,15 +291,15 @@ class Flags:
             least, _, most = self.backoff.partition(":")
             for name, text in ((BACKOFF_MIN, least), (BACKOFF_MAX, most)):
                 given[name] = parse_duration_ms(text, name="--backoff") / 1000 if text or name == BACKOFF_MIN else None
-        found = {name: _setting_text(name, value) for name, value in given.items() if value is not None}
+        overrides = {name: _setting_text(name, value) for name, value in given.items() if value is not None}
         if self.push is not None:
-            found[URL] = self.push
+            overrides[URL] = self.push
         if self.push_secret is not None:
-            found[SECRET] = read_secret(self.push_secret, flag="--push-secret") if self.push_secret else ""
+            overrides[SECRET] = read_secret(self.push_secret, flag="--push-secret") if self.push_secret else ""
         if self.push_header:
             values = parse_assignments(self.push_header, flag="--push-header")
-            found[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})
-        return found
+            overrides[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})
+        return overrides
 
 
 NO_FLAGS: Final = Flags()
@@ -462,7 +462,7 @@ def update(
     with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
         notes = call_broker(common, operation)
     if common.as_json:
-        given = shown({setting: value for setting, value in changes.items() if value is not None})
+        given = without_secrets({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
     else:
         print_line(f"Changed subscription {one_line(name)}.")

@@ -82,14 +82,14 @@ def tail(
         from millstream.client.admin.tailer import Tailer
         from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 
-        found = await find_topic(client, topic)
-        partitions = _select_partitions(found, partition)
+        topic_metadata = await find_topic(client, topic)
+        partitions = _select_partitions(topic_metadata, partition)
         level = isolation.level
         # Requested first, so that messages written meanwhile are not reported as held back.
         written = await offset_bounds(client, topic, partitions)
         bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
-        show = _make_printer(client, found, raw=raw, as_json=common.as_json)
+        show = _make_printer(client, topic_metadata, raw=raw, as_json=common.as_json)
         starts = ends if number == 0 else {index: start for index, (start, _) in bounds.items()}
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
@@ -98,10 +98,10 @@ def tail(
         tailer = Tailer(
             client, topic, starts, patience_s=common.timeout, isolation=level, is_whole=is_whole, note=print_note
         )
-        left = await _show_past(tailer, begin, ends, number, show)
+        remaining = await _show_past(tailer, begin, ends, number, show)
         _print_held_back(written, ends)
-        if follow and left != 0:
-            await _show_new(tailer, left, show)
+        if follow and remaining != 0:
+            await _show_new(tailer, remaining, show)
         if tailer.lost:
             raise CommandFailed(f"not everything could be shown: {'; '.join(tailer.lost)}")
 
@@ -136,21 +136,21 @@ async def _show_past(
         return None
     if number == 0 or begin.kind is Kind.END:
         return number
-    left = number
+    remaining = number
     async for message in tailer.until(ends):
         print_bytes(await show(message))
-        left = None if left is None else left - 1
-        if left == 0:
+        remaining = None if remaining is None else remaining - 1
+        if remaining == 0:
             break
-    return left
+    return remaining
 
 
-async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
+async def _show_new(tailer: Tailer, limit: int | None, show: Show) -> None:
     async with aclosing(tailer.follow()) as following:
         async for message in following:
             print_bytes(await show(message))
-            left = None if left is None else left - 1
-            if left == 0:
+            limit = None if limit is None else limit - 1
+            if limit == 0:
                 return
 
 

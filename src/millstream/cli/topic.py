@@ -158,12 +158,12 @@ def describe(name: Name, common: Common = COMMON) -> None:
         from millstream.client.admin.topic_notes import topic_original, topic_readers, topic_writers
         from millstream.client.admin.topic_schema import topic_schemas
 
-        found = await describe_topic(client, name, advice=_LIST_ADVICE)
-        found["schema"] = await topic_schemas(client, found["settings"])
-        found["readers"] = await topic_readers(client, name)
-        found["writers"] = await topic_writers(client, name)
-        found["copy_of"] = await topic_original(client, name)
-        return found
+        described = await describe_topic(client, name, advice=_LIST_ADVICE)
+        described["schema"] = await topic_schemas(client, described["settings"])
+        described["readers"] = await topic_readers(client, name)
+        described["writers"] = await topic_writers(client, name)
+        described["copy_of"] = await topic_original(client, name)
+        return described
 
     described = call_broker(common, operation)
     if common.as_json:

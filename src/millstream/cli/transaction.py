@@ -54,11 +54,11 @@ def list_(
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
 
-    found = call_broker(common, operation)
+    transactions = call_broker(common, operation)
     print_list(
-        {"transactions": [dataclasses.asdict(one) for one in found]},
+        {"transactions": [dataclasses.asdict(one) for one in transactions]},
         ["transactional id", "state", "producer id"],
-        [[one_line(one.transactional_id), one.state, one.producer_id] for one in found],
+        [[one_line(one.transactional_id), one.state, one.producer_id] for one in transactions],
         empty="No transactions; a producer with a transactional id creates one.",
         as_json=common.as_json,
     )
@@ -72,15 +72,17 @@ def describe(
     """Show one transactional id: its producer, its state, and the partitions of its transaction."""
     from millstream.client.admin.transactions import describe_transaction
 
-    found = call_broker(common, lambda client: describe_transaction(client, transactional_id))
+    transaction = call_broker(common, lambda client: describe_transaction(client, transactional_id))
     if common.as_json:
-        print_json(found.described())
+        print_json(transaction.described())
         return
-    print_line(f"{one_line(found.transactional_id)}  ({found.state})")
-    print_line(f"producer {found.producer_id}, epoch {found.epoch}, coordinated by node {found.coordinator}")
-    if found.started_ms >= 0:
-        print_line(_format_duration(found))
-    for partition in found.partitions:
+    print_line(f"{one_line(transaction.transactional_id)}  ({transaction.state})")
+    print_line(
+        f"producer {transaction.producer_id}, epoch {transaction.epoch}, coordinated by node {transaction.coordinator}"
+    )
+    if transaction.started_ms >= 0:
+        print_line(_format_duration(transaction))
+    for partition in transaction.partitions:
         print_line(f"  {partition}")
 
 
@@ -125,25 +127,25 @@ def abort(
     _abort_hanging(where, producer_id, common, force=force)
 
 
-def _format_duration(found: DescribedTransaction) -> str:
+def _format_duration(transaction: DescribedTransaction) -> str:
     from millstream.client.admin.transactions import ONGOING, OPEN_STATES, PREPARED
 
-    begun = f"begun {max(0.0, time.time() - found.started_ms / 1000):.0f} s ago"
-    if found.state == ONGOING:
-        return f"{begun}, aborted after {found.timeout_ms / 1000:g} s"
-    if found.state == PREPARED:
+    begun = f"begun {max(0.0, time.time() - transaction.started_ms / 1000):.0f} s ago"
+    if transaction.state == ONGOING:
+        return f"{begun}, aborted after {transaction.timeout_ms / 1000:g} s"
+    if transaction.state == PREPARED:
         return f"{begun}, waiting for the commit of its batch"
-    return f"{begun}, being ended" if found.state in OPEN_STATES else f"the last transaction was {begun}"
+    return f"{begun}, being ended" if transaction.state in OPEN_STATES else f"the last transaction was {begun}"
 
 
 def _list_hanging(common: Common) -> None:
     from millstream.client.admin.transactions import hanging_transactions
 
-    found = call_broker(common, hanging_transactions)
+    hanging = call_broker(common, hanging_transactions)
     print_list(
-        {"hanging": [one.described() for one in found]},
+        {"hanging": [one.described() for one in hanging]},
         ["topic", "partition", "producer id", "epoch", "from offset"],
-        [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found],
+        [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in hanging],
         empty="No transactions are hanging: every open transaction has a coordinator that will end it.",
         as_json=common.as_json,
     )
@@ -163,9 +165,9 @@ def _abort_known(transactional_id: str, common: Common) -> None:
 def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, force: bool) -> None:
     from millstream.client.admin.transactions import abort_on_partition
 
-    found = call_broker(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
+    aborted = call_broker(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
     print_result(
-        found.described(),
+        aborted.described(),
         f"Aborted the transaction of producer {producer_id} on {one_line(str(where))}.",
         as_json=common.as_json,
     )

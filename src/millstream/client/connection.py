@@ -84,7 +84,7 @@ Seconds = float
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredSubscription:
     """An existing subscription."""
 
     name: str
@@ -132,7 +132,7 @@ def requested_settings(options: SubscriptionOptions) -> dict[str, str]:
 
 async def declare(
     subscriptions: SubscriptionClient, name: str, topics: Sequence[str], settings: Mapping[str, str], *, update: bool
-) -> Declared:
+) -> DeclaredSubscription:
     """Create the subscription, or use the existing one if it matches or may be changed."""
     try:
         await subscriptions.create(name, topics, settings)
@@ -143,10 +143,10 @@ async def declare(
 
 async def _reconcile(
     subscriptions: SubscriptionClient, name: str, topics: Sequence[str], settings: Mapping[str, str], *, update: bool
-) -> Declared:
-    (there,) = await subscriptions.describe([name])
-    known: dict[str, str] = there["settings"]
-    found = differences(there, topics, settings, spelled=_SPELLED)
+) -> DeclaredSubscription:
+    (described,) = await subscriptions.describe([name])
+    known: dict[str, str] = described["settings"]
+    found = differences(described, topics, settings, spelled=_SPELLED)
     if found and not update:
         raise SubscriptionExists(
             f"subscription {name!r} exists with other settings: {'; '.join(found)}; update=True changes it"
@@ -154,14 +154,14 @@ async def _reconcile(
     changed = {
         setting: value for setting, value in settings.items() if setting != START and known.get(setting) != value
     }
-    other_topics = set(topics) != set(there["topics"]) or there["has_hidden_topics"]
+    other_topics = set(topics) != set(described["topics"]) or described["has_hidden_topics"]
     if changed or other_topics:
         await subscriptions.alter(name, changed, topics=topics if other_topics else None)
     return _declared(name, SubscriptionSettings.from_strings({**known, **changed}))
 
 
-def _declared(name: str, settings: SubscriptionSettings) -> Declared:
-    return Declared(name, settings.lease_ms / 1000, settings.delivery)
+def _declared(name: str, settings: SubscriptionSettings) -> DeclaredSubscription:
+    return DeclaredSubscription(name, settings.lease_ms / 1000, settings.delivery)
 
 
 _Reading = Callable[[str, Any], dict[str, str]]
@@ -660,14 +660,14 @@ class Connection:
 
     async def _declare(
         self, topics: str | Sequence[str], name: str | None, settings: dict[str, str], *, update: bool
-    ) -> Declared:
+    ) -> DeclaredSubscription:
         if not name:
             raise InvalidSubscription("a subscription needs a name; live=True listens without one")
         check_text("name", name, InvalidSubscription)
         check_bool("update", update, InvalidSubscription)
         return await declare(self._subscriptions, name, _listed(topics), settings, update=update)
 
-    def _receiver(self, declared: Declared, *, credit: int, ahead: int) -> Receiver:
+    def _receiver(self, declared: DeclaredSubscription, *, credit: int, ahead: int) -> Receiver:
         worker = f"{self._client_id}/{uuid.uuid4().hex}"
         return Receiver(
             self.client,
@@ -781,14 +781,16 @@ async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, p
         raise InvalidRequest("deduplicate=True needs id=…: messages are identified by their id")
     if partition is not None:
         check_integer("partition", partition)
-    found = (await client.metadata([topic], create=True)).topics.get(topic)
-    if found is None:
+    topic_metadata = (await client.metadata([topic], create=True)).topics.get(topic)
+    if topic_metadata is None:
         raise UnknownTopic(f"topic {topic!r} does not exist; create it with: millstream topic create {topic}")
-    at = partition_of(record.key, given, len(found.partitions)) if partition is None else partition
+    at = partition_of(record.key, given, len(topic_metadata.partitions)) if partition is None else partition
     if record.timestamp_ms < 0:
         record = record._replace(timestamp_ms=int(time.time() * 1000))
     (placed,) = await publish_once(client, topic, at, [record])
-    return Receipt(topic, at, placed.offset, placed.timestamp_ms, str(found.topic_id), given.decode(errors="replace"))
+    return Receipt(
+        topic, at, placed.offset, placed.timestamp_ms, str(topic_metadata.topic_id), given.decode(errors="replace")
+    )
 
 
 async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s: float) -> MessageDelivery:

@@ -205,10 +205,10 @@ class HandledTable:
         mine = and_(handled.c.handler == self._name, handled.c.until_ms <= now_ms)
         oldest = select(handled.c.message_id).where(mine).order_by(handled.c.until_ms).limit(CLEANED_MAX)
         with self.engine.begin() as connection:
-            found = connection.execute(oldest).scalars().all()
-            if found:
-                connection.execute(delete(handled).where(mine, handled.c.message_id.in_(found)))
-        return len(found)
+            expired = connection.execute(oldest).scalars().all()
+            if expired:
+                connection.execute(delete(handled).where(mine, handled.c.message_id.in_(expired)))
+        return len(expired)
 
     def _run(self, connection: Connection, operations: Sequence[Operation], now_ms: int) -> list[ClaimResult]:
         before = self._read(connection, sorted({one.message_id for one in operations}))

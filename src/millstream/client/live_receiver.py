@@ -90,15 +90,15 @@ class LiveReceiver(Source):
 
     async def _find_partitions(self, begin: Offset) -> None:
         """Look for new partitions; partitions that exist at the start are followed from their end."""
-        found = await self._client.metadata(self._topics)
-        missing = [name for name in self._topics if name not in found.topics]
+        metadata = await self._client.metadata(self._topics)
+        missing = [name for name in self._topics if name not in metadata.topics]
         if missing and begin == _LATEST:
             raise UnknownTopic(
                 f"topic {', '.join(map(repr, missing))} does not exist; "
                 f"create it with: millstream topic create {missing[0]}"
             )
         for name in self._topics:
-            topic = found.topics.get(name)
+            topic = metadata.topics.get(name)
             if topic is None:
                 continue
             self._topic_ids[name] = topic.topic_id.bytes

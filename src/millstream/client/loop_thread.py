@@ -7,7 +7,7 @@ import concurrent.futures.thread  # noqa: F401
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -102,10 +102,14 @@ class LoopThread:
                     return
         finally:
             close = getattr(items, "aclose", None) or getattr(items, "close", None)
-            if close is not None and self._thread.is_alive():
-                self._close(close())
+            if close is not None:
+                self.finish(close)
 
-    def _close(self, closing: Coroutine[Any, Any, None]) -> None:
+    def finish(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Close something in the thread, unless the client is closed already, and everything with it."""
+        if not self._thread.is_alive():
+            return
+        closing = close()
         if threading.current_thread() is not self._thread:
             self.call(closing)
             return

@@ -341,11 +341,11 @@ class Lease:
         """The duration of leases and extensions; None if nothing is leased."""
         self.is_leased = lease_s is not None
         self.fresh_until = fresh_until
-        """Until when the leases are certain to hold, so that messages may be handed out; only responses move it."""
+        """The time until which the leases certainly hold, so that messages may be handed out; set by responses."""
         self.valid_until = inf if lease_s is None else received + lease_s
-        """Until when retrying a settlement makes sense; sending an extension moves it."""
+        """The time until which a settlement is retried; sending an extension moves it."""
         self.deadline_ms = deadline_ms
-        """By the broker's clock."""
+        """The end of the lease by the broker's clock."""
         self.attempt = attempt
         """The delivery attempt, so that a late settlement cannot affect another one."""
         self.messages: list[Message] = []

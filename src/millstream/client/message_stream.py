@@ -12,7 +12,7 @@ from millstream.client.message import Message, check_integer
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 
-class Settled(Protocol):
+class Flushable(Protocol):
     """Settles messages."""
 
     async def flush(self) -> None:
@@ -25,7 +25,7 @@ class Source:
     What settles and returns messages does nothing here: it is overridden where messages are leased.
     """
 
-    settling: Settled
+    settling: Flushable
 
     def __init__(self, subscription: str) -> None:
         self.subscription = subscription
@@ -118,9 +118,9 @@ class MessageStream:
     that of a loop that was left; messages that the loop has taken may still be settled while their leases last.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[Source]], left: Callable[[Source], None] | None = None) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Source]], on_left: Callable[[Source], None] | None = None) -> None:
         self._start = start
-        self._left = left
+        self._left = on_left
         """Called, in any thread, with a source from which no more messages are taken."""
         self._receiver: Source | None = None
         self._current: Message | None = None

@@ -31,7 +31,7 @@ _DUPLICATE_SEQUENCE: Final = 46
 ACKS_NONE: Final = 0
 
 
-class _Sent(NamedTuple):
+class _SentBatch(NamedTuple):
     """One batch of a request."""
 
     queue: PartitionQueue
@@ -118,9 +118,9 @@ class NodeSender:
             return False
         return sum(queue.waiting_bytes for queue in self._ready) >= _MUCH_BYTES
 
-    def _next_batches(self) -> tuple[list[_Sent], dict[str, list[tuple[int, Buffer]]]]:
+    def _next_batches(self) -> tuple[list[_SentBatch], dict[str, list[tuple[int, Buffer]]]]:
         """Take one batch of each partition that may send, as many as fit into a request."""
-        sent: list[_Sent] = []
+        sent: list[_SentBatch] = []
         topics: dict[str, list[tuple[int, Buffer]]] = {}
         size = 0
         for queue in list(self._ready):
@@ -130,7 +130,7 @@ class NodeSender:
             batch = queue.take()
             sealed = queue.sealed(batch)
             size += len(sealed)
-            sent.append(_Sent(queue, batch))
+            sent.append(_SentBatch(queue, batch))
             topics.setdefault(queue.topic, []).append((queue.index, sealed))
             # A partition that had its turn is last the next time.
             del self._ready[queue]
@@ -140,7 +140,7 @@ class NodeSender:
                 break
         return sent, topics
 
-    def _send(self, sent: list[_Sent], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
+    def _send(self, sent: list[_SentBatch], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
         body = produce.write_produce_many(
             self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000), ids=self._ids(sent)
         )
@@ -160,7 +160,7 @@ class NodeSender:
             self._watch = self._loop.call_later(self._patience_s, self._check_timeout)
         response.add_done_callback(lambda done: self._handle_response(done, sent))
 
-    def _ids(self, sent: Sequence[_Sent]) -> dict[str, UUID]:
+    def _ids(self, sent: Sequence[_SentBatch]) -> dict[str, UUID]:
         if self._version < produce.NEWEST_BY_ID:
             return {}
         return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
@@ -178,7 +178,7 @@ class NodeSender:
 
     # -- responses ------------------------------------------------------------------------------------------
 
-    def _handle_response(self, response: asyncio.Future[Any], sent: list[_Sent]) -> None:
+    def _handle_response(self, response: asyncio.Future[Any], sent: list[_SentBatch]) -> None:
         del self._requests[response]
         error: BaseException | None = RequestTimedOut("cancelled") if response.cancelled() else response.exception()
         if error is None:
@@ -192,18 +192,18 @@ class NodeSender:
         if self._ready:
             self._pump()
 
-    def _read(self, frame: memoryview | None, sent: list[_Sent]) -> None:
+    def _read(self, frame: memoryview | None, sent: list[_SentBatch]) -> None:
         if frame is None:
             for queue, batch in sent:
                 if not batch.is_done:
                     queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
             self._settle(sent)
             return
-        found, throttle_ms = produce.read_produced_many(self._version, frame, ids=self._ids(sent))
+        results, throttle_ms = produce.read_produce_responses(self._version, frame, ids=self._ids(sent))
         if throttle_ms > 0 and self._pool is not None:
             self._muted_until = self._loop.time() + throttle_ms / 1000
             self._pool.mute(throttle_ms / 1000)
-        responses = {(one.topic, one.partition): one.response for one in found}
+        responses = {(one.topic, one.partition): one.response for one in results}
         for queue, batch in sent:
             response = responses.get((queue.topic, queue.index))
             if batch.is_done:
@@ -215,13 +215,13 @@ class NodeSender:
                 _refuse(queue, batch, response)
         self._settle(sent)
 
-    def _handle_failure(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
+    def _handle_failure(self, sent: list[_SentBatch], error: BaseException, *, maybe_stored: bool) -> None:
         for queue, batch in sent:
             if not batch.is_done and batch.in_flight:
                 queue.failed_for_now(batch, maybe_stored=maybe_stored)
         self._settle(sent)
 
-    def _settle(self, sent: list[_Sent]) -> None:
+    def _settle(self, sent: list[_SentBatch]) -> None:
         for queue, _ in sent:
             if queue.troubled:
                 self._recover(queue)

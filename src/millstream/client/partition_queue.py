@@ -285,7 +285,7 @@ class PartitionQueue:
         self.sender: NodeSender | None = None
         """The sender of the leader; None while it is unknown."""
         self.identity: ProducerIdentity | None = None
-        """None while a new one is needed."""
+        """The current producer id and epoch; None while a new id is needed."""
         self.waiting: deque[OutgoingBatch] = deque()
         self.waiting_bytes = 0
         self.sent: deque[OutgoingBatch] = deque()

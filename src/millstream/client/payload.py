@@ -73,12 +73,12 @@ def key_bytes(key: str | bytes | None) -> bytes | None:
 
 
 def headers_of(
-    given: GivenHeaders, content: Headers, message_id: str | None = None, delay: Delay | None = None
+    own_headers: GivenHeaders, content: Headers, message_id: str | None = None, delay: Delay | None = None
 ) -> Headers:
     """Return the headers of a message: the given ones, and those for its type, id and delay."""
-    if not given and message_id is None and delay is None:
+    if not own_headers and message_id is None and delay is None:
         return content
-    pairs = given.items() if isinstance(given, Mapping) else _pairs(given)
+    pairs = own_headers.items() if isinstance(own_headers, Mapping) else _pairs(own_headers)
     headers: list[tuple[str, bytes | None]] = [(name, _header(name, value)) for name, value in pairs]
     names = {name for name, _ in headers}
     if CONTENT_TYPE not in names:
@@ -124,11 +124,11 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, list | tuple) or all(map(_is_finite, value))
 
 
-def _pairs(given: Any) -> Sequence[tuple[str, HeaderValue]]:
-    is_sequence = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    if not is_sequence or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
-        raise InvalidRequest(f"headers must be a mapping of names to values, or pairs of them, not {given!r}")
-    return cast("Sequence[tuple[str, HeaderValue]]", given)
+def _pairs(headers: Any) -> Sequence[tuple[str, HeaderValue]]:
+    is_sequence = isinstance(headers, Sequence) and not isinstance(headers, str | bytes)
+    if not is_sequence or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in headers):
+        raise InvalidRequest(f"headers must be a mapping of names to values, or pairs of them, not {headers!r}")
+    return cast("Sequence[tuple[str, HeaderValue]]", headers)
 
 
 def _header(name: str, value: HeaderValue) -> bytes | None:

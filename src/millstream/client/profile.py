@@ -87,13 +87,13 @@ def profile_file() -> Path:
 
 def read_profiles() -> dict[str, Profile | InvalidSetting]:
     """Read every profile of this user, or why it cannot be used. No error contains a secret."""
-    found: dict[str, Profile | InvalidSetting] = {}
+    profiles: dict[str, Profile | InvalidSetting] = {}
     for name, table in _tables().items():
         try:
-            found[name] = _profile(name, table, profile_file())
+            profiles[name] = _profile(name, table, profile_file())
         except InvalidSetting as error:
-            found[name] = error
-    return found
+            profiles[name] = error
+    return profiles
 
 
 def load_profile(name: str) -> Profile:

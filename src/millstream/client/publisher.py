@@ -253,8 +253,8 @@ class Publisher:
             # Earlier ones are in flight, and their outcomes are reported as well.
             shared.fail_from(index, error)
         await shared.future
-        gone = route.queues[0].given_up
-        if isinstance(gone, UnknownTopic) and all(outcome is gone for outcome in shared.receipts):
+        topic_error = route.queues[0].given_up
+        if isinstance(topic_error, UnknownTopic) and all(outcome is topic_error for outcome in shared.receipts):
             # Nothing was stored in the topic that was known, so start again.
             return await self.publish_many(topic, records, partition=partition)
         return _receipts(shared)
@@ -405,8 +405,8 @@ class Publisher:
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
-                found = await self._fetch_metadata(topic, create=True)
-                senders = await self._senders_for(found)
+                metadata = await self._fetch_metadata(topic, create=True)
+                senders = await self._senders_for(metadata)
                 if self._identity is None:
                     self._identity = await self._new_identity(topic)
                 break
@@ -414,17 +414,17 @@ class Publisher:
                 if self._loop.time() + backoff.next_s > deadline:
                     raise
             await backoff.pause()
-        route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
-        self._assign_queues(route.queues, found, senders)
+        route = self._topics[topic] = TopicRoute(topic, str(metadata.topic_id), self._new_queues(metadata, 0))
+        self._assign_queues(route.queues, metadata, senders)
 
     async def _fetch_metadata(self, topic: str, *, create: bool) -> TopicMetadata:
-        found = await self._client.metadata([topic], create=create)
-        if topic in found.topics:
-            if not found.topics[topic].partitions:
+        metadata = await self._client.metadata([topic], create=create)
+        if topic in metadata.topics:
+            if not metadata.topics[topic].partitions:
                 raise NotLeader(f"topic {topic!r} has no partitions yet")
-            return found.topics[topic]
+            return metadata.topics[topic]
         needs = f"WRITE on topic {topic!r}"
-        error = error_from_code(found.errors.get(topic, 3), None, about=f"publish to {topic!r}", needs=needs)
+        error = error_from_code(metadata.errors.get(topic, 3), None, about=f"publish to {topic!r}", needs=needs)
         if isinstance(error, UnknownTopic):
             hint = f"create it with: millstream topic create {topic}"
             raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
@@ -455,24 +455,24 @@ class Publisher:
     async def _find_new_partitions(self, topics: Sequence[str]) -> None:
         # If no broker responds, the next publish meets the same error and handles it.
         with suppress(MillstreamError):
-            found = await self._client.metadata(topics)
-            for name, topic in found.topics.items():
+            metadata = await self._client.metadata(topics)
+            for name, topic in metadata.topics.items():
                 route = self._topics.get(name)
                 if route is not None and route.topic_id == str(topic.topic_id):
                     self._renew(name, topic)
 
-    def _new_queues(self, found: TopicMetadata, first: int) -> list[PartitionQueue]:
+    def _new_queues(self, metadata: TopicMetadata, first: int) -> list[PartitionQueue]:
         queues = [
             PartitionQueue(
-                found.name,
-                str(found.topic_id),
+                metadata.name,
+                str(metadata.topic_id),
                 index,
                 batch_bytes=self._batch_bytes,
                 compression=self._compression,
                 timeout_s=self._timeout_s,
                 freed=self._on_freed,
             )
-            for index in range(first, len(found.partitions))
+            for index in range(first, len(metadata.partitions))
         ]
         for queue in queues:
             if self._identity is not None:
@@ -480,10 +480,10 @@ class Publisher:
         return queues
 
     def _assign_queues(
-        self, queues: Sequence[PartitionQueue], found: TopicMetadata, senders: Mapping[int, NodeSender | None]
+        self, queues: Sequence[PartitionQueue], metadata: TopicMetadata, senders: Mapping[int, NodeSender | None]
     ) -> None:
         """Assign every queue to its leader's sender; queues without a leader stay troubled."""
-        leaders = {one.partition: one.leader_id for one in found.partitions.values()}
+        leaders = {one.partition: one.leader_id for one in metadata.partitions.values()}
         for queue in queues:
             if queue.given_up is not None:
                 continue
@@ -501,8 +501,8 @@ class Publisher:
             elif queue.can_send:
                 sender.notify(queue)
 
-    async def _senders_for(self, found: TopicMetadata) -> dict[int, NodeSender | None]:
-        leaders = {one.leader_id for one in found.partitions.values() if one.leader_id >= 0}
+    async def _senders_for(self, metadata: TopicMetadata) -> dict[int, NodeSender | None]:
+        leaders = {one.leader_id for one in metadata.partitions.values() if one.leader_id >= 0}
         return {leader: await self._sender_for(leader) for leader in leaders}
 
     async def _sender_for(self, node: NodeId) -> NodeSender | None:
@@ -569,23 +569,25 @@ class Publisher:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._new_identity(topic))
         # Waiting messages are for the existing topic: it must not be created again after a deletion.
-        found = await self._fetch_metadata(topic, create=False)
-        senders = await self._senders_for(found)
+        metadata = await self._fetch_metadata(topic, create=False)
+        senders = await self._senders_for(metadata)
         for queue in queues:
             self._troubled.pop(queue, None)
-        self._renew(topic, found)
-        self._assign_queues(queues, found, senders)
+        self._renew(topic, metadata)
+        self._assign_queues(queues, metadata, senders)
 
-    def _renew(self, topic: str, found: TopicMetadata) -> None:
+    def _renew(self, topic: str, metadata: TopicMetadata) -> None:
         """Update a topic that was recreated, or has new partitions."""
         route = self._topics.get(topic)
         if route is None:
             return
-        if route.topic_id != str(found.topic_id):
-            gone = UnknownTopic(f"topic {topic!r} was deleted while this was published; another topic has its name now")
-            self._forget(topic, gone)
-        elif len(found.partitions) > len(route.queues):
-            route.extend(added := self._new_queues(found, len(route.queues)))
+        if route.topic_id != str(metadata.topic_id):
+            error = UnknownTopic(
+                f"topic {topic!r} was deleted while this was published; another topic has its name now"
+            )
+            self._forget(topic, error)
+        elif len(metadata.partitions) > len(route.queues):
+            route.extend(added := self._new_queues(metadata, len(route.queues)))
             for queue in added:
                 self._recover(queue)
 

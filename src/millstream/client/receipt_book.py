@@ -199,15 +199,15 @@ async def _check_partition(
     client: Client, topic: str, partition: int, expected: dict[int, StoredReceipt]
 ) -> list[Finding]:
     bounds = await _bounds(client, topic, partition)
-    left, findings = _within(dict(sorted(expected.items())), bounds)
-    while left:
-        next_offset = next(iter(left))
+    unchecked, findings = _within(dict(sorted(expected.items())), bounds)
+    while unchecked:
+        next_offset = next(iter(unchecked))
         try:
             response = await client.fetch(topic, partition, next_offset, max_bytes=_FETCH_BYTES, max_wait_ms=0)
         except OffsetOutOfRange:
             # Retention has deleted more meanwhile.
-            left, gone = _within(left, await _bounds(client, topic, partition))
-            findings += gone
+            unchecked, expired = _within(unchecked, await _bounds(client, topic, partition))
+            findings += expired
             continue
         except CorruptBatch:
             from millstream.client.admin.cluster_status import find_lost
@@ -215,13 +215,13 @@ async def _check_partition(
             lost = await find_lost(client, topic, partition, next_offset)
             if lost is None:
                 raise
-            for offset in [offset for offset in left if lost.start <= offset < lost.end]:
-                findings.append(Finding(left.pop(offset), "the disk of the broker lost it", MISSING))
+            for offset in [offset for offset in unchecked if lost.start <= offset < lost.end]:
+                findings.append(Finding(unchecked.pop(offset), "the disk of the broker lost it", MISSING))
             continue
-        found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(response.records))}
-        reached = max(found, default=next_offset)
-        for offset in [offset for offset in left if offset <= reached]:
-            finding = _compare(left.pop(offset), found.get(offset))
+        records: dict[int, Record] = {record.offset: record for record in decode_records(bytes(response.records))}
+        reached = max(records, default=next_offset)
+        for offset in [offset for offset in unchecked if offset <= reached]:
+            finding = _compare(unchecked.pop(offset), records.get(offset))
             if finding is not None:
                 findings.append(finding)
     return findings

@@ -24,7 +24,7 @@ from millstream.core.errors import InvalidRecordState, MillstreamError, Protocol
 from millstream.core.ids import NodeId
 from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream.core.tasks import cancel_and_wait
-from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
+from millstream.protocol.private.leasing import LeaseRequests, LeaseResponse, fresh_until
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveRequest
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -47,7 +47,7 @@ Share = Callable[[int, int], int]
 """Returns how many messages to request from one more node, given the number already requested and the number of nodes.
 """
 
-OnLeased = Callable[[NodeId, Leased], None]
+OnLeased = Callable[[NodeId, LeaseResponse], None]
 """Called with a node's response."""
 
 
@@ -143,7 +143,7 @@ class Polls:
             count = await self._reserve()
             if not count:
                 continue
-            leased: Leased | None = None
+            leased: LeaseResponse | None = None
             self._sent[node] = monotonic()
             try:
                 leased = await self._send_receive(node, count)
@@ -178,7 +178,7 @@ class Polls:
         self.grant_credit()
         return await waiting
 
-    async def _send_receive(self, node: NodeId, count: int) -> Leased:
+    async def _send_receive(self, node: NodeId, count: int) -> LeaseResponse:
         request = ReceiveRequest(self._subscription, self._worker, count, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_for(node)
         leased = await self._requests.receive(pool, request, timeout_s=WAIT_MS / 1000 + _RESPONSE_S_MAX)
@@ -519,7 +519,7 @@ class Receiver(Source):
         # many messages too many as there are nodes.
         return 1 if self._idle and not waiting and self._in_flight < self._credit else 0
 
-    def _receive(self, node: NodeId, leased: Leased) -> None:
+    def _receive(self, node: NodeId, leased: LeaseResponse) -> None:
         before = len(self._buffer)
         for part in leased.response.partitions:
             if part.lease_ms is not None:
@@ -539,7 +539,7 @@ class Receiver(Source):
         self._wake(len(self._buffer) - before)
 
     def _add_leased(
-        self, node: NodeId, part: PartitionMessages, leased_ranges: list[LeasedRange], leased: Leased
+        self, node: NodeId, part: PartitionMessages, leased_ranges: list[LeasedRange], leased: LeaseResponse
     ) -> Sequence[Message]:
         """Read leased messages, all of one delivery attempt; return those that may be handed out."""
         now = monotonic()

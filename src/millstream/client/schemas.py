@@ -45,7 +45,7 @@ class SchemaCodecs:
     def __init__(self, client: Client) -> None:
         self._schemas = SchemaClient(client)
         self._by_name: OrderedDict[tuple[str, str], RegisteredCodec] = OrderedDict()
-        """By schema id or guid, and by the subject that determines the context."""
+        """The codecs by schema id or guid, and by the subject that determines the context."""
         self._latest: OrderedDict[str, tuple[float, RegisteredCodec]] = OrderedDict()
         self._unknown: OrderedDict[tuple[str, str], tuple[float, SchemaRegistryError]] = OrderedDict()
 
@@ -56,31 +56,31 @@ class SchemaCodecs:
         if known is not None and known[0] > now:
             return known[1]
         response = await self._schemas.subject(GetSubjectRequest(subject=subject, version="latest", format=_COMPILED))
-        found = _codec(response.schema)
-        _cache(self._latest, subject, (now + LATEST_S, found))
-        return found
+        schema = _codec(response.schema)
+        _cache(self._latest, subject, (now + LATEST_S, schema))
+        return schema
 
     async def encode(self, subject: str, value: Any, *, is_json: bool = False) -> bytes:
         """Encode a value with the latest schema of a subject, with its id in front; a JSON document is converted."""
-        found = await self.latest(subject)
+        schema = await self.latest(subject)
         try:
             if is_json:
-                return prefix(found.schema.id) + await self._encode_json(found, value)
+                return prefix(schema.schema.id) + await self._encode_json(schema, value)
             converted = value if isinstance(value, dict) else msgspec.to_builtins(value, builtin_types=_KEPT_TYPES)
-            return prefix(found.schema.id) + found.codec.encode(converted)
+            return prefix(schema.schema.id) + schema.codec.encode(converted)
         except SchemaMismatch as error:
-            raise SchemaMismatch(f"subject {subject!r}, version {found.schema.version}: {error}") from error
+            raise SchemaMismatch(f"subject {subject!r}, version {schema.schema.version}: {error}") from error
 
-    async def _encode_json(self, found: RegisteredCodec, document: Any) -> bytes:
-        return found.codec.encode(found.codec.from_json(document))
+    async def _encode_json(self, schema: RegisteredCodec, document: Any) -> bytes:
+        return schema.codec.encode(schema.codec.from_json(document))
 
     async def decode_json(self, framed: Framed, subject: str) -> tuple[SchemaMessage, bytes]:
         """Return the schema that a value names, and the value as JSON."""
-        found = await self.named(framed, subject)
-        return found.schema, await self._decode_json(found, framed)
+        schema = await self.named(framed, subject)
+        return schema.schema, await self._decode_json(schema, framed)
 
-    async def _decode_json(self, found: RegisteredCodec, framed: Framed) -> bytes:
-        return found.codec.decode_json(framed)
+    async def _decode_json(self, schema: RegisteredCodec, framed: Framed) -> bytes:
+        return schema.codec.decode_json(framed)
 
     async def decode(self, topic: str, payload: bytes, headers: Headers = (), *, field: str = "value") -> Any:
         """Decode a key or value of a topic by the schema that it names."""
@@ -100,12 +100,12 @@ class SchemaCodecs:
             raise refused[1]
         request = GetSchemaRequest(id=framed.schema_id or 0, guid=framed.guid or "", subject=subject, format=_COMPILED)
         try:
-            found = _codec((await self._schemas.get(request)).schema)
+            schema = _codec((await self._schemas.get(request)).schema)
         except SchemaRegistryError as error:
             _cache(self._unknown, place, (now + LATEST_S, error))
             raise
-        _cache(self._by_name, place, found)
-        return found
+        _cache(self._by_name, place, schema)
+        return schema
 
 
 _of_clients: Final[WeakKeyDictionary[Client, SchemaCodecs]] = WeakKeyDictionary()
@@ -123,10 +123,10 @@ def forget_codecs(client: Client) -> None:
 
 def codecs_of(client: Client) -> SchemaCodecs:
     """Return the codecs of a client, which all its users share."""
-    found = _of_clients.get(client)
-    if found is None:
-        found = _of_clients[client] = SchemaCodecs(client)
-    return found
+    codecs = _of_clients.get(client)
+    if codecs is None:
+        codecs = _of_clients[client] = SchemaCodecs(client)
+    return codecs
 
 
 def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
@@ -135,8 +135,8 @@ def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
     return RegisteredCodec(schema)
 
 
-def _cache(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > KEPT_MAX:
-        kept.popitem(last=False)
+def _cache(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > KEPT_MAX:
+        cache.popitem(last=False)

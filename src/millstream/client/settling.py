@@ -65,7 +65,7 @@ class AcceptedRanges:
         """Returns when the oldest pending request was sent; infinity if there is none."""
         self._ranges: deque[_AcceptedRange] = deque()
         self._forgotten = -math.inf
-        """For messages requested before, it is unknown which were accepted since."""
+        """The time of the last accepted range that was forgotten; what was accepted before it is unknown."""
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -86,13 +86,13 @@ class AcceptedRanges:
         """Return which of the messages requested at a time may have been accepted since."""
         if time <= self._forgotten:
             return set(offsets)
-        found: set[int] = set()
+        accepted: set[int] = set()
         for one in reversed(self._ranges):
             if one.time < time:
                 break
             if one.where == where:
-                found |= {offset for offset in offsets if one.offsets.start <= offset < one.offsets.end}
-        return found
+                accepted |= {offset for offset in offsets if one.offsets.start <= offset < one.offsets.end}
+        return accepted
 
     def _forget(self) -> None:
         """Make room: drop what no open request needs, or everything."""
@@ -499,10 +499,10 @@ class Settler:
 
         They have a pending settlement, or are known to be accepted since.
         """
-        found = self._accepted.since(asked, lease.where, offsets)
+        settled = self._accepted.since(asked, lease.where, offsets)
         for settlement in self.pending_for(lease, offsets):
-            found |= offsets.intersection(settlement.offsets)
-        return found
+            settled |= offsets.intersection(settlement.offsets)
+        return settled
 
     def _on_settled(self, settlement: Settlement, error: MillstreamError | None) -> None:
         is_refused = isinstance(error, InvalidRecordState)
@@ -577,7 +577,7 @@ class Settler:
             await backoff.pause()
             failure: MillstreamError | None = None
             try:
-                found = await self._client.metadata(sorted({settlement.lease.topic for settlement in self._moving}))
+                metadata = await self._client.metadata(sorted({settlement.lease.topic for settlement in self._moving}))
             except RETRIED as error:
                 failure = error
             moving, self._moving = self._moving, []
@@ -587,7 +587,7 @@ class Settler:
                 continue
             for settlement in moving:
                 lease = settlement.lease
-                topic = found.topics.get(lease.topic)
+                topic = metadata.topics.get(lease.topic)
                 partitions = () if topic is None else topic.partitions.values()
                 leader = next((one.leader_id for one in partitions if one.partition == lease.partition), -1)
                 if leader < 0:

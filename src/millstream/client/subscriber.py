@@ -163,7 +163,7 @@ class FailureLog:
     def __init__(self, name: str) -> None:
         self._name = name
         self._kinds: dict[object, list[float]] = {}
-        """By kind: when it was last logged, and how many were not since."""
+        """For each kind of failure: when it was last logged, and how many were not logged since."""
 
     def failed(self, message: Message, error: BaseException) -> None:
         """Log a failure, or count it."""

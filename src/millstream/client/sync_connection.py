@@ -171,7 +171,7 @@ class SyncMessageStream(Facade[MessageStream]):
     def close(self) -> None:
         """End the iteration; messages that were taken may still be settled."""
         self._messages.close()
-        self._thread.call(self._wrapped.aclose())
+        self._thread.finish(self._wrapped.aclose)
 
 
 def _each_message(stream: MessageStream, thread: LoopThread) -> Generator[SyncMessage, None, None]:

@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SETTING_PREFIXES: Final = ("MILLSTREAM_", "_MILLSTREAM")
+_DATABASE_PASSWORD: Final = "PGPASSWORD"
 
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 10.0
@@ -164,7 +165,11 @@ async def spawn_module(module: str, *arguments: str, **more: Any) -> Process:
 
 def environment_without_settings() -> dict[str, str]:
     """Return the environment without the settings of the node, which may contain passwords."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(_SETTING_PREFIXES)}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(_SETTING_PREFIXES) and name != _DATABASE_PASSWORD
+    }
 
 
 async def read_events(
@@ -227,13 +232,13 @@ def read_framed(stream: IO[bytes]) -> bytes | None:
 
 def processes_of_session(session: int) -> list[tuple[int, int]]:
     """Return the running processes of a session, in all its process groups, with their resident pages."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append((int(folder.name), int(fields[21])))
-    return found
+                processes.append((int(folder.name), int(fields[21])))
+    return processes
 
 
 def memory_of_session(session: int) -> int:

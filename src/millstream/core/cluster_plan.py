@@ -37,7 +37,7 @@ _EVEN: Final = 0.05
 node that it would go to: less is not worth the bytes."""
 
 _UNEVEN: Final = 2 * _EVEN
-"""The same for the first replica to move, so that a cluster that was just balanced is left alone while loads vary."""
+"""The threshold for the first replica to move: a cluster that was just balanced stays as it is while loads vary."""
 
 _SIZE_MIN: Final = 64 * 1024 * 1024
 _RATE_MIN: Final = 1024 * 1024
@@ -96,11 +96,11 @@ class ClusterLoad:
 
     def require(self, node: NodeId) -> NodeLoad:
         """Return a node of the cluster, or raise `NotFound`."""
-        found = self.nodes.get(node)
-        if found is None:
+        load = self.nodes.get(node)
+        if load is None:
             known = ", ".join(map(str, sorted(self.nodes)))
             raise NotFound(f"the cluster has no node {node}; its nodes are {known}")
-        return found
+        return load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +209,14 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
         if node not in partition.replicas:
             continue
         rest = [one for one in partition.replicas if one != node]
-        taker = _best_taker(takers, rest, load, weights)
+        taker = _best_receiver(takers, rest, load, weights)
         if taker is None:
             machines = len({load.nodes[one].failure_domain for one in takers})
             staying.append(f"{partition} cannot move: {_too_few(len(partition.replicas), machines)}")
             continue
         target = tuple(taker if one == node else one for one in partition.replicas)
         if partition.replicas[0] == node:
-            target = _led_by_least(target, load, weights)
+            target = _with_least_loaded_leader(target, load, weights)
         weights.replace(partition, partition.replicas, target)
         moves.append(_build_move(partition, target))
     risks = [*_risks(load, moves), *_risks_of_staying(load, node, staying)]
@@ -245,7 +245,7 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
         while len(target) > to:
             target.remove(_replica_to_remove(target, partition, load, weights))
         while len(target) < to:
-            taker = _best_taker(takers, target, load, weights)
+            taker = _best_receiver(takers, target, load, weights)
             if taker is None:
                 break
             target.append(taker)
@@ -309,7 +309,7 @@ def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
         replicas = targets[id(partition)]
         for node in reversed(replicas):
             rest = [one for one in replicas if one != node]
-            taker = _best_taker(takers, rest, load, weights)
+            taker = _best_receiver(takers, rest, load, weights)
             if taker is None:
                 continue
             used = {_rack_or_machine(load, one) for one in rest}
@@ -402,7 +402,7 @@ def _receivers(load: ClusterLoad, *, without: NodeId | None = None) -> list[Node
     )
 
 
-def _best_taker(
+def _best_receiver(
     takers: Iterable[NodeId], rest: Collection[NodeId], load: ClusterLoad, weights: _Weights
 ) -> NodeId | None:
     """Return the node for one more replica: in a rack without one if there is such a rack, then the least loaded."""
@@ -425,7 +425,7 @@ def _machine(load: ClusterLoad, node: NodeId) -> NodeId:
     return node if known is None else known.failure_domain
 
 
-def _led_by_least(target: tuple[NodeId, ...], load: ClusterLoad, weights: _Weights) -> tuple[NodeId, ...]:
+def _with_least_loaded_leader(target: tuple[NodeId, ...], load: ClusterLoad, weights: _Weights) -> tuple[NodeId, ...]:
     candidates = [node for node in target if node in load.nodes and not load.nodes[node].is_drained]
     leader = min(candidates or target, key=lambda node: (weights.leaders[node], target.index(node)))
     return (leader, *(node for node in target if node != leader))

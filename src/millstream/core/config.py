@@ -449,7 +449,7 @@ class Config:
         "connections-per-address-max",
         5_000,
         "The maximum number of open connections of one client address, or of one IPv6 network of 64 bits. Where "
-        "clients authenticate, at most 256 of them may not have done so yet.",
+        "clients authenticate, at most 256 of them may be unauthenticated.",
         minimum=1,
     )
     connections_per_principal_max: int = setting(
@@ -848,7 +848,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 def _listeners(tables: Any, path: Path) -> tuple[ListenerConfig, ...]:
     """Read `[[listeners]]`."""
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(ListenerConfig)}
-    found = []
+    listeners = []
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise InvalidSetting(f"config file {path}: listeners must be tables, each under [[listeners]]")
     for table in tables:
@@ -863,8 +863,8 @@ def _listeners(tables: Any, path: Path) -> tuple[ListenerConfig, ...]:
         tls = table.get("tls", False)
         if not isinstance(tls, bool):
             raise InvalidSetting(f"config file {path}: tls of a listener must be true or false, not {tls!r}")
-        found.append(ListenerConfig(tls=tls, **{known[name]: value for name, value in given.items()}))
-    return tuple(found)
+        listeners.append(ListenerConfig(tls=tls, **{known[name]: value for name, value in given.items()}))
+    return tuple(listeners)
 
 
 def is_loopback(address: str) -> bool:

@@ -117,8 +117,8 @@ class SecurityChange:
 class DeclaredSecurity:
     """Every user, token and rule of a catalog."""
 
-    decoy_key: bytes = b""
-    """With it, nodes make the salts of users that do not exist; the same on every node."""
+    cluster_key: bytes = b""
+    """A random key that only nodes know, for the salts of users that do not exist and the digests in assertions."""
     credentials: tuple[ScramCredential, ...] = ()
     tokens: tuple[ApiToken, ...] = ()
     acls: frozenset[Acl] = frozenset()

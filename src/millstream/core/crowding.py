@@ -6,9 +6,9 @@ from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 
 
-def is_crowding(held: int, taken: int, most: int) -> bool:
+def is_crowding(held: int, in_use: int, limit: int) -> bool:
     """Whether one principal holds so much that the rest is for others: half, when three quarters are taken."""
-    return held >= most // 2 and taken >= most - most // 4
+    return held >= limit // 2 and in_use >= limit - limit // 4
 
 
 @lru_cache(maxsize=4096)

@@ -45,12 +45,12 @@ GROWTH_BYTES: Final = 64 * 1024 * 1024
 PAUSE_CALLS_MAX: Final = 720
 """The longest pause between two attempts to trim a process that stays large, in calls: an hour for one call in 5 s."""
 
-_is_ours: Final = Event()
+_is_trimming_enabled: Final = Event()
 
 
 def enable_trimming() -> None:
     """Allow trimming: this process belongs to the broker. An embedding program keeps control of its own memory."""
-    _is_ours.set()
+    _is_trimming_enabled.set()
 
 
 class Trimmer:
@@ -67,7 +67,7 @@ class Trimmer:
 
     def trim_if_grown(self, moved_bytes: int) -> None:
         """Trim off the event loop, if trimming is enabled; `moved_bytes` is the traffic since the last call."""
-        if not _is_ours.is_set():
+        if not _is_trimming_enabled.is_set():
             return
         resident = resident_bytes()
         self._floor_bytes = min(self._floor_bytes, resident)

@@ -106,7 +106,7 @@ def _zone(name: str) -> tzinfo:
 
 
 def _field(name: str, text: str, low: int, high: int, names: Mapping[str, int] | None = None) -> frozenset[int]:
-    found: set[int] = set()
+    values: set[int] = set()
     for part in text.lower().split(","):
         whole, slash, step_text = part.partition("/")
         step = _number(name, step_text, 1, high, {}) if slash else 1
@@ -120,8 +120,8 @@ def _field(name: str, text: str, low: int, high: int, names: Mapping[str, int] |
             raise InvalidSetting(
                 f"the {name} of a cron expression has the range {whole!r}, which ends before it begins"
             )
-        found.update(range(start, end + 1, step))
-    return frozenset(found)
+        values.update(range(start, end + 1, step))
+    return frozenset(values)
 
 
 def _number(name: str, text: str, low: int, high: int, names: Mapping[str, int]) -> int:
@@ -248,9 +248,9 @@ def check_code(code: str, *, file_name: str = "job.py") -> None:
         raise InvalidSetting(f"the code is not Python: {error}") from None
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == ENTRY:
-            given = node.args
-            positional = len(given.posonlyargs) + len(given.args)
-            if given.vararg is None and not positional - len(given.defaults) <= 2 <= positional:
+            arguments = node.args
+            positional = len(arguments.posonlyargs) + len(arguments.args)
+            if arguments.vararg is None and not positional - len(arguments.defaults) <= 2 <= positional:
                 raise InvalidSetting(
                     f"line {node.lineno}: {ENTRY} has to take two arguments: {ENTRY}(spark, millstream)"
                 )
@@ -265,24 +265,24 @@ def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
 
     `code` has the source of modules by name; the others are in packages.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for given in filter(None, map(str.strip, text.split(","))):
         module, colon, name = given.partition(":")
         if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise InvalidSetting(f"a function must be named as module:function, not {given!r}")
-        if name in found:
+        if name in modules:
             raise InvalidSetting(f"two functions are called {name!r}; the statement could not distinguish them")
-        found[name] = module
+        modules[name] = module
         if module in code:
             _check_function(code[module], module, name)
-    if len(found) > FUNCTIONS_MAX:
-        raise InvalidSetting(f"a statement has at most {FUNCTIONS_MAX} functions, not {len(found)}")
-    unused = sorted(set(code) - set(found.values()))
+    if len(modules) > FUNCTIONS_MAX:
+        raise InvalidSetting(f"a statement has at most {FUNCTIONS_MAX} functions, not {len(modules)}")
+    unused = sorted(set(code) - set(modules.values()))
     if unused:
         raise InvalidSetting(
             f"module {unused[0]!r} has code, but none of its functions is listed; remove the code or list a function"
         )
-    return found
+    return modules
 
 
 def _check_function(code: str, module: str, name: str) -> None:
@@ -307,7 +307,7 @@ def _check_function(code: str, module: str, name: str) -> None:
 
 def parse_memory(text: str, *, name: str) -> int:
     """Parse an amount of memory as Spark writes it, such as 512m or 2g, into bytes."""
-    found = _MEMORY.match(text.strip())
-    if found is None or not int(found[1]):
+    match = _MEMORY.match(text.strip())
+    if match is None or not int(match[1]):
         raise InvalidSetting(f"{name} must be an amount of memory such as 512m or 2g, not {text!r}")
-    return int(found[1]) * _UNIT[found[2].lower()]
+    return int(match[1]) * _UNIT[match[2].lower()]

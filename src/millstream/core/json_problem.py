@@ -25,10 +25,10 @@ _ORDERS: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "les
 
 def plain_problem(error: Exception, *, is_text: bool = False) -> str:
     """Return what is wrong and in which field; `is_text` if every value was given as text, as in a query string."""
-    found = _PLACE.fullmatch(str(error))
-    if found is None:
+    match = _PLACE.fullmatch(str(error))
+    if match is None:
         return str(error)
-    problem, place = found["problem"], found["place"] or ""
+    problem, place = match["problem"], match["place"] or ""
     if field := _FIELD.fullmatch(problem):
         name = f"{place}.{field[2]}" if place else field[2]
         noun = "parameter" if is_text else "field"

@@ -51,7 +51,7 @@ class TextLines(logging.Formatter):
         line = f"{seconds}.{int(record.msecs):03d} {record.levelname.lower():<{_LEVEL_COLUMN}} {record.getMessage()}"
         for name, value in facts(record).items():
             line += f" {name}={_readable(value)}"
-        return _without_controls(line + self._traceback(record), kept="\n\t")
+        return _without_controls(line + self._traceback(record), allowed="\n\t")
 
     def _traceback(self, record: logging.LogRecord) -> str:
         return "\n" + self.formatException(record.exc_info) if record.exc_info else ""
@@ -81,11 +81,11 @@ def facts(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
-def _without_controls(line: str, kept: str = "") -> str:
+def _without_controls(line: str, allowed: str = "") -> str:
     """Escape characters that control a terminal or reorder text: clients choose names that are logged."""
     if line.isprintable():
         return line
-    return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in line)
+    return "".join(c if c.isprintable() or c in allowed else json.dumps(c)[1:-1] for c in line)
 
 
 def _readable(value: Any) -> str:

@@ -24,6 +24,7 @@ from millstream.core.topic import Topic, check_topic_name
 NAME_LENGTH_MAX: Final = 200
 ALL_TOPICS: Final = ".*"
 SOURCE: Final = "from"
+_CONNECTION: Final = (SOURCE, "tls", "tls.ca", "sasl.mechanism")
 CREDENTIALS: Final = ("tls", "tls.ca", "user", "password", "token", "sasl.mechanism")
 """The settings that say how to connect to the source."""
 EPOCH_STEP: Final = 1000
@@ -78,10 +79,13 @@ class MirrorSettings(Settings):
     returning: bool = setting(
         "returning",
         False,
-        "Whether to mirror topics whose records came from this cluster: copies that the source has failed over.",
+        "Whether to mirror topics whose records originally came from this cluster, after the source has failed them "
+        "over.",
     )
     deletions: bool = setting(
-        "deletions", False, "Whether a topic or subscription that is deleted on the source is also deleted here."
+        "deletions",
+        False,
+        "Whether a topic or subscription that is deleted on the source is also deleted on this cluster.",
     )
     schemas: bool = setting(
         "schemas",
@@ -102,16 +106,17 @@ class MirrorSettings(Settings):
     password: str = setting(
         "password",
         "",
-        "The user's password; it has to be set again when `from` names another address.",
+        "The user's password; it has to be set again when `from` names another address, and when `tls`, `tls.ca` or "
+        "`sasl.mechanism` changes.",
         is_secret=True,
-        sent_to=SOURCE,
+        sent_to=_CONNECTION,
     )
     token: str = setting(
         "token",
         "",
-        "An API token to sign in with, instead of a user; it has to be set again when `from` names another address.",
+        "An API token to sign in with, instead of a user; it has to be set again when the password would have to.",
         is_secret=True,
-        sent_to=SOURCE,
+        sent_to=_CONNECTION,
     )
     mechanism: str = setting(
         "sasl.mechanism",

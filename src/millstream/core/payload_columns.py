@@ -64,7 +64,7 @@ class ColumnType:
 
     name: str
     numbers: tuple[int, ...] = ()
-    """Of a decimal: precision and scale."""
+    """The precision and the scale of a decimal."""
     parts: tuple[PayloadColumn, ...] = ()
     """The fields of a struct, the `element` of an array, the `key` and the `value` of a map."""
 
@@ -79,12 +79,12 @@ class PayloadColumn:
 
 def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn, ...]:
     """Parse a schema; raise `InvalidSetting`, which shows the position, if it is invalid."""
-    found = _Reader(about, text).columns()
-    names = [column.name for column in found]
+    columns = _Reader(about, text).columns()
+    names = [column.name for column in columns]
     for name in names:
         if names.count(name) > 1:
             raise InvalidSetting(f"{about} names column {name!r} twice")
-    return found
+    return columns
 
 
 def order_column(name: str, *, is_debezium: bool) -> str:
@@ -109,8 +109,8 @@ def check_changes(columns: Sequence[PayloadColumn], key: Sequence[str], order: s
 def _has_column(columns: Iterable[PayloadColumn], path: str) -> bool:
     """Whether there is a column, or a field of a struct, at a dotted path."""
     first, _, rest = path.partition(".")
-    found = next((one for one in columns if one.name == first), None)
-    return found is not None and (not rest or (found.type.name == "struct" and _has_column(found.type.parts, rest)))
+    column = next((one for one in columns if one.name == first), None)
+    return column is not None and (not rest or (column.type.name == "struct" and _has_column(column.type.parts, rest)))
 
 
 def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`", is_inner: bool = False) -> None:
@@ -176,11 +176,11 @@ class _Reader:
         return found
 
     def _fields(self, depth: int) -> tuple[PayloadColumn, ...]:
-        found = [self._field(depth)]
+        fields = [self._field(depth)]
         while self._next_token.is_sign(","):
             self._advance()
-            found.append(self._field(depth))
-        return tuple(found)
+            fields.append(self._field(depth))
+        return tuple(fields)
 
     def _field(self, depth: int) -> PayloadColumn:
         name = self._advance()
@@ -310,9 +310,9 @@ class EventTime:
     @classmethod
     def parse(cls, text: str) -> EventTime:
         """Parse `day(created_at)`, `hour(created_at)` or `created_at`; raise `InvalidSetting` for anything else."""
-        found = _WRITTEN.fullmatch(text.strip())
-        unit = DAY if found is None else (found["unit"] or DAY).lower()
-        column = "" if found is None else (found["of"] or found["alone"]).strip()
+        match = _WRITTEN.fullmatch(text.strip())
+        unit = DAY if match is None else (match["unit"] or DAY).lower()
+        column = "" if match is None else (match["of"] or match["alone"]).strip()
         if unit not in (DAY, HOUR) or not all(column.split(".")):
             raise InvalidSetting(
                 f"`partition.by` must be day(COLUMN), hour(COLUMN) or COLUMN, as in day(created_at), not {text!r}"
@@ -326,17 +326,17 @@ class EventTime:
         """Raise `InvalidSetting` unless its column is one of the given ones, with a type that holds times."""
         if self.column == MESSAGE_TIME:
             return
-        found: PayloadColumn | None = None
+        column: PayloadColumn | None = None
         parts: Iterable[PayloadColumn] = columns
         for name in self.column.split("."):
             # A field with the name of a column of every table has a prefix in the table.
             names = (name.lower(), name.lower().removeprefix("payload_"))
-            found = next((one for one in parts if one.name.lower() in names), None)
-            parts = () if found is None or found.type.name != "struct" else found.type.parts
-        if found is None:
+            column = next((one for one in parts if one.name.lower() in names), None)
+            parts = () if column is None or column.type.name != "struct" else column.type.parts
+        if column is None:
             raise InvalidSetting(f"`partition.by` names {self.column!r}, which `schema` does not have")
-        if found.type.name not in _TIMES:
+        if column.type.name not in _TIMES:
             raise InvalidSetting(
-                f"`partition.by` names {self.column!r}, which `schema` declares as {found.type.name}; a time is a "
+                f"`partition.by` names {self.column!r}, which `schema` declares as {column.type.name}; a time is a "
                 "timestamp, a date, a text in ISO 8601, or a number of milliseconds since 1970"
             )

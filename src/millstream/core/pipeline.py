@@ -475,7 +475,8 @@ class LandSettings(PipelineSettings):
 
 def _requirements() -> Any:
     about = (
-        "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when it first runs."
+        "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when the pipeline "
+        "first runs."
     )
     return setting("requirements", "", about)
 
@@ -535,8 +536,8 @@ class TransformSettings(MovingSettings):
     functions_code: str = setting(
         FUNCTIONS_CODE,
         "",
-        'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; modules that are not listed come '
-        "from packages.",
+        'The source of the modules of `functions`, as a JSON object: {"prices": "def vat(…) …"}; modules that are not '
+        "listed come from packages.",
     )
     requirements: str = _requirements()
     lock: str = _lock()
@@ -621,7 +622,7 @@ class TransformSettings(MovingSettings):
 
     def delays(self) -> dict[str, tuple[str, str]]:
         """Return the watermarks by topic: a column and its delay."""
-        found: dict[str, tuple[str, str]] = {}
+        delays: dict[str, tuple[str, str]] = {}
         for topic, text in named_texts("watermarks", self.watermarks).items():
             column, _, delay = text.strip().partition(" ")
             if not _DELAY.fullmatch(delay.strip()):
@@ -629,8 +630,8 @@ class TransformSettings(MovingSettings):
                     f"the watermark of {topic!r} must be a column and a delay, such as `placed_at 10 minutes`, "
                     f"not {text!r}"
                 )
-            found[topic] = (column, delay.strip())
-        return found
+            delays[topic] = (column, delay.strip())
+        return delays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -647,10 +648,10 @@ class RouteSettings(MovingSettings):
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
         """Return the topics of the rules, each with the targets of its rules."""
-        found: dict[str, set[str]] = {}
+        flows: dict[str, set[str]] = {}
         for rule in rules:
-            found.setdefault(rule.topic, set()).update(rule.targets)
-        return found
+            flows.setdefault(rule.topic, set()).update(rule.targets)
+        return flows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -772,7 +773,7 @@ class LedgerSettings(PipelineSettings):
     audit_every_ms: int = setting(
         "audit.every.ms",
         24 * 3600 * 1000,
-        "How often all messages are accounted for; findings are counted in metrics. 0 disables the audit.",
+        "How often all messages are accounted for; findings are exported as metrics. 0 disables the audit.",
         minimum=0,
         maximum=365 * 24 * 3600 * 1000,
     )

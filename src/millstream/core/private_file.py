@@ -17,16 +17,16 @@ _logger = logging.getLogger(__name__)
 _BYTES_MAX: Final = 1024 * 1024
 
 
-def exposure_of(found: os.stat_result) -> str:
+def exposure_of(status: os.stat_result) -> str:
     """Return who else can read a file, as a clause; empty if only its owner can.
 
     The group may read files of root, as in volumes that Kubernetes and systemd mount for a service.
     """
-    mode = stat.S_IMODE(found.st_mode)
-    allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
+    mode = stat.S_IMODE(status.st_mode)
+    allowed = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
     if mode & 0o077 & ~allowed:
         return f"other users can access it (mode {mode:04o}); run chmod 600 on it"
-    if os.geteuid() != 0 and found.st_uid not in (0, os.geteuid()):
+    if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
         return "it belongs to another user"
     return ""
 

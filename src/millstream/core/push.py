@@ -74,21 +74,21 @@ def headers_of(text: str) -> dict[str, str]:
     if len(text) > HEADERS_LENGTH_MAX:
         raise InvalidSetting(f"{HEADERS} has at most {HEADERS_LENGTH_MAX} characters, not {len(text)}")
     try:
-        found = json.loads(text)
+        headers = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        headers = None
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise InvalidSetting(f'{HEADERS} must be a JSON object of strings, as in {{"Authorization": "Bearer …"}}')
-    if len(found) > HEADERS_MAX:
-        raise InvalidSetting(f"{HEADERS} has at most {HEADERS_MAX} headers, not {len(found)}")
-    for name, value in found.items():
+    if len(headers) > HEADERS_MAX:
+        raise InvalidSetting(f"{HEADERS} has at most {HEADERS_MAX} headers, not {len(headers)}")
+    for name, value in headers.items():
         if not _NAME.match(name):
             raise InvalidSetting(f"{HEADERS}: {name!r} cannot be the name of a header")
         if _OURS.match(name.lower()):
             raise InvalidSetting(f"{HEADERS}: {name} is set by Millstream itself")
         if not _VALUE.match(value):
             raise InvalidSetting(f"{HEADERS}: the value of {name} holds characters that a header cannot")
-    return dict(found)
+    return dict(headers)
 
 
 def keys_of(text: str) -> list[bytes]:

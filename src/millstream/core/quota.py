@@ -48,10 +48,10 @@ class QuotaEntity:
     parts: tuple[tuple[str, str | None], ...]
 
     @classmethod
-    def of(cls, given: Iterable[tuple[str, str | None]]) -> QuotaEntity:
+    def of(cls, named_parts: Iterable[tuple[str, str | None]]) -> QuotaEntity:
         """Parse the entity of a request; raise `InvalidRequest` for one that cannot have a quota."""
         parts: dict[str, str | None] = {}
-        for kind, name in given:
+        for kind, name in named_parts:
             if kind in parts:
                 raise InvalidRequest(f"the quota's entity names its {kind} twice")
             _check_part(kind, name)

@@ -31,8 +31,8 @@ def check_requirements(text: str) -> list[str]:
     """Return the lines of requirements; raise `InvalidSetting` for those that cannot be locked."""
     joined = re.sub(r"\\\n", " ", text)
     lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    for line in found:
+    requirements = [line for line in lines if line and not line.startswith("#")]
+    for line in requirements:
         word = re.split(r"[\s=]", line, maxsplit=1)[0]
         if word in _REFUSED_OPTIONS:
             raise InvalidSetting(f"requirements name {_REFUSED_OPTIONS[word]}: {line!r}")
@@ -40,4 +40,4 @@ def check_requirements(text: str) -> list[str]:
             raise InvalidSetting(f"requirements have the option {word}, which jobs do not support")
         if not word.startswith("-") and ("://" in line or " @ " in line or line.startswith((".", "/"))):
             raise InvalidSetting(f"requirements name a location instead of a package: {line!r}; use names and versions")
-    return found
+    return requirements

@@ -151,7 +151,7 @@ class SubjectSettings:
 
     subject: QualifiedSubject
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """As clients write it: compatibilityLevel, normalize, alias, default and override metadata and rules."""
+    """The configuration as clients write it: compatibilityLevel, normalize, alias, metadata and rules."""
     mode: str | None = None
 
     @property

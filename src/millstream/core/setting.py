@@ -68,8 +68,8 @@ class Setting:
     """Whether the value is secret: only its existence is shown."""
     is_url: bool = False
     """Whether the value is a URL that may contain a password, which is not shown."""
-    sent_to: str = ""
-    """For a secret that is sent: the setting that says where."""
+    sent_to: tuple[str, ...] = ()
+    """For a secret that is sent: the settings that say where and how."""
 
     def parse(self, text: str) -> Any:
         """Parse a flag, variable or file entry, or raise `InvalidSetting`."""
@@ -143,7 +143,7 @@ def setting(
     is_fixed: bool = False,
     is_secret: bool = False,
     is_url: bool = False,
-    sent_to: str = "",
+    sent_to: tuple[str, ...] = (),
 ) -> Any:
     """Declare a dataclass field as a setting."""
     declared = Setting(
@@ -165,10 +165,10 @@ def setting(
 
 def parse_duration_ms(text: str, *, name: str, unit: str = "s") -> int:
     """Parse a duration such as `90s`, `15m` or `1h`; a plain number is in `unit`s."""
-    found = _DURATION.match(text)
-    if found is None:
+    match = _DURATION.match(text)
+    if match is None:
         raise InvalidSetting(f"{name} must be a duration such as 90s, 15m, 1h or 1d, not {text!r}")
-    return round(float(found[1]) * _UNIT_MS[found[2] or unit])
+    return round(float(match[1]) * _UNIT_MS[match[2] or unit])
 
 
 def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
@@ -225,9 +225,9 @@ class Settings:
         return {declared.name: declared for _, declared in settings_of(cls)}
 
     @classmethod
-    def from_strings(cls, given: Mapping[str, str]) -> Self:
+    def from_strings(cls, texts: Mapping[str, str]) -> Self:
         """Parse settings; raise `InvalidSetting` for an invalid one."""
-        settings = cls(**cls._parse(given))
+        settings = cls(**cls._parse(texts))
         settings._check()
         return settings
 
@@ -246,11 +246,11 @@ class Settings:
         return InvalidSetting(f"unknown setting {name!r} of {cls.holder}{meant}")
 
     @classmethod
-    def _parse(cls, given: Mapping[str, str]) -> dict[str, Any]:
+    def _parse(cls, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return values by attribute."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
         values: dict[str, Any] = {}
-        for name, text in given.items():
+        for name, text in texts.items():
             if name not in by_name:
                 raise cls.unknown(name)
             attribute, declared = by_name[name]
@@ -284,13 +284,17 @@ def check_destinations(
 
     Otherwise, whoever may change the destination would learn secrets that are not shown.
     """
-    for _, one in settings_of(holder):
-        if one.name in declared and one.name not in changes and one.sent_to in changes:
-            former, new = before.get(one.sent_to, ""), changes[one.sent_to] or ""
+    by_name = {one.name: one for _, one in settings_of(holder)}
+    for secret in by_name.values():
+        if secret.name not in declared or secret.name in changes:
+            continue
+        for name in secret.sent_to:
+            default = value_text(by_name[name].default)
+            former, new = before.get(name, default), changes.get(name, before.get(name)) or default
             if not _destinations(new) <= _destinations(former):
                 raise InvalidSetting(
-                    f"{one.name} was set for {former or 'an earlier address'}, and is not sent elsewhere: with a new "
-                    f"{one.sent_to}, set {one.name} again, or reset it"
+                    f"{secret.name} is not sent elsewhere, or in another way, than it was set for: with a new {name}, "
+                    f"set {secret.name} again, or reset it"
                 )
 
 

@@ -186,17 +186,17 @@ def _tokenize(about: str, text: str) -> list[sqlglot.Token]:
 
 def _find_unclosed(text: str) -> tuple[int, str]:
     at = 0
-    while found := _UNCLOSED.search(text, at):
-        if found["quote"]:
-            return found.start(), "quote"
-        at = found.end()
-        if found["comment"]:
+    while match := _UNCLOSED.search(text, at):
+        if match["quote"]:
+            return match.start(), "quote"
+        at = match.end()
+        if match["comment"]:
             # Comments nest.
             depth = 1
             while depth:
                 edge = _COMMENT_EDGE.search(text, at)
                 if edge is None:
-                    return found.start(), "comment"
+                    return match.start(), "comment"
                 depth += 1 if edge[0] == "/*" else -1
                 at = edge.end()
     return 0, "text"
@@ -322,14 +322,14 @@ def _relations(tree: exp.Query, text: str) -> Iterator[str]:
     from sqlglot import exp
 
     own = {named.alias.lower() for named in tree.find_all(exp.CTE)}
-    found: list[tuple[int, int, exp.Identifier]] = []
+    relations: list[tuple[int, int, exp.Identifier]] = []
     for table in tree.find_all(exp.Table):
         parts = [part for part in table.parts if isinstance(part, exp.Identifier) and "start" in part.meta]
         if parts and table.find_ancestor(exp.Hint) is None:
-            found.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, parts[-1]))
+            relations.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, parts[-1]))
             if len(parts) > 1:
-                raise _needs_backquotes(text, *found[-1][:2])
-    for start, end, name in sorted(found, key=lambda one: one[:2]):
+                raise _needs_backquotes(text, *relations[-1][:2])
+    for start, end, name in sorted(relations, key=lambda one: one[:2]):
         if text[start] in "'\"":
             raise setting_error_at(ABOUT, text, start, end, "names are written in backquotes, not in quotes")
         if text[start] != "`" and not name.name.isascii():

@@ -198,7 +198,7 @@ class SubscriptionSettings(Settings):
         "HTTP headers that are sent with every message, as a JSON object. They are never shown, and have to be set "
         "again when the URL names another server.",
         is_secret=True,
-        sent_to=push.URL,
+        sent_to=(push.URL,),
     )
     push_secret: str = setting(
         push.SECRET,
@@ -304,7 +304,7 @@ class Subscription:
 
     def shown_overrides(self) -> dict[str, str]:
         """Return what its owner set, without secrets."""
-        return {**shown(self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
+        return {**without_secrets(self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
 
 
 @lru_cache(maxsize=1024)
@@ -313,7 +313,7 @@ def _texts_of(settings: SubscriptionSettings) -> Mapping[str, str]:
     return Settings.as_strings(settings)
 
 
-def shown(settings: Mapping[str, str]) -> dict[str, str]:
+def without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings by name, with secrets hidden."""
     return hide_secrets(SubscriptionSettings, settings)
 
@@ -371,14 +371,14 @@ def check_subscription_name(name: str) -> None:
         raise InvalidSubscription("the name of a subscription must be one line of printable text")
 
 
-def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
+def settings_of_new(overrides: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
     """Return what is written into a new subscription: the owner's settings and the defaults that lose no message."""
-    settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **given}
+    settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **overrides}
     # If only one bound of the backoff is given, the other one adapts.
     declared = SubscriptionSettings.declared()
-    if BACKOFF_MAX not in given:
+    if BACKOFF_MAX not in overrides:
         settings[BACKOFF_MAX] = str(max(int(settings[BACKOFF_MAX]), declared[BACKOFF_MIN].parse(settings[BACKOFF_MIN])))
-    elif BACKOFF_MIN not in given:
+    elif BACKOFF_MIN not in overrides:
         settings[BACKOFF_MIN] = str(min(int(settings[BACKOFF_MIN]), declared[BACKOFF_MAX].parse(settings[BACKOFF_MAX])))
     return settings
 
@@ -410,8 +410,8 @@ def _check_start(start: str) -> None:
 
 
 def _duration_ms(text: str) -> int:
-    found = _DURATION.match(text)
-    parts = {} if found is None else {name: float(value) for name, value in found.groupdict().items() if value}
+    match = _DURATION.match(text)
+    parts = {} if match is None else {name: float(value) for name, value in match.groupdict().items() if value}
     if not parts:
         raise InvalidSetting(f"{START}: {text!r} is not a duration; write it like P7D or PT1H30M")
     try:

@@ -117,7 +117,7 @@ class TopicSettings(Settings):
         False,
         "Whether records older than `retention.ms` are kept until every pipeline that lands the topic has them in "
         "its table, for at most `retention.until.max.ms`; compaction also keeps them until then. While no pipeline "
-        "lands the topic, all of them are kept. `retention.bytes` applies regardless.",
+        "lands the topic, all records are kept. `retention.bytes` applies regardless.",
     )
     retention_until_max_ms: int = setting(
         "retention.until.max.ms",
@@ -304,15 +304,16 @@ class TopicSettings(Settings):
     schema_validate: str = setting(
         SCHEMA_VALIDATE,
         VALIDATE_ID,
-        "With `millstream.schema.key` or `millstream.schema.value`: what is checked before records are stored: `id`, "
-        "that they name a schema of the subject; `content`, that they also decode and satisfy it; `off`, nothing.",
+        "What is checked before records are stored, with `millstream.schema.key` or `millstream.schema.value`: that "
+        "they name a schema of the subject (`id`), that they also decode and satisfy it (`content`), or nothing "
+        "(`off`).",
         choices=(VALIDATE_ID, VALIDATE_CONTENT, VALIDATE_OFF),
     )
 
     @classmethod
-    def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
+    def from_strings(cls, texts: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
         """Parse settings on top of `base`; raise `InvalidSetting` for an invalid one."""
-        values = cls._parse(given)
+        values = cls._parse(texts)
         if values.get("flush_messages", INT64_MAX) != INT64_MAX:
             # Regardless of the node's default: no other value honours `flush.messages`.
             values.setdefault("flush", FLUSH_ALWAYS)
@@ -401,10 +402,10 @@ class TopicPartition:
 
 def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIndex]]:
     """Group partitions by topic, sorted, as Kafka's messages list them."""
-    found: dict[str, list[PartitionIndex]] = {}
+    grouped: dict[str, list[PartitionIndex]] = {}
     for one in sorted(partitions, key=lambda partition: (partition.topic, partition.partition)):
-        found.setdefault(one.topic, []).append(one.partition)
-    return found
+        grouped.setdefault(one.topic, []).append(one.partition)
+    return grouped
 
 
 def check_topic_name(name: str, *, noun: str = "topic") -> None:

@@ -95,7 +95,7 @@ class _CachedCaller(NamedTuple):
     identity: tuple[str, str]
     caller: Caller
     until: float
-    """On the monotonic clock of the loop."""
+    """The end of its validity, by the loop's monotonic clock."""
 
 
 class Callers:
@@ -114,14 +114,14 @@ class Callers:
         return self.acting_as(self.read(headers, host))
 
     @asynccontextmanager
-    async def acting_as(self, shown: CallerCredentials) -> AsyncIterator[Caller]:
+    async def acting_as(self, credentials: CallerCredentials) -> AsyncIterator[Caller]:
         """Authenticate given credentials, as `acting_for` does."""
-        caller = (await self._find(shown)).caller
+        caller = (await self._find(credentials)).caller
         while caller.is_closed:
             # Another caller needed the room before this request began.
-            caller = (await self._find(shown)).caller
+            caller = (await self._find(credentials)).caller
         caller.requests += 1
-        caller.shown = shown
+        caller.shown = credentials
         caller.closing.cancel()
         try:
             yield caller
@@ -131,14 +131,14 @@ class Callers:
                 caller.shown = None
                 caller.closing = self._close_later(caller)
 
-    async def until_lapsed(self, shown: CallerCredentials) -> Refused:
+    async def until_lapsed(self, credentials: CallerCredentials) -> Refused:
         """Wait until the credentials of a caller are no longer valid; return why."""
         now = asyncio.get_running_loop().time
         verified_at = now()
         while True:
             refused: Refused | None = None
             try:
-                found = await self._find(shown)
+                caller = await self._find(credentials)
                 verified_at = now()
             except Refused as error:
                 refused = error
@@ -147,16 +147,16 @@ class Callers:
             # A node that cannot respond says nothing about the caller, until the last assertion has expired.
             if refused is not None and (refused.status is HTTPStatus.UNAUTHORIZED or now() - verified_at > RENEW_S):
                 return refused
-            await asyncio.sleep(RETRY_S if refused is not None else max(CHECK_INTERVAL_S_MIN, found.until - now()))
+            await asyncio.sleep(RETRY_S if refused is not None else max(CHECK_INTERVAL_S_MIN, caller.until - now()))
 
     async def verify_again(self, headers: Headers, host: str) -> None:
         """Drop the cached result of a caller whose assertion a node has refused, and ask again.
 
         Raise `Refused` unless the refusal was temporary, as by a node that does not know a change yet.
         """
-        shown = self.read(headers, host)
-        self._remembered.pop(self._credential_digest(shown), None)
-        await self._find(shown)
+        credentials = self.read(headers, host)
+        self._remembered.pop(self._credential_digest(credentials), None)
+        await self._find(credentials)
 
     async def _renew(self, caller: Caller) -> None:
         """Replace an assertion that a node refused: the user was deleted and created again, or the node restarted."""
@@ -171,13 +171,13 @@ class Callers:
         with suppress(Refused):
             caller.assertion = (await self._find(shown)).caller.assertion
 
-    async def open_session(self, shown: CallerCredentials, lifetime_s: int) -> OpenedSession:
+    async def open_session(self, credentials: CallerCredentials, lifetime_s: int) -> OpenedSession:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
-        self._admit(shown.host)
+        self._admit(credentials.host)
         try:
-            response = await self._authenticate(shown, session_s=lifetime_s)
+            response = await self._authenticate(credentials, session_s=lifetime_s)
         finally:
-            self._release(shown.host)
+            self._release(credentials.host)
         return OpenedSession(response.session, response.session_expires_ms)
 
     async def close(self) -> None:
@@ -201,20 +201,20 @@ class Callers:
             return CallerCredentials(NO_CREDENTIAL, "", "", host)
         return _parse(given[0], host)
 
-    def _credential_digest(self, shown: CallerCredentials) -> bytes:
-        return hmac.digest(self._key, "\0".join(shown).encode(), "sha256")
+    def _credential_digest(self, credentials: CallerCredentials) -> bytes:
+        return hmac.digest(self._key, "\0".join(credentials).encode(), "sha256")
 
-    async def _find(self, shown: CallerCredentials) -> _CachedCaller:
-        mark = self._credential_digest(shown)
-        found = self._remembered.get(mark)
-        if found is not None and asyncio.get_running_loop().time() < found.until:
-            self._callers.move_to_end(found.identity)
-            return found
+    async def _find(self, credentials: CallerCredentials) -> _CachedCaller:
+        mark = self._credential_digest(credentials)
+        cached = self._remembered.get(mark)
+        if cached is not None and asyncio.get_running_loop().time() < cached.until:
+            self._callers.move_to_end(cached.identity)
+            return cached
         verifying = self._verifying.get(mark)
         if verifying is None:
-            self._admit(shown.host)
-            verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, shown))
-            verifying.add_done_callback(lambda done: self._on_verified(mark, shown.host, done))
+            self._admit(credentials.host)
+            verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, credentials))
+            verifying.add_done_callback(lambda done: self._on_verified(mark, credentials.host, done))
         # Shielded, since requests with the same credential wait for one response.
         return await asyncio.shield(verifying)
 
@@ -242,10 +242,14 @@ class Callers:
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()
 
-    async def _authenticate(self, shown: CallerCredentials, *, session_s: int = 0) -> AuthenticateResponse:
+    async def _authenticate(self, credentials: CallerCredentials, *, session_s: int = 0) -> AuthenticateResponse:
         """Ask the node whose credentials these are."""
         request = AuthenticateRequest(
-            scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
+            scheme=credentials.scheme,
+            host=credentials.host,
+            user=credentials.user,
+            secret=credentials.secret,
+            session_s=session_s,
         )
         client = self._gateway.client
         response = decode(await client.private(None, request.KEY, encode(request), waits=True), AuthenticateResponse)
@@ -257,18 +261,18 @@ class Callers:
             raise error_from_code(response.error, response.message)
         return response
 
-    async def _verify(self, mark: bytes, shown: CallerCredentials) -> _CachedCaller:
-        response = await self._authenticate(shown)
+    async def _verify(self, mark: bytes, credentials: CallerCredentials) -> _CachedCaller:
+        response = await self._authenticate(credentials)
         lifetime_s = RENEW_S if not response.expires_ms else min(RENEW_S, response.expires_ms / 1000 - time.time())
-        identity = (response.identity, shown.host)
-        found = _CachedCaller(
+        identity = (response.identity, credentials.host)
+        cached = _CachedCaller(
             identity, self._caller(identity, response), asyncio.get_running_loop().time() + max(lifetime_s, 0.0)
         )
-        self._remembered[mark] = found
+        self._remembered[mark] = cached
         self._remembered.move_to_end(mark)
         if len(self._remembered) > REMEMBERED_MAX:
             self._remembered.popitem(last=False)
-        return found
+        return cached
 
     # -- their connections ----------------------------------------------------------------------------------
 

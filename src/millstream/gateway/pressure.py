@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
@@ -20,6 +22,8 @@ BYTES_MAX: Final = (192 * 1024 * 1024, 192 * 1024 * 1024, 64 * 1024 * 1024)
 messages reserve memory, which must not keep publishers out."""
 
 RETRY_S: Final = 1
+REFUSED_LATELY_S: Final = 10.0
+"""How long a node warns that it has refused a request."""
 PAUSE_S_MAX: Final = 0.5
 """A publisher that the broker throttles for longer is refused instead of being kept waiting."""
 
@@ -34,6 +38,7 @@ class Pressure:
         self.bytes = [0] * len(Lane)
         self._requests_held: Counter[tuple[Lane, str]] = Counter()
         self._bytes_held: Counter[tuple[Lane, str]] = Counter()
+        self._refused_at = [-math.inf] * len(Lane)
         self.rejected = 0
         self.responses: dict[int, int] = {}
         """The number of responses by status."""
@@ -63,13 +68,14 @@ class Pressure:
         return [
             f"{lane.name.lower()} requests are refused: {number} are in progress"
             for lane, number in zip(Lane, self.requests, strict=True)
-            if number >= self._requests_max[lane]
+            if time.monotonic() - self._refused_at[lane] < REFUSED_LATELY_S
         ]
 
     def enter(self, lane: Lane, principal: str = "") -> None:
         """Admit a request or refuse it; without authentication there are no principals."""
         number, held, most = self.requests[lane], self._requests_held[lane, principal], self._requests_max[lane]
         if number >= most or (principal and is_crowding(held, number, most)):
+            self._refused_at[lane] = time.monotonic()
             raise self._refusal(f"{held or number} requests of this kind are in progress")
         self.requests[lane] = number + 1
         if principal:

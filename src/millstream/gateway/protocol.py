@@ -103,7 +103,7 @@ WRITE_S_MAX: Final = 30.0
 WRITE_BYTES_MIN: Final = 64 * 1024
 """A client that reads less than this of a response in that time, while more is available, is disconnected."""
 
-_SEVERAL_HOSTS: Final = "a request has one Host header"
+_ONE_HOST: Final = "an HTTP/1.1 request has one Host header"
 _TRANSFER_CODING: Final = "the only Transfer-Encoding that is supported is chunked"
 _HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 
@@ -220,10 +220,11 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
             self._refuse_rest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
             raise ValueError(_HEAD_TOO_LARGE)  # The rest of the request is not read.
-        if sum(name == b"host" for name, _ in self.headers) > 1:
-            # A proxy and the check of origins could each use another one.
-            self._refuse_rest(HTTPStatus.BAD_REQUEST, _SEVERAL_HOSTS)
-            raise ValueError(_SEVERAL_HOSTS)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            # Of several, a proxy and the check of origins could each use another one.
+            self._refuse_rest(HTTPStatus.BAD_REQUEST, _ONE_HOST)
+            raise ValueError(_ONE_HOST)
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refuse_rest(HTTPStatus.NOT_IMPLEMENTED, _TRANSFER_CODING)
             raise ValueError(_TRANSFER_CODING)

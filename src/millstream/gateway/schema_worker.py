@@ -99,29 +99,29 @@ class IsolatedCodecs(SchemaCodecs):
         self._worker = worker
         self._principal = principal
 
-    async def _decode_json(self, found: RegisteredCodec, framed: Framed) -> bytes:
+    async def _decode_json(self, schema: RegisteredCodec, framed: Framed) -> bytes:
         request = DecodeRequest(
-            schema_type=found.schema.schema_type,
-            compiled=found.schema.schema,
+            schema_type=schema.schema.schema_type,
+            compiled=schema.schema.schema,
             content=framed.content,
             indexes=framed.indexes,
             bytes_max=_converted_bytes_max(framed.content),
         )
         return await self._worker.request(request, self._principal)
 
-    async def _encode_json(self, found: RegisteredCodec, document: Any) -> bytes:
+    async def _encode_json(self, schema: RegisteredCodec, document: Any) -> bytes:
         encoded = msgspec.json.encode(document)
         request = EncodeRequest(
-            schema_type=found.schema.schema_type,
-            compiled=found.schema.schema,
+            schema_type=schema.schema.schema_type,
+            compiled=schema.schema.schema,
             document=encoded,
             bytes_max=_converted_bytes_max(encoded),
         )
         return await self._worker.request(request, self._principal)
 
 
-def _converted_bytes_max(given: bytes) -> int:
-    return min(CONVERTED_BYTES_MAX, CONVERTED_BYTES_MIN + CONVERTED_RATIO_MAX * len(given))
+def _converted_bytes_max(document: bytes) -> int:
+    return min(CONVERTED_BYTES_MAX, CONVERTED_BYTES_MIN + CONVERTED_RATIO_MAX * len(document))
 
 
 # -- in the child -------------------------------------------------------------------------------------------
@@ -153,15 +153,15 @@ class Responder:
 
     def _codec(self, schema_type: str, compiled: str) -> Codec:
         place = (schema_type, compiled)
-        found = self._codecs.get(place)
-        if found is None:
-            found = self._codecs[place] = codec_of(schema_type, compiled)
+        codec = self._codecs.get(place)
+        if codec is None:
+            codec = self._codecs[place] = codec_of(schema_type, compiled)
         self._codecs.move_to_end(place)
         while len(self._codecs) > CODECS_MAX or (
             len(self._codecs) > 1 and sum(len(text) for _, text in self._codecs) > CODECS_CHARACTERS_MAX
         ):
             self._codecs.popitem(last=False)
-        return found
+        return codec
 
 
 def main() -> None:

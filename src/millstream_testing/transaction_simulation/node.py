@@ -29,13 +29,13 @@ from millstream.broker.kafka.transaction_service import CoordinatorGate, Partiti
 from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef
+from millstream.broker.transactions.transaction import InitRequest, InitResponse, ProducerRef
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, Offset
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
 from millstream.protocol.messages.codec import RequestHeader, is_flexible
 from millstream.protocol.wire.error_codes import error_from_code
-from millstream.protocol.wire.produce import PRODUCE_KEY, Produced, read_produced, write_produce
+from millstream.protocol.wire.produce import PRODUCE_KEY, Produced, read_produce_response, write_produce
 from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, NodeProcess, SimulatedNode
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.peers import OrderedRoutes, SimulatedPeers
@@ -129,7 +129,7 @@ class TransactionNode(SimulatedNode):
 
     # -- producers --------------------------------------------------------------------------------------------
 
-    async def init(self, request: InitRequest) -> Initialized:
+    async def init(self, request: InitRequest) -> InitResponse:
         """Initialize a producer."""
         return await self.serving().coordinator.init(request)
 
@@ -143,7 +143,7 @@ class TransactionNode(SimulatedNode):
         partition = TopicPartition(CONSUMER_OFFSETS, run.groups.partition_of(group))
         await run.coordinator.add_partitions(who, (partition,), version=0)
 
-    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
+    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> InitResponse:
         return await self.serving().coordinator.end(who, commit=commit, version=version)
 
     async def write(self, version: int, transactional_id: str, target: RequestTarget, batch: bytes) -> Produced:
@@ -165,7 +165,7 @@ class TransactionNode(SimulatedNode):
         if inspect.isawaitable(response):
             response = await response
         transaction = memoryview(b"".join(cast("list[bytes]", response)))[_SIZE_BYTES:]
-        produced, _ = read_produced(version, transaction, about=f"{target.name}-{target.number}")
+        produced, _ = read_produce_response(version, transaction, about=f"{target.name}-{target.number}")
         if isinstance(produced, MillstreamError):
             raise produced
         return produced

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef
+from millstream.broker.transactions.transaction import InitRequest, InitResponse, ProducerRef
 from millstream.core.errors import (
     FencedProducer,
     InvalidProducerMapping,
@@ -77,7 +77,7 @@ class Writer(Caller):
             raise ProducerEnded(f"not initialized: {error}") from error
         model.initialized(self.transactional_id, self.instance, begun_before)
 
-    def use_identity(self, transaction: Initialized) -> None:
+    def use_identity(self, transaction: InitResponse) -> None:
         """Use this id and epoch; if they are new, sequences start at 0 on every partition."""
         if transaction != self.who[1:]:
             self._sequences.clear()
@@ -220,10 +220,10 @@ class TransactionalProducer(Writer):
             # Something may still be in flight, so the next transaction needs another epoch.
             await self.initialize(expected=True)
 
-    async def _end(self, *, commit: bool) -> Initialized:
+    async def _end(self, *, commit: bool) -> InitResponse:
         who, version = self.who, END_VERSION[self.version]
         return await self.send(self.coordinator, lambda node: node.end(who, commit=commit, version=version))
 
-    def _adopt_identity(self, ended: Initialized) -> None:
+    def _adopt_identity(self, ended: InitResponse) -> None:
         if self.version == SECOND:
             self.use_identity(ended)

@@ -10,7 +10,7 @@ import pytest
 
 from millstream.client.admin import backlog
 from millstream.client.admin.backlog import Backlogs, Reader, reader_of
-from millstream.client.admin.topic_notes import Reading
+from millstream.client.admin.topic_notes import ReadingPipeline
 from millstream.core.errors import CoordinatorUnavailable, MillstreamError, NotLeader
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
@@ -126,13 +126,13 @@ async def test_last_known_offsets_are_used_while_a_leader_is_unavailable(cluster
 def test_a_summary_states_what_deleting_a_topic_would_lose() -> None:
     whole, newest = read(landing("whole")), read(landing("newest", **{"from": "latest"}))
     done = backlog.Backlog(5, 0)
-    assert Reading(whole, None).sentence("orders") == (
+    assert ReadingPipeline(whole, None).sentence("orders") == (
         "Pipeline whole lands orders; how much of it is landed is not known now."
     )
-    assert Reading(whole, done).sentence("orders") == "Pipeline whole lands orders; every message is landed."
-    assert Reading(newest, done).sentence("orders") == (
+    assert ReadingPipeline(whole, done).sentence("orders") == "Pipeline whole lands orders; every message is landed."
+    assert ReadingPipeline(newest, done).sentence("orders") == (
         "Pipeline newest lands orders; every message since it began is landed."
     )
-    assert Reading(whole, backlog.Backlog(5, 1200)).sentence("orders") == (
+    assert ReadingPipeline(whole, backlog.Backlog(5, 1200)).sentence("orders") == (
         "Pipeline whole lands orders, of which 1,200 messages are not landed yet."
     )

@@ -77,6 +77,12 @@ def test_a_call_after_close_is_refused() -> None:
         thread.call(seen())
 
 
+def test_closing_something_after_the_client_does_nothing() -> None:
+    thread = LoopThread()
+    thread.close()
+    thread.finish(lambda: pytest.fail("it was closed with the client"))
+
+
 def test_several_threads_may_call(thread: LoopThread) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(thread.call(seen()))) for _ in range(10)]

@@ -25,7 +25,7 @@ from millstream.client.settling import AcceptedRanges
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.subscription import Verb
-from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.leasing import LeaseResponse
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
@@ -64,7 +64,7 @@ class Cluster:
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
 
-    async def ask(self, node: NodeId, count: int) -> Leased:
+    async def ask(self, node: NodeId, count: int) -> LeaseResponse:
         self.requested.setdefault(node, []).append(count)
         sent_at = monotonic()
         given = asyncio.ensure_future(self._queue(node).get())
@@ -73,7 +73,7 @@ class Cluster:
         if not given.done():
             given.cancel()
             raise BrokerUnreachable("closed by the broker")
-        return Leased(ReceiveResponse(0, None, given.result()), sent_at)
+        return LeaseResponse(ReceiveResponse(0, None, given.result()), sent_at)
 
     def hang_up(self) -> None:
         if not self._hung_up.done():
@@ -301,7 +301,7 @@ async def test_messages_keep_their_order_across_deliveries() -> None:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
         leases = [LeasedRange(0, 1, 1, 0), LeasedRange(1, 3, 3, 0), LeasedRange(3, 4, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
-        receiver._receive(NodeId(1), Leased(ReceiveResponse(0, None, [part]), monotonic()))
+        receiver._receive(NodeId(1), LeaseResponse(ReceiveResponse(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
         assert [(one.offset, one.attempt, one._lease.attempt) for one in messages] == [
             (0, 1, 1),
@@ -477,17 +477,17 @@ async def test_a_recreated_topic_has_distinct_messages() -> None:
     async with receiving(cluster, ahead=10) as receiver:
         for topic_id in (b"0" * 16, b"1" * 16):
             response = ReceiveResponse(0, None, [leased(0, 2, 0, topic_id=topic_id)])
-            receiver._receive(NodeId(1), Leased(response, monotonic()))
+            receiver._receive(NodeId(1), LeaseResponse(response, monotonic()))
         assert len(receiver.take_many(10)) == 4
 
 
 # -- leases that may have passed to another worker --------------------------------------------------------------
 
 
-def late(lease_ms: int, *, waited_ms: int = 0, ago_s: float = 1.0) -> Leased:
+def late(lease_ms: int, *, waited_ms: int = 0, ago_s: float = 1.0) -> LeaseResponse:
     """Two messages that were requested a while ago."""
     response = ReceiveResponse(0, None, [leased(0, 2, 0, lease_ms=lease_ms)], waited_ms=waited_ms)
-    return Leased(response, monotonic() - ago_s)
+    return LeaseResponse(response, monotonic() - ago_s)
 
 
 @pytest.mark.parametrize(("waited_ms", "is_asked"), [(0, True), (60_000, False)])

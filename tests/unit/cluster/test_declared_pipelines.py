@@ -90,10 +90,10 @@ async def test_rules_are_added_and_removed_in_one_step(catalog: Catalog) -> None
     await pipelines.create("director", ROUTE, {}, rules=[SMALL, LARGE])
     assert (await pipelines.find("director")).rules == (LARGE, SMALL)
     other = Rule(name="large", topic="orders", targets=("a", "b"))
-    changed = await pipelines.change_rules("director", [other], gone=["small"])
+    changed = await pipelines.change_rules("director", [other], deleted=["small"])
     assert changed.rules == (other,)
     with pytest.raises(UnknownPipeline, match="no rule 'small'"):
-        await pipelines.change_rules("director", [LARGE], gone=["small"])
+        await pipelines.change_rules("director", [LARGE], deleted=["small"])
     preview = await pipelines.change_rules("director", [SMALL], validate_only=True)
     assert preview.rules == (other, SMALL)
     await pipelines.load()

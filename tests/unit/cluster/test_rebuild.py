@@ -16,7 +16,7 @@ from millstream.broker.cluster.rebuild import (
     EPOCHS_SKIPPED,
     NOT_WHOLE,
     Inventory,
-    ReplicaFound,
+    ReplicaSummary,
     derive_states,
     state_of,
     take_inventory,
@@ -36,14 +36,14 @@ from millstream_testing.single_node import single_node
 ORDERS = UUID(int=1)
 
 
-def log(epoch: int, end: int, *, partition: int = 0, topic: UUID = ORDERS, damaged: bool = False) -> ReplicaFound:
-    return ReplicaFound(topic_id=str(topic), partition=partition, end=end, epoch=epoch, damaged=damaged)
+def log(epoch: int, end: int, *, partition: int = 0, topic: UUID = ORDERS, damaged: bool = False) -> ReplicaSummary:
+    return ReplicaSummary(topic_id=str(topic), partition=partition, end=end, epoch=epoch, damaged=damaged)
 
 
 PLACE = Location(machine=NodeId(7), rack="a")
 
 
-def node(number: int, *replicas: ReplicaFound, whole: str = "whole", cluster_id: str = "id") -> Inventory:
+def node(number: int, *replicas: ReplicaSummary, whole: str = "whole", cluster_id: str = "id") -> Inventory:
     return Inventory(
         node_id=number, cluster="c", cluster_id=cluster_id, whole=whole, replicas=list(replicas), location=PLACE
     )
@@ -55,7 +55,7 @@ def topic(partitions: int = 1, replication: int = 3, topic_id: UUID = ORDERS) ->
     )
 
 
-def found(*logs: ReplicaFound) -> dict[NodeId, ReplicaFound]:
+def found(*logs: ReplicaSummary) -> dict[NodeId, ReplicaSummary]:
     return {NodeId(number): one for number, one in enumerate(logs, 1)}
 
 
@@ -73,7 +73,7 @@ def found(*logs: ReplicaFound) -> dict[NodeId, ReplicaFound]:
     ],
 )
 def test_the_best_log_decides_and_only_equal_logs_start_in_sync(
-    logs: tuple[ReplicaFound, ...], in_sync: set[int]
+    logs: tuple[ReplicaSummary, ...], in_sync: set[int]
 ) -> None:
     state = state_of(found(*logs), 0, len(logs))
     assert set(state.in_sync) == in_sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from millstream.broker.cluster.rebuild import ReplicaFound, state_of
+from millstream.broker.cluster.rebuild import ReplicaSummary, state_of
 from millstream.core.ids import NodeId
 
 NODES = (1, 2, 3)
@@ -75,10 +75,10 @@ def drawn(seed: int) -> tuple[Partition, Random]:
     return partition, random
 
 
-def found_of(partition: Partition, nodes: set[int]) -> dict[NodeId, ReplicaFound]:
+def found_of(partition: Partition, nodes: set[int]) -> dict[NodeId, ReplicaSummary]:
     logs = {node: log for node, log in partition.logs.items() if node in nodes}
     return {
-        NodeId(node): ReplicaFound(
+        NodeId(node): ReplicaSummary(
             topic_id="t", partition=0, end=len(log), epoch=log[-1][0] if log else -1, damaged=False
         )
         for node, log in logs.items()

@@ -37,13 +37,13 @@ from millstream.broker.groups.requests import (
     CommitRequest,
     GroupLimits,
     HeartbeatResult,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeavingMember,
     MemberRef,
     PartitionCommit,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import (
@@ -192,7 +192,7 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
             protocols=classic_protocols(*NAMES[:2]),
         )
 
-        def joined(response: Joined) -> None:
+        def joined(response: JoinResponse) -> None:
             if client.requests == requests:
                 client.joined, client.generation = response, response.generation
 
@@ -212,7 +212,7 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
         requests = client.requests
         request = SyncRequest(member=self._ref(client), assignments=dict(self._shares(client.joined)))
 
-        def synced(response: Synced) -> None:
+        def synced(response: SyncResponse) -> None:
             if client.requests == requests:
                 client.owned = partitions_by_id(parse_assignment(response.assignment)[0], self.topics)
 
@@ -423,7 +423,7 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
 
         return refused
 
-    def _shares(self, joined: Joined) -> Iterator[tuple[str, bytes]]:
+    def _shares(self, joined: JoinResponse) -> Iterator[tuple[str, bytes]]:
         """The leader's assignment for a classic group: each partition to one member."""
         if joined.leader_id != joined.member_id:
             return

@@ -13,8 +13,8 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import (
     CommitRequest,
     ConsumerHeartbeat,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeavingMember,
     MemberRef,
     PartitionCommit,
@@ -70,7 +70,7 @@ def join_request(group_id: str, member_id: str = "", *, session_ms: int = 10_000
     )
 
 
-async def joined(groups: GroupCoordinator, group_id: str) -> Joined:
+async def joined(groups: GroupCoordinator, group_id: str) -> JoinResponse:
     with pytest.raises(MemberIdRequired) as required:
         await groups.join(join_request(group_id))
     return await groups.join(join_request(group_id, required.value.member_id))
@@ -94,7 +94,7 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
         first = await groups.join(join_request("g", first.member_id))
     leader, follower = (first, second) if first.members else (second, first)
 
-    async def sync(member: Joined, assignments: dict[str, bytes]) -> bytes:
+    async def sync(member: JoinResponse, assignments: dict[str, bytes]) -> bytes:
         who = MemberRef(group_id="g", member_id=member.member_id, generation=member.generation)
         return (await groups.sync(SyncRequest(member=who, assignments=assignments))).assignment
 

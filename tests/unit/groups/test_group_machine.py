@@ -20,13 +20,13 @@ from millstream.broker.groups.requests import (
     CommitRequest,
     CommitResult,
     GroupLimits,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeavingMember,
     MemberRef,
     PartitionCommit,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import (
@@ -119,7 +119,7 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
         request = SyncRequest(member=self._ref(client), assignments=assignments)
         generation = client.generation
 
-        def synced(response: Synced) -> None:
+        def synced(response: SyncResponse) -> None:
             # Responses are sent only when durable, so no crash may undo this generation.
             self.durable_generation = max(self.durable_generation, generation)
             assert response.assignment in (b"", f"{generation}".encode())
@@ -287,7 +287,7 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
         )
         incarnation = self._incarnation()
 
-        def joined(response: Joined) -> None:
+        def joined(response: JoinResponse) -> None:
             client.member_id, client.generation = response.member_id, response.generation
             if response.leader_id == response.member_id and not response.skip_assignment:
                 assert response.member_id in {member.member_id for member in response.members}

@@ -282,7 +282,7 @@ def test_another_node_continues_from_the_log(harness: ConsumerHarness) -> None:
 
 
 def test_a_member_that_sends_its_topics_again_gets_its_assignment_again(harness: ConsumerHarness) -> None:
-    """It may have missed the response that told it."""
+    """It may have missed the response that said so."""
     one = Sharer(harness, "one")
     assigned = one.send_heartbeat().assignment
     assert one.send_heartbeat().assignment is None

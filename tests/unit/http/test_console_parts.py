@@ -30,7 +30,7 @@ from millstream.gateway.console.history import (
     RECENT_S_MAX,
     Counters,
     History,
-    Recent,
+    ResponseCache,
     Series,
 )
 from millstream.gateway.console.pages import messages
@@ -54,7 +54,7 @@ class Clock:
 def test_a_response_is_shared_for_a_hundred_times_its_cost() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock, used=clock), 0
+        recent, asked = ResponseCache(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -79,7 +79,7 @@ def test_a_response_is_shared_for_a_hundred_times_its_cost() -> None:
 def test_all_sessions_together_use_at_most_a_hundredth_of_the_time() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock, used=clock), 0
+        recent, asked = ResponseCache(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -108,7 +108,7 @@ def test_all_sessions_together_use_at_most_a_hundredth_of_the_time() -> None:
 def test_a_response_is_shared_for_minutes_at_most_and_an_error_never() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock, used=clock), 0
+        recent, asked = ResponseCache(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -129,7 +129,7 @@ def test_a_response_is_shared_for_minutes_at_most_and_an_error_never() -> None:
 
 async def test_a_silent_node_does_not_block_a_page() -> None:
     clock = Clock()
-    recent, asked = Recent(clock=clock, used=lambda: 0.0), 0
+    recent, asked = ResponseCache(clock=clock, used=lambda: 0.0), 0
 
     async def ask() -> int:
         nonlocal asked
@@ -156,7 +156,7 @@ def test_a_dry_run_is_refused_where_the_node_runs_no_pipelines_or_a_secret_is_ne
     assert "lake.options" in dry_run_refusal({"overrides": {"lake.options": HIDDEN}}, enabled)
 
 
-def visit_of(recent: Recent, **fields: Any) -> Visit:
+def visit_of(response_cache: ResponseCache, **fields: Any) -> Visit:
     nothing: Any = None
     return Visit(
         services=nothing,
@@ -167,7 +167,7 @@ def visit_of(recent: Recent, **fields: Any) -> Visit:
         form={},
         memory=nothing,
         history=nothing,
-        recent=recent,
+        response_cache=response_cache,
         searches=nothing,
         tasks=nothing,
         acting=nothing,
@@ -178,7 +178,7 @@ def visit_of(recent: Recent, **fields: Any) -> Visit:
 
 async def test_refreshing_pages_share_responses_within_their_session() -> None:
     clock = Clock()
-    recent, asked = Recent(clock=clock, used=clock), 0
+    recent, asked = ResponseCache(clock=clock, used=clock), 0
 
     async def ask() -> int:
         nonlocal asked
@@ -201,7 +201,7 @@ async def test_refreshing_pages_share_responses_within_their_session() -> None:
 
 async def test_unused_responses_are_forgotten() -> None:
     clock = Clock()
-    recent = Recent(clock=clock, used=clock)
+    recent = ResponseCache(clock=clock, used=clock)
 
     async def ask() -> int:
         clock.now += 0.1
@@ -228,7 +228,7 @@ def route_to(handle: Callable[[], Awaitable[Any]]) -> PageRoute:
 
 
 async def test_preparing_a_page_stops_when_its_browser_disconnects() -> None:
-    visit, is_cancelled = visit_of(Recent()), False
+    visit, is_cancelled = visit_of(ResponseCache()), False
 
     async def prepare() -> str:
         await asyncio.sleep(0)
@@ -339,7 +339,7 @@ def test_commands_are_quoted_for_the_shell(words: list[str]) -> None:
     ],
 )
 def test_clients_connect_to_the_advertised_address_or_that_of_the_browser(kafka: str, site: str, shown: str) -> None:
-    visit = dataclasses.replace(visit_of(Recent(), site=site), settings=ConsoleSettings(kafka=kafka))
+    visit = dataclasses.replace(visit_of(ResponseCache(), site=site), settings=ConsoleSettings(kafka=kafka))
     assert visit.kafka == shown
 
 
@@ -365,7 +365,7 @@ async def test_the_page_of_a_message_reads_the_ledger_on_request(monkeypatch: py
         monkeypatch.setattr(messages, name, AsyncMock(return_value=value))
     monkeypatch.setattr(messages, "find_topic", AsyncMock(return_value=Mock(topic_id=UUID(int=1))))
     fields: dict[str, Any] = {"names": {"topic": "orders", "partition": "0", "offset": "0"}, "query": {"ledger": asked}}
-    visit = dataclasses.replace(visit_of(Recent()), services=Mock(), memory=Mock(), **fields)
+    visit = dataclasses.replace(visit_of(ResponseCache()), services=Mock(), memory=Mock(), **fields)
     monkeypatch.setattr(Visit, "note_reading", AsyncMock())
     monkeypatch.setattr(Visit, "may_change", AsyncMock(return_value=True))
     page = await messages.show(visit)

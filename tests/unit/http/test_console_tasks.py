@@ -13,7 +13,7 @@ from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.gateway.console import tasks as module
-from millstream.gateway.console.tasks import TASKS_PER_USER_MAX, Acting, Task, Tasks
+from millstream.gateway.console.tasks import TASKS_PER_USER_MAX, Task, Tasks, UserServices
 from millstream_testing.waiting import until
 
 
@@ -24,14 +24,14 @@ class Rights:
         self.lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.held = 0
 
-    def __call__(self) -> AbstractAsyncContextManager[Acting]:
+    def __call__(self) -> AbstractAsyncContextManager[UserServices]:
         return self._held()
 
     @asynccontextmanager
-    async def _held(self) -> AsyncIterator[Acting]:
+    async def _held(self) -> AsyncIterator[UserServices]:
         self.held += 1
         try:
-            yield Acting(cast("Services", None), self.lapsed)
+            yield UserServices(cast("Services", None), self.lapsed)
         finally:
             self.held -= 1
 

@@ -275,3 +275,14 @@ async def test_pipelined_requests_wait_as_bytes_and_all_get_a_response(
     async with asyncio.timeout(WAIT_S):
         await reader.readuntil(b"\r\n\r\nxx")
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"), [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200)]
+)
+async def test_an_http_1_1_request_has_one_host(server: AppServer, version: str, hosts: int, status: int) -> None:
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(f"GET / HTTP/{version}\r\n".encode() + b"host: x\r\n" * hosts + b"\r\n")
+    async with asyncio.timeout(WAIT_S):
+        assert (await reader.readline()).split()[1] == b"%d" % status
+    writer.close()

@@ -17,7 +17,7 @@ from millstream.gateway.api.routes import publishing
 from millstream.gateway.api.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import Pressure, RequestMemory
-from millstream.protocol.private.publish_once import Placed
+from millstream.protocol.private.publish_once import PublishOnceResult
 from millstream.protocol.records.record import NewRecord
 
 PARTITIONS = 8
@@ -43,7 +43,7 @@ class Broker:
 
     async def publish_once(
         self, _client: Any, _topic: str, partition: int, records: Sequence[NewRecord], *, patience_s: float
-    ) -> list[Placed]:
+    ) -> list[PublishOnceResult]:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         await self.may_respond.wait()
@@ -54,7 +54,7 @@ class Broker:
             raise NotLeader("nobody leads")
         first = len(self.logs[partition])
         self.logs[partition] += [record.value for record in records]
-        return [Placed(first + at, 1, True) for at in range(len(records))]
+        return [PublishOnceResult(first + at, 1, True) for at in range(len(records))]
 
     async def post(self, values: list[tuple[int, str]]) -> list[Any]:
         messages = [{"value": value, "partition": place, "id": f"{at}"} for at, (place, value) in enumerate(values)]

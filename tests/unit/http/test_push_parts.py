@@ -20,7 +20,7 @@ from millstream.core.errors import InvalidSetting, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
 from millstream.core.setting import HIDDEN
-from millstream.core.subscription import Subscription, SubscriptionSettings, shown
+from millstream.core.subscription import Subscription, SubscriptionSettings, without_secrets
 from millstream.gateway.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
 from millstream.gateway.push.endpoint import (
     DOWN_AFTER,
@@ -93,7 +93,7 @@ def test_an_invalid_push_setting_is_refused_without_revealing_a_secret(url: str,
 
 def test_secrets_are_redacted() -> None:
     given = {"millstream.push.secret": "s" * 20, "millstream.push.headers": '{"a": "b"}', "millstream.push.url": ""}
-    assert shown(given) == {
+    assert without_secrets(given) == {
         "millstream.push.secret": HIDDEN,
         "millstream.push.headers": HIDDEN,
         "millstream.push.url": "",

@@ -28,7 +28,7 @@ from millstream.gateway.push.process import BrokerConnections
 from millstream.gateway.push.push_messages import PushSubscription, push_subscription
 from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, trusted
-from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
+from millstream.protocol.private.leasing import LeaseRequests, LeaseResponse, fresh_until
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
@@ -479,9 +479,9 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
     values = [NewRecord(None, bytes(RECEIVE_BYTES // 2))] * 3
     batches = bytes(encode_batch(values, compression=COMPRESSION_ZSTD))
     part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 3, 1, 1000)], batches, 60_000)
-    leased = Leased(ReceiveResponse(0, None, [part]), monotonic())
+    leased = LeaseResponse(ReceiveResponse(0, None, [part]), monotonic())
 
-    async def respond(*_asked: object, **_limits: object) -> Leased:
+    async def respond(*_asked: object, **_limits: object) -> LeaseResponse:
         return leased
 
     monkeypatch.setattr(LeaseRequests, "receive", respond)

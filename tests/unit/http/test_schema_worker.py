@@ -14,7 +14,7 @@ from millstream.client.schemas import codecs_of, forget_codecs
 from millstream.core.errors import QuotaExceeded, RequestTimedOut, SchemaMismatch
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.gateway import schema_worker
-from millstream.gateway.api.new_message import Placed
+from millstream.gateway.api.new_message import RecordToPublish
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.routes import listening, publishing
 from millstream.gateway.api.services import Services
@@ -126,7 +126,7 @@ async def test_encoded_values_count_as_memory_of_their_request(monkeypatch: pyte
         return b"x" * 1000
 
     monkeypatch.setattr(publishing, "codecs_of", lambda _: SimpleNamespace(encode=encode))
-    placed: Any = Placed(NewRecord(None, b"{}"), None, None)
+    placed: Any = RecordToPublish(NewRecord(None, b"{}"), None, None)
     services: Any = SimpleNamespace(publishing=None)
     await publishing._encode(services, "orders", placed, RequestMemory(pressure, Lane.PUBLISH))
     assert pressure.bytes[Lane.PUBLISH] == 1000

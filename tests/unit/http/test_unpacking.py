@@ -11,7 +11,7 @@ from millstream.core.errors import CorruptBatch
 from millstream.core.ids import OffsetRange
 from millstream.gateway.api import record_reader as bounds
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader
-from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.leasing import LeaseResponse
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveResponse
 from millstream.protocol.records import compression
 from millstream.protocol.records.batch import (
@@ -44,9 +44,9 @@ def header_of(batches: bytes) -> BatchHeader:
     return next(iter(iterate_whole_headers(batches)))
 
 
-def response_with(batches: bytes, *leases: tuple[int, int]) -> Leased:
+def response_with(batches: bytes, *leases: tuple[int, int]) -> LeaseResponse:
     ranges = [LeasedRange(first, last + 1, 1, 1000) for first, last in leases]
-    return Leased(ReceiveResponse(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
+    return LeaseResponse(ReceiveResponse(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
 
 
 def offsets(leased: ReadRecords) -> tuple[list[int], list[int], list[int]]:

@@ -304,15 +304,15 @@ async def test_rules_are_changed_all_or_none(client: PipelineClient, nodes: Node
     await client.create("director", PipelineKind.ROUTE, {}, rules=[LARGE])
     small = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
     with pytest.raises(NotFound, match="subscription 'cheap' does not exist"):
-        await client.change_rules("director", [small], gone=["large"])
+        await client.change_rules("director", [small], deleted=["large"])
     with pytest.raises(NotFound, match="subscription 'cheap' does not exist"):
         await client.create("other", "route", {}, rules=[small])
     broken = Rule(name="odd", topic="orders", targets=("odd-orders",), condition="payload.total >")
     with pytest.raises(InvalidRequest, match=r"rule 'odd'.*column 15"):
-        await client.change_rules("director", [broken], gone=["large"])
+        await client.change_rules("director", [broken], deleted=["large"])
     await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
     assert (await client.change_rules("director", [small], validate_only=True)).rules == 2
-    assert (await client.change_rules("director", [small], gone=["large"])).rules == 1
+    assert (await client.change_rules("director", [small], deleted=["large"])).rules == 1
     assert [reported["rules"] for reported in await client.describe()] == [[]]
     (reported,) = await client.describe(["director"])
     assert reported["rules"] == [
@@ -381,7 +381,7 @@ async def test_cycles_over_several_pipelines_are_reported(client: PipelineClient
     )
     assert made.notes == [expected]
     assert (await client.alter("return", {"batch.max.messages": "5"})) == [expected]
-    await client.change_rules("return", gone=["back"])
+    await client.change_rules("return", deleted=["back"])
     assert (await client.change_rules("return", [back])).notes == [expected]
     await client.delete("on")
     assert await client.alter("return", {"batch.max.messages": "6"}) == []

@@ -18,7 +18,7 @@ from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.replication import published_ids
 from millstream.broker.replication.partition import Partition
-from millstream.core.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
+from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTimestamp, NotLeader, RequestTimedOut
 from millstream.core.ids import Epoch, NodeId
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.quota import PRODUCER_BYTE_RATE
@@ -275,3 +275,14 @@ async def test_deleted_partitions_and_those_led_elsewhere_are_forgotten(monkeypa
     there, fixture.place.there = fixture.bench.partition, Workbench().partition
     await fixture.publish("b")
     assert list(fixture.api._ids) == [fixture.place.there]
+
+
+@pytest.mark.parametrize("compression", [COMPRESSION_NONE, COMPRESSION_ZSTD])
+async def test_a_timestamp_far_ahead_is_refused(compression: int) -> None:
+    fixture = PublishOnceFixture()
+    ahead = NewRecord(
+        None, bytes(100_000), (("message-id", b"a"),), fixture.bench.clock.now_ms() + 30 * 365 * 24 * 3600 * 1000
+    )
+    batch = bytes(encode_batch([ahead], compression=compression))
+    with pytest.raises(InvalidTimestamp):
+        await fixture.api.handle(PublishOnceRequest("orders", 0, batch))

@@ -32,7 +32,7 @@ from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
-from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -454,7 +454,7 @@ async def test_refused_acknowledgements_are_reported_together_with_messages(one:
 async def test_a_failing_queue_is_reported_together_with_acknowledgements(
     one: Sharer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_delivery: Delivery, _demand: Demand) -> Received:
+    def fails(_delivery: Delivery, _demand: Demand) -> ReceivedMessages:
         raise NotLeader("moved")
 
     assert await one.got() == [(0, 9, 1)]
@@ -468,7 +468,7 @@ async def test_a_failing_queue_is_reported_together_with_acknowledgements(
 async def test_a_queue_that_keeps_failing_is_not_polled_in_a_busy_loop(
     one: Sharer, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fails(_delivery: Delivery, _demand: Demand) -> Received:
+    def fails(_delivery: Delivery, _demand: Demand) -> ReceivedMessages:
         raise error
 
     assert await one.got() == [(0, 9, 1)]

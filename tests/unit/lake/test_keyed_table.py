@@ -18,7 +18,7 @@ from millstream.pipelines.lake.keyed_table import BucketMerge, KeyedTable, merge
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, MergeRule
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import open_table
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 from millstream_testing.lake_rows import land
 
 TOPIC = "00000000-0000-0000-0000-000000000001"
@@ -42,8 +42,8 @@ class Step:
         self._start = self.table.next_offsets([place]).get(place, 0)
         self._end = max(self._start, end)
         self._moves = {place: (self._start, self._end)}
-        self.staged: list[Written] = []
-        self.files: list[Written] = []
+        self.staged: list[WrittenFile] = []
+        self.files: list[WrittenFile] = []
 
     def stage(self) -> None:
         self.table.route((self._end - self._start) * 100.0, BUCKET_BYTES)

@@ -17,10 +17,10 @@ import pytest
 from millstream.pipelines.lake import rewriting
 from millstream.pipelines.lake.columns import RAW, extended
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.rewriting import Compacted
+from millstream.pipelines.lake.rewriting import CompactionResult
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.table_file import ActiveFile, Written
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
 
 HOUR_OVER = LANDED + timedelta(hours=1)
@@ -47,9 +47,9 @@ def everything() -> object:
 
 
 def test_small_files_of_an_hour_become_one(table: LakeTable, storage: Storage) -> None:
-    assert table.compact(before=LANDED) == Compacted()
-    assert table.compact(before=HOUR_OVER) == Compacted(5, 1, 75)
-    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert table.compact(before=LANDED) == CompactionResult()
+    assert table.compact(before=HOUR_OVER) == CompactionResult(5, 1, 75)
+    assert table.compact(before=HOUR_OVER) == CompactionResult()
     assert delta_rows(storage) == everything()
     assert len(deltalake.DeltaTable(storage.url).file_uris()) == 1
     assert land(table, 0, 50, 60)
@@ -74,7 +74,7 @@ def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: Lak
 
 def test_two_concurrent_compactions_and_an_append(table: LakeTable, storage: Storage) -> None:
     barrier = threading.Barrier(3)
-    done: list[Compacted] = []
+    done: list[CompactionResult] = []
     landed: list[bool] = []
 
     def compacting() -> None:
@@ -105,7 +105,7 @@ def test_a_stale_compaction_replaces_nothing(
 
     def meanwhile(
         log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
-    ) -> list[Written]:
+    ) -> list[WrittenFile]:
         written = rewritten(log, files, schema, progress)
         with monkeypatch.context() as patched:
             patched.setattr(rewriting, "_rewritten", rewritten)
@@ -113,7 +113,7 @@ def test_a_stale_compaction_replaces_nothing(
         return written
 
     monkeypatch.setattr(rewriting, "_rewritten", meanwhile)
-    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert table.compact(before=HOUR_OVER) == CompactionResult()
     assert delta_rows(storage) == everything()
 
 
@@ -127,7 +127,7 @@ def test_files_older_than_a_column_are_compacted_with_it(storage: Storage) -> No
     files = write(table, [rows(0, [3], deeper, who=[{"name": "y", "age": 3}], more=[0.5])], deeper)
     assert table.commit(files, {(TOPIC, 0): (3, 4)}, schema=deeper)
     before = pa.Table.from_batches(table.scan(TOPIC, 0, 0, 10)).to_pylist()
-    assert table.compact(before=HOUR_OVER) == Compacted(3, 1, 4)
+    assert table.compact(before=HOUR_OVER) == CompactionResult(3, 1, 4)
     after = pa.Table.from_batches(table.scan(TOPIC, 0, 0, 10)).to_pylist()
     assert after == before
     assert [row["who"] for row in after] == [None, None, {"name": "x", "age": None}, {"name": "y", "age": 3}]
@@ -138,7 +138,7 @@ def test_recreated_topics_of_the_same_name_are_not_mixed(table: LakeTable, stora
         writer = table.writer(RAW, "made-anew", landed=LANDED)
         writer.write(rows(0, range(start, start + 10)))
         assert table.commit(writer.close(), {("made-anew", 0): (start, start + 10)}, schema=RAW)
-    assert table.compact(before=HOUR_OVER) == Compacted(7, 2, 95)
+    assert table.compact(before=HOUR_OVER) == CompactionResult(7, 2, 95)
     assert sum(len(batch) for batch in table.scan("made-anew", 0, 0, 100)) == 20
     assert sum(len(batch) for batch in table.scan(TOPIC, 0, 0, 100)) == 50
 
@@ -160,7 +160,7 @@ def test_a_scan_sorts_files_written_by_other_programs(table: LakeTable, storage:
     deltalake.DeltaTable(storage.url).optimize.compact()
     found = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
     assert found == list(range(5, 45))
-    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert table.compact(before=HOUR_OVER) == CompactionResult()
     assert delta_rows(storage) == everything()
 
 

@@ -21,7 +21,7 @@ from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable, open_table
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 from millstream_testing.lake_rows import (
     LANDED,
     TOPIC,
@@ -82,8 +82,8 @@ class Run:
 
     table: LakeTable
     schema: pa.Schema
-    files: list[Written]
-    quarantined: list[Written]
+    files: list[WrittenFile]
+    quarantined: list[WrittenFile]
     offsets: dict[tuple[str, int], tuple[int, int]]
     bad: set[tuple[int, int]]
 

@@ -18,7 +18,7 @@ from millstream.core.errors import ColumnMismatch, StalePlan
 from millstream.pipelines.lake.columns import RAW, extended
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.table_file import Written, from_json, to_json
+from millstream.pipelines.lake.table_file import WrittenFile, from_json, to_json
 from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,
@@ -204,7 +204,7 @@ def test_a_crash_before_the_quarantine_keeps_its_rows(storage: Storage, monkeypa
     class Killed(BaseException):
         pass
 
-    def killed(*_: object, **__: object) -> Sequence[Written]:
+    def killed(*_: object, **__: object) -> Sequence[WrittenFile]:
         raise Killed
 
     table = LakeTable(storage)

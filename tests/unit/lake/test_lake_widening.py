@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millstream.core.errors import Conflict, StalePlan
-from millstream.pipelines.lake.columns import ELEMENT, RAW, Place
+from millstream.pipelines.lake.columns import ELEMENT, RAW, FieldPath
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.rewriting import FileWork, InexactIntegers, Rewrite, first_name, renamed
 from millstream.pipelines.lake.storage import Storage
@@ -35,7 +35,7 @@ from millstream_testing.lake_rows import (
 )
 
 LARGE = 2**60
-TOTAL: Place = ("total",)
+TOTAL: FieldPath = ("total",)
 NARROW = RAW.append(pa.field("total", pa.int64()))
 WIDE = RAW.append(pa.field("total", pa.float64()))
 DEEP = pa.struct(
@@ -45,8 +45,8 @@ DEEP = pa.struct(
         pa.field("id", pa.int64()),
     ]
 )
-AGE: Place = ("buyer", "age")
-MARKS: Place = ("buyer", "marks", ELEMENT)
+AGE: FieldPath = ("buyer", "age")
+MARKS: FieldPath = ("buyer", "marks", ELEMENT)
 
 
 class Killed(BaseException):
@@ -70,7 +70,9 @@ def land(table: LakeTable, start: int, totals: Sequence[Any], schema: pa.Schema 
     return table.commit(files, {(TOPIC, 0): (start, span.stop)}, schema=schema)
 
 
-def widen(table: LakeTable, *places: Place, run: Any = in_this_process, bytes_max: int = LARGE) -> dict[Place, str]:
+def widen(
+    table: LakeTable, *places: FieldPath, run: Any = in_this_process, bytes_max: int = LARGE
+) -> dict[FieldPath, str]:
     return table.widen(places or [TOTAL], run=run, bytes_max=bytes_max)
 
 

@@ -19,7 +19,7 @@ from millstream.pipelines.lake.merging import (
     ORDER,
     ROOT,
     Bucket,
-    Merged,
+    MergedBucket,
     MergeRule,
     bucket_of,
     canonical_keys,
@@ -154,7 +154,7 @@ def test_a_delete_without_an_order_deletes_what_precedes_it_in_its_partition() -
     assert (len(gone.rows), gone.deleted) == (0, 1)
 
 
-def merge_all(changes: pa.Table, merging: MergeRule | None = None) -> Merged:
+def merge_all(changes: pa.Table, merging: MergeRule | None = None) -> MergedBucket:
     empty = pa.schema([*SCHEMA, pa.field(KEY, pa.binary()), pa.field(ORDER, pa.int64())]).empty_table()
     return (merging or rule()).merge(SCHEMA, empty, tombstone_schema(pa.int64()).empty_table(), changes)
 

@@ -9,7 +9,7 @@ import pytest
 
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.parquet_table import ParquetTable
-from millstream.pipelines.lake.rewriting import Compacted
+from millstream.pipelines.lake.rewriting import CompactionResult
 from millstream.pipelines.lake.storage import Storage
 from millstream_testing.lake_rows import (
     LANDED,
@@ -40,7 +40,7 @@ def test_files_are_visible_once_committed(storage: Storage) -> None:
     assert not ParquetTable(storage).commit(loser, {(TOPIC, 0): (0, 10)}, schema=RAW)
     assert files_rows(storage) == once(0, range(10))
     assert next_offset(table) == 10
-    assert table.compact(before=LANDED + timedelta(days=1)) == Compacted()
+    assert table.compact(before=LANDED + timedelta(days=1)) == CompactionResult()
     assert [path.name for path in Path(storage.url).iterdir()] == ["append_day=2026-11-15"]
 
 

@@ -38,7 +38,7 @@ class Coordinator:
         return self.shards
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def hold_decisions(self) -> AsyncIterator[None]:
         yield
 
 

@@ -16,10 +16,18 @@ from millstream.broker.mirror import queue_states
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
 from millstream.broker.mirror.source import queue_key
+from millstream.core import push
 from millstream.core.errors import NotLeader, RequestTimedOut
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import MirrorSettings
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, READ_COMMITTED, QueueKey, Subscription
+from millstream.core.subscription import (
+    DEAD_LETTER_TOPIC,
+    LETTERS_PREFIX,
+    PAUSED,
+    READ_COMMITTED,
+    QueueKey,
+    Subscription,
+)
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferResponse, QueueSnapshot
 
@@ -113,6 +121,22 @@ async def test_a_subscription_with_topics_of_this_cluster_is_not_changed_as_at_t
     for _ in range(ABSENT_TIMES):
         await here.queues._delete_subscriptions(set())
     assert here.done == []
+
+
+async def test_other_changes_are_mirrored_if_secrets_would_be_sent_to_another_endpoint() -> None:
+    here = TargetSubscriptions(
+        Subscription(
+            name=BILLING,
+            subscription_id=UUID(int=1),
+            topics=("orders",),
+            overrides={push.URL: "https://a.example/hook", push.HEADERS: '{"Authorization": "secret"}'},
+            created_ms=0,
+        )
+    )
+    settings = {push.URL: "https://b.example/hook", PAUSED: "true"}
+    await here.queues._sync_subscription(msgspec.structs.replace(offered(), settings=settings))
+    assert here.declared.alter.call_args.args[1] == {PAUSED: "true"}
+    assert "keeps its millstream.push.url" in str(here.notes[f"subscription {BILLING}"])
 
 
 async def test_a_deletion_keeps_the_letters() -> None:

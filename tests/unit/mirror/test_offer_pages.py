@@ -15,7 +15,7 @@ from millstream.broker.mirror.service import MirrorService
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.snapshot import read_snapshot, write_snapshot
-from millstream.broker.subscriptions.state_shard import Loaded
+from millstream.broker.subscriptions.state_shard import LoadedState
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
 from millstream.core.subscription import QueueKey
@@ -51,10 +51,10 @@ class Queues:
     def all(self) -> list[Any]:
         return []
 
-    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, LoadedState]]:
         for key, sequence in list(self.sequences.items()):
             if is_selected(key, sequence):
-                yield key, Loaded(lambda key=key: self.snapshots[key], sequence, is_large=False)  # type: ignore[misc]
+                yield key, LoadedState(lambda key=key: self.snapshots[key], sequence, is_large=False)  # type: ignore[misc]
 
     async def write_state(self, key: QueueKey, _epoch: Epoch, snapshot: bytes) -> None:
         self.snapshots[key] = snapshot

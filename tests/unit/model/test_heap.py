@@ -37,7 +37,7 @@ class Process:
         self.is_ours.set()
         self.trims: list[int] = []
         monkeypatch.setattr(heap, "resident_bytes", lambda: self.resident_bytes)
-        monkeypatch.setattr(heap, "_is_ours", self.is_ours)
+        monkeypatch.setattr(heap, "_is_trimming_enabled", self.is_ours)
         monkeypatch.setattr(heap, "release_freed_memory", lambda: self.trims.append(threading.get_ident()))
         self._trimmer = heap.Trimmer()
 

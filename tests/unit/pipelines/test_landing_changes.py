@@ -16,7 +16,7 @@ from millstream.pipelines.jobs.land import changes, task
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.dry_run import SampleRows
-from millstream.pipelines.jobs.land.task import Landing, Work
+from millstream.pipelines.jobs.land.task import Landing, TopicWork
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.ranges import Range
@@ -139,7 +139,7 @@ class Log:
         """Land the messages from the first offset; each offset starts an Arrow batch."""
         rows = SampleRows()
         rule = ChangeRule.of(LandSettings.from_strings({"topics": "t", "mode": "upsert", **BY_LSN}), "t")
-        work = Work(writer=rows, quarantine=SampleRows(), fields=EVENTS, decodes=True, changes=rule, **settings)
+        work = TopicWork(writer=rows, quarantine=SampleRows(), fields=EVENTS, decodes=True, changes=rule, **settings)
         landing = Landing("t", work, cast("ReadOptions", object()))
         landing.begin(Range("t", 0, starts[0], len(self.messages)))
         for start, end in pairwise([*starts, len(self.messages)]):

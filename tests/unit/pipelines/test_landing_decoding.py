@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, Widening
+from millstream.pipelines.jobs.land.decoding import DecodedPayloads, Decoder, Widening
 from millstream.pipelines.jobs.land.inference import column_of, field_of, fields_of, grown, payload_fields, table_schema
 from millstream.pipelines.jobs.land.job import declared_fields, merge_schema
 
@@ -194,7 +194,7 @@ def test_one_invalid_payload_among_thousands_is_found() -> None:
     assert rows[4320]["id"] == 4320
 
 
-def grown_by(decoded: Decoded, known: pa.Schema | None = None) -> pa.Schema:
+def grown_by(decoded: DecodedPayloads, known: pa.Schema | None = None) -> pa.Schema:
     fields = known if known is not None else pa.schema([])
     for _row, found in decoded.new_fields:
         fields = grown(fields, found)

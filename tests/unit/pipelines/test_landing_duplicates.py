@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land import duplicates
-from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated, within
+from millstream.pipelines.jobs.land.duplicates import RecentIds, find_repeated, ids_of, keep_bounded, select_in_ranges
 from millstream.pipelines.jobs.land.inference import NewFields
 from millstream.pipelines.jobs.land.task import Report, WideningNeed, from_rows, to_arrow
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 from millstream.pipelines.source.ranges import Range
 
 NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
@@ -47,7 +47,7 @@ def test_the_first_header_of_the_name_is_the_id() -> None:
 def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
     rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
     chunks = pa.chunked_array([pa.array([one], pa.binary()) for one in known], pa.binary())
-    left_out, kept = repeated(found(*rows), chunks)
+    left_out, kept = find_repeated(found(*rows), chunks)
     dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
     wanted = set()
     seen = set(known)
@@ -102,7 +102,7 @@ def test_ids_are_read_from_the_table_once_and_again_after_another_run() -> None:
 
 def test_reports_round_trip() -> None:
     reports = [
-        Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
+        Report(topic="a", rows=3, files=(WrittenFile("p", 2, 10, "{}", {"append_hour": "1"}),)),
         Report(topic="b", new_fields=(NewFields(1, 7, pa.schema([("x", pa.struct([("y", pa.int64())]))])),)),
         Report(topic="c", widening=WideningNeed(1, 7, [("x", "[]")]), large=frozenset({("x", "[]"), ("y",)})),
         Report(topic="d", fractions=frozenset({("x", "[]"), ("y",)})),
@@ -113,12 +113,12 @@ def test_reports_round_trip() -> None:
 
 def test_a_copy_beyond_the_end_of_a_batch_is_left_for_the_next() -> None:
     rows = found((0, 5, 20, b"x"), (1, 3, 10, b"x"), (0, 6, 30, b"y"), (1, 2, 30, b"y"))
-    assert repeated(rows, pa.chunked_array([], pa.binary()))[0][0].to_pylist() == [5]
+    assert find_repeated(rows, pa.chunked_array([], pa.binary()))[0][0].to_pylist() == [5]
     # The batch now ends before the earlier message with the id x.
-    shorter = within(rows, [Range("t", 0, 5, 7), Range("t", 1, 0, 3)])
-    left_out, ids = repeated(shorter, pa.chunked_array([], pa.binary()))
+    shorter = select_in_ranges(rows, [Range("t", 0, 5, 7), Range("t", 1, 0, 3)])
+    left_out, ids = find_repeated(shorter, pa.chunked_array([], pa.binary()))
     assert ({number: one.to_pylist() for number, one in left_out.items()}, sorted(ids.to_pylist())) == (
         {1: [2]},
         [b"x", b"y"],
     )
-    assert not len(within(rows, []))
+    assert not len(select_in_ranges(rows, []))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.pipelines.jobs.land import task
-from millstream.pipelines.jobs.land.task import LandTasks, Work
+from millstream.pipelines.jobs.land.task import LandTasks, TopicWork
 from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
@@ -104,9 +104,9 @@ def test_a_failed_task_deletes_the_files_of_all_its_topics(
             [*refused.columns, *missing], names=[*refused.schema.names, "timestamp", "key", "headers"]
         )
 
-    def work(topic: str, room: int, quarantine_room: int) -> Work:
+    def work(topic: str, room: int, quarantine_room: int) -> TopicWork:
         folder = str(tmp_path / topic)
-        return Work(
+        return TopicWork(
             writer=TaskWriter(FullStorage(folder, room=room), RAW.append(pa.field("id", pa.int64())), topic),
             quarantine=TaskWriter(FullStorage(f"{folder}__quarantine", room=quarantine_room), QUARANTINE, topic),
             fields=pa.schema([pa.field("id", pa.int64())]),

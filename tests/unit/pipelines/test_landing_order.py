@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from millstream.pipelines.jobs.land.inference import Evolution
-from millstream.pipelines.jobs.land.task import Landing, Work
+from millstream.pipelines.jobs.land.task import Landing, TopicWork
 from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
@@ -30,7 +30,7 @@ def test_the_first_value_of_a_field_decides_its_type(tmp_path: Path) -> None:
         kinds = (pa.string(), pa.int64()) if first == "Bob" else (pa.int64(), pa.float64())
         for size in (1, 2, 3):
             writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
-            landing = Landing("orders", Work(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
+            landing = Landing("orders", TopicWork(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
             for start in range(0, len(order), size):
                 texts = [json.dumps(payload).encode() for payload in order[start : start + size]]
                 columns = [
@@ -50,7 +50,7 @@ def test_a_batch_that_is_quarantined_already_is_not_quarantined_again(tmp_path: 
     storage = Storage.at(str(tmp_path))
     writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
     left_out = {0: pa.array([7], pa.int64())}
-    landing = Landing("orders", Work(writer=writers[0], quarantine=writers[1], left_out=left_out))
+    landing = Landing("orders", TopicWork(writer=writers[0], quarantine=writers[1], left_out=left_out))
     for partition, start in ((0, 7), (0, 9), (1, 7)):
         landing.quarantine(partition, UnreadableBatch(start, start + 2, 0, "torn"))
     assert sum(file.rows for file in landing.report().quarantined) == 2

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.core.errors import LostData
-from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Reading, Report, from_rows, to_arrow
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, RangeReader, Report, from_rows, to_arrow
 from millstream.pipelines.source.ranges import Range
 
 
@@ -33,7 +33,7 @@ class Log:
         return self.start
 
 
-def offsets(reading: Reading, one: Range) -> list[int]:
+def offsets(reading: RangeReader, one: Range) -> list[int]:
     return [row["offset"] for batch in reading.batches(one) for row in batch.to_pylist()]
 
 
@@ -52,28 +52,28 @@ def test_offsets_deleted_before_they_are_read_are_skipped_and_counted(
     moves: dict[int, int], read: list[int], lost: int
 ) -> None:
     log = Log(200, moves)
-    reading = Reading(log.records, log.log_start)
+    reading = RangeReader(log.records, log.log_start)
     assert offsets(reading, Range("orders", 0, 0, 10)) == read
     assert reading.lost == lost
 
 
 def test_offsets_without_messages_are_not_lost() -> None:
     log = Log(10, {5: 6}, frozenset({2, 3, 8, 9}))
-    reading = Reading(log.records, log.log_start)
+    reading = RangeReader(log.records, log.log_start)
     assert offsets(reading, Range("orders", 0, 0, 10)) == [0, 1, 4, 6, 7]
     assert reading.lost == 1
 
 
 def test_a_log_that_ends_early_is_reported() -> None:
     log = Log(5, {})
-    reading = Reading(log.records, log.log_start)
+    reading = RangeReader(log.records, log.log_start)
     with pytest.raises(LostData):
         offsets(reading, Range("orders", 0, 0, 10))
 
 
 def test_losses_of_several_ranges_are_summed_up_and_reported() -> None:
     logs = {0: Log(10, {2: 4}), 1: Log(10, {0: 3})}
-    reading = Reading(
+    reading = RangeReader(
         lambda one: logs[one.partition].records(one), lambda topic, partition: logs[partition].log_start(topic, 0)
     )
     assert [len(offsets(reading, Range("orders", number, 0, 10))) for number in logs] == [8, 7]

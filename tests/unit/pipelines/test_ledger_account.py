@@ -234,7 +234,7 @@ async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench
 
 
 async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbench) -> None:
-    """One was accepted before, one waits, and two were never read; a transaction marker cannot be told from them."""
+    """One was accepted before, one waits, and two were never read; a transaction marker looks like them."""
     delivery = await bench.open(ledger=True)
     bench.publish(*"abcdef")
     delivery.queue.add_scanned(0, 4, now_ms=0, absent=[(2, 3)])

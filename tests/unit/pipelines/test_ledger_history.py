@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream.pipelines.jobs.ledger.history import _completed, _gone
+from millstream.pipelines.jobs.ledger.history import _completed, _deleted_subscription
 
 _EMPTY: dict[str, Any] = dict.fromkeys(
     ("attempt", "worker", "until", "reason", "leader_epoch", "letter_topic", "letter_partition", "letter_offset")
@@ -41,13 +41,18 @@ def test_a_seek_past_a_message_does_not_change_its_outcome(
     events: list[tuple[str, dict[str, Any]]], state: str, worker: str
 ) -> None:
     life = _life(*events)
-    found = _completed(_gone("1", life), life, 0)
+    found = _completed(_deleted_subscription("1", life), life, 0)
     assert (found["state"], found["worker"]) == (state, worker)
     assert (found["dead_letter"] is not None) == (state == "dead-lettered")
 
 
 def test_an_outcome_forgotten_by_the_broker_is_corrected() -> None:
     life = _life(_ACCEPTED, _FORWARD)
-    live = {**_gone("1", life), "state": "skipped", "ended_ms": 5, "reason": "the subscription was moved to offset 4"}
+    live = {
+        **_deleted_subscription("1", life),
+        "state": "skipped",
+        "ended_ms": 5,
+        "reason": "the subscription was moved to offset 4",
+    }
     found = _completed(live, life, 0)
     assert (found["state"], found["reason"]) == ("accepted", "")

@@ -21,7 +21,7 @@ from millstream.core.errors import (
     StorageFailure,
 )
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in, marked_function
+from millstream.pipelines.runtime.fault import Fault, MarkedTask, fault_of, kind_in, marked_function
 
 
 class AnalysisException(Exception):
@@ -94,7 +94,7 @@ def raised_in_task(error: Exception) -> RuntimeError:
         raise error
 
     try:
-        list(Marked(task)([]))
+        list(MarkedTask(task)([]))
     except Exception as raised:
         return in_task("".join(traceback.format_exception_only(raised)).rstrip())
     raise AssertionError
@@ -153,4 +153,4 @@ def test_the_kind_of_an_error_is_its_own_or_that_of_a_task() -> None:
     assert kind_in(ProducerFenced("no")) is ProducerFenced
     assert kind_in(ValueError("no")) is None
     batch: Any = "a batch"
-    assert list(Marked(iter)([batch])) == [batch]
+    assert list(MarkedTask(iter)([batch])) == [batch]

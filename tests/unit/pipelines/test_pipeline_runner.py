@@ -254,9 +254,9 @@ def test_a_batch_that_continues_beyond_its_steps_shows_no_progress_and_can_be_ab
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
         assert watched.steps == ["begun", True, *["begun", False] * 3, "begun"]
-        signs = watched.runner.progress.signs
+        signs = watched.runner.progress.count
         script.contexts[0].progress()
-        assert watched.runner.progress.signs == signs + 1
+        assert watched.runner.progress.count == signs + 1
     stuck = Script(Step(lag=5, is_open=True, wait_s=HANG_S), Step(lag=5, is_open=True))
     with running(stuck) as watched:
         watched.until("running")

@@ -52,7 +52,7 @@ class Scene:
         """Check as often as a driver would."""
         for _ in range(round(seconds / CHECK_INTERVAL_S)):
             self.now_s += CHECK_INTERVAL_S
-            self.watch.look()
+            self.watch.check()
 
     def _ask(self) -> Activity:
         self.asked += 1
@@ -76,7 +76,7 @@ def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> No
     one = Pipeline()
     with watched(one) as scene:
         for _ in range(100):
-            one.progress.sign()
+            one.progress.record()
             scene.advance(CHECK_INTERVAL_S)
         assert (one.given_up, scene.replaced, scene.asked, one.progress.stalled_s) == ([], [], 0, 0.0)
 
@@ -96,7 +96,7 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
     with watched(one, other) as scene:
         for _ in range(12):
             scene.activity = Activity({"a": 7}, {"a": 1})
-            other.progress.sign()
+            other.progress.record()
             scene.advance(CHECK_INTERVAL_S)
         assert one.progress.stalled_s == 50.0
         assert one.given_up == []
@@ -113,7 +113,7 @@ def test_a_pipeline_that_resumes_after_it_was_abandoned_gets_its_full_time_again
     with watched(one) as scene:
         scene.advance(65)
         assert len(one.given_up) == 1
-        one.progress.sign()
+        one.progress.record()
         scene.advance(60)
         assert len(one.given_up) == 1
         scene.advance(5)
@@ -167,7 +167,7 @@ def test_an_unresponsive_java_replaces_the_driver() -> None:
         scene.silent.clear()
         for _ in range(3):
             scene.now_s += 0.01
-            scene.watch.look()
+            scene.watch.check()
         assert scene.replaced[0] == ("", "the Java process has not responded for 0 s")
 
 
@@ -179,7 +179,7 @@ def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
         for _ in range(10):
             scene.now_s += CHECK_INTERVAL_S
             scene.watch._check_interval_s = 0.01
-            scene.watch.look()
+            scene.watch.check()
             scene.watch._check_interval_s = CHECK_INTERVAL_S
         assert (one.given_up, scene.replaced) == ([], [])
         scene.silent.set()
@@ -192,7 +192,7 @@ def test_a_suspended_process_blames_no_pipeline() -> None:
     with watched(one) as scene:
         scene.advance(20)
         scene.now_s += 100_000
-        scene.watch.look()
+        scene.watch.check()
         assert (one.given_up, scene.replaced) == ([], [])
 
 

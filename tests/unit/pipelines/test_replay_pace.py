@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.cli.replay import replay
-from millstream.pipelines.jobs.replay import STEP_S, Pace
+from millstream.pipelines.jobs.replay import STEP_S, RateLimiter
 
 RATE = 100.0
 STEP = int(RATE * STEP_S)
@@ -17,7 +17,7 @@ STEP = int(RATE * STEP_S)
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0, 15.0]), min_size=20, max_size=40))
 def test_no_second_has_many_more_messages_than_the_rate(stalls: list[float]) -> None:
     now = 0.0
-    pace = Pace(RATE, now)
+    pace = RateLimiter(RATE, now)
     commits = []
     for stall in stalls:
         now += stall
@@ -30,7 +30,7 @@ def test_no_second_has_many_more_messages_than_the_rate(stalls: list[float]) -> 
 
 def test_short_delays_do_not_lower_the_rate() -> None:
     now = 0.0
-    pace = Pace(RATE, now)
+    pace = RateLimiter(RATE, now)
     for _ in range(40):
         now += 0.1
         now += pace.pause_s(STEP, now)

@@ -218,6 +218,7 @@ def test_a_recursive_avro_value_decodes_up_to_a_depth() -> None:
         {"type": "record", "name": "C", "fields": [{"name": "c", "type": "C"}]},
         {"type": "array", "items": ["null", {"type": "record", "name": "D", "fields": MANY_NULLS}]},
         {"type": "map", "values": {"type": "record", "name": "E", "fields": MANY_NULLS}},
+        {"type": "record", "name": "G", "fields": [*MANY_NULLS, {"name": "g", "type": {"type": "map", "values": "G"}}]},
     ],
 )
 def test_an_avro_schema_whose_items_take_no_bytes_is_not_used(schema: Any) -> None:
@@ -225,9 +226,24 @@ def test_an_avro_schema_whose_items_take_no_bytes_is_not_used(schema: Any) -> No
         codec_of("AVRO", json.dumps(schema)).decode(Framed(1, None, b"\x04\x00", None))
 
 
+TREE = {
+    "type": "record",
+    "name": "Tree",
+    "fields": [{"name": "name", "type": "string"}, {"name": "children", "type": {"type": "array", "items": "Tree"}}],
+}
+BRANCH = {"type": "record", "name": "Branch", "fields": [{"name": "twigs", "type": {"type": "array", "items": "Wood"}}]}
+WOOD = {"type": "record", "name": "Wood", "fields": [{"name": "branches", "type": {"type": "array", "items": BRANCH}}]}
+
+
 @pytest.mark.parametrize(
     ("schema", "content", "value"),
     [
+        (
+            TREE,
+            b"\x02a\x02\x02b\x00\x00",
+            {"name": "a", "children": [{"name": "b", "children": []}]},
+        ),
+        (WOOD, b"\x02\x02\x00\x00\x00", {"branches": [{"twigs": [{"branches": []}]}]}),
         ({"type": "map", "values": "null"}, b"\x02\x02a\x00", {"a": None}),
         ({"type": "array", "items": ["null"]}, b"\x02\x00\x00", [None]),
         ({"type": "array", "items": {"type": "array", "items": "int"}}, b"\x02\x02\x0e\x00\x00", [[7]]),

@@ -172,11 +172,11 @@ async def test_an_alias_of_an_alias_overwrites_no_version(nodes: list[Node]) -> 
     await registry.register(third, record("z"))
     for name, target in ((first, "second"), (second, "third")):
         await registry.configure(name, {"alias": target})
-    before = list(registry.held(second))
+    before = list(registry.exact_versions(second))
     made = await registry.register(first, record("a", "b", "c"))
     assert (made.subject, made.version) == (second, 4)
-    assert list(registry.held(second)) == [*before, made]
-    assert [one.version for one in registry.held(third)] == [1]
+    assert list(registry.exact_versions(second)) == [*before, made]
+    assert [one.version for one in registry.exact_versions(third)] == [1]
 
 
 async def test_a_version_that_replaces_a_deleted_one_reaches_every_node(nodes: list[Node]) -> None:
@@ -188,7 +188,7 @@ async def test_a_version_that_replaces_a_deleted_one_reaches_every_node(nodes: l
     assert (again.version, again.schema_id) == (3, made.schema_id)
     await other.load()
     for one in (registry, other):
-        assert [version.version for version in one.held(ORDERS)] == [2, 3]
+        assert [version.version for version in one.exact_versions(ORDERS)] == [2, 3]
         assert (await one.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
 
 

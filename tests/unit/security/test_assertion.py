@@ -15,7 +15,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.assertion import ASSERTION_S, SESSION_S_MAX, Assertion, Assertions, public_text
 from millstream.broker.security.oauth import OAuthSettings
-from millstream.broker.security.sasl import UNAUTHENTICATED, Verified
+from millstream.broker.security.sasl import UNAUTHENTICATED, AuthenticatedClient
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SHA_256, new_credentials, new_token
 from millstream.core.errors import AuthenticationFailed
@@ -39,8 +39,8 @@ def node(state: SecurityState, *, cluster_id: str = "a", node_id: int = 1) -> tu
     return Assertions(state, cluster_id, NodeId(node_id), key), public_text(key)
 
 
-def alice(state: SecurityState) -> Verified:
-    return Verified(principal="User:alice", credential=state.credentials["alice", SHA_256], user="alice")
+def alice(state: SecurityState) -> AuthenticatedClient:
+    return AuthenticatedClient(principal="User:alice", credential=state.credentials["alice", SHA_256], user="alice")
 
 
 async def test_every_node_accepts_an_assertion_signed_by_another(state: SecurityState) -> None:
@@ -58,7 +58,9 @@ async def test_a_session_ends_with_the_credential(state: SecurityState) -> None:
     signer, _ = node(state)
     signer.is_named_by_token = "User:oauth:a".__eq__
     ends = time.time() + 30
-    found = await signer.verify(signer.sign(Verified(principal="User:oauth:a", expires_at=ends), HOST).encode())
+    found = await signer.verify(
+        signer.sign(AuthenticatedClient(principal="User:oauth:a", expires_at=ends), HOST).encode()
+    )
     assert found.expires_at == ends
     assert (await signer.verify(signer.sign(UNAUTHENTICATED, HOST).encode())).principal == "User:ANONYMOUS"
 
@@ -70,11 +72,11 @@ async def test_an_assertion_without_a_proof_of_its_own_principal_is_refused(stat
     token, _ = new_token("User:alice", created_ms=now_ms, expires_ms=now_ms + 600_000)
     await state.add_token(token)
     for forged in (
-        Verified(principal="User:alice"),
-        Verified(principal="User:alice", expires_at=time.time() + 30),
-        Verified(principal="User:oauth:a"),
-        Verified(principal="User:admin", credential=alice(state).credential),
-        Verified(principal="User:admin", tokens=(token,)),
+        AuthenticatedClient(principal="User:alice"),
+        AuthenticatedClient(principal="User:alice", expires_at=time.time() + 30),
+        AuthenticatedClient(principal="User:oauth:a"),
+        AuthenticatedClient(principal="User:admin", credential=alice(state).credential),
+        AuthenticatedClient(principal="User:admin", tokens=(token,)),
     ):
         with pytest.raises(AuthenticationFailed):
             await signer.verify(signer.sign(forged, HOST).encode())
@@ -162,9 +164,11 @@ async def test_the_scope_of_a_token_comes_from_the_catalog_and_ends_with_it(stat
     now_ms = int(time.time() * 1000)
     token, _ = new_token("User:alice", created_ms=now_ms, expires_ms=now_ms + 600_000)
     await state.add_token(token)
-    text = signer.sign(Verified(principal="User:alice", tokens=(token,)), HOST).encode()
+    text = signer.sign(AuthenticatedClient(principal="User:alice", tokens=(token,)), HOST).encode()
     assert (await signer.verify(text)).tokens == (token,)
-    assert signer.identity_of(Verified(principal="User:alice", tokens=(token,))) != signer.identity_of(alice(state))
+    assert signer.identity_of(AuthenticatedClient(principal="User:alice", tokens=(token,))) != signer.identity_of(
+        alice(state)
+    )
     await state.delete_token(token.token_id)
     with pytest.raises(AuthenticationFailed, match="revoked"):
         await signer.verify(text)

@@ -36,7 +36,7 @@ from millstream.broker.security import oauth
 from millstream.broker.security import state as state_module
 from millstream.broker.security.oauth import LEEWAY_S, OAuthSettings, TokenChecker
 from millstream.broker.security.rights import Rights
-from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
+from millstream.broker.security.sasl import AuthenticatedClient, Authenticator, BearerToken, FailedAttempts, Passwords
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.broker.security.tls import PrincipalRules
 from millstream.core.acl import EVERYONE, OPERATIONS, Acl, Operation, ResourceType
@@ -71,14 +71,14 @@ async def passwords(tmp_path: Path) -> Any:
     catalog.close()
 
 
-async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper: Any = None) -> Verified:
+async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper: Any = None) -> AuthenticatedClient:
     """Run the client's and the broker's side against each other."""
     begun = credentials.begin()
     assert begun is not None
     mechanism, client = begun
     server = Authenticator(passwords, None).begin(mechanism)
     message = next(client)
-    verified: Verified | None = None
+    verified: AuthenticatedClient | None = None
     while True:
         response = await server.step(message if tamper is None else tamper(message))
         output, verified = response if isinstance(response, tuple) else (response, verified)
@@ -182,7 +182,7 @@ async def test_a_refused_first_message_gets_the_reason(passwords: Passwords) -> 
 def test_garbage_authenticates_no_user(first: bytes, second: bytes) -> None:
     class NoUsers:
         credentials: Mapping[tuple[str, str], ScramCredential] = {}
-        decoy_key = b""
+        cluster_key = b""
 
         def credential(self, user: str, mechanisms: object) -> None:
             return None
@@ -391,7 +391,7 @@ async def test_a_token_does_not_act_for_another_principal(
 ) -> None:
     authenticator, token = Authenticator(passwords, tokens), issuer.token("alice")
 
-    async def authenticate_as(authorized: str) -> Verified:
+    async def authenticate_as(authorized: str) -> AuthenticatedClient:
         message = f"n,{authorized},\x01auth=Bearer {token}\x01\x01".encode()
         outcome = await authenticator.begin(OAUTHBEARER).step(message)
         assert isinstance(outcome, tuple)

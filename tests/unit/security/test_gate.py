@@ -20,7 +20,7 @@ from millstream.broker.net.connection import Connection, ConnectionLimits, Servi
 from millstream.broker.security import gate
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.gate import AuthenticationContext, Gate, Session
-from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords, Verified
+from millstream.broker.security.sasl import AuthenticatedClient, Authenticator, FailedAttempts, Passwords
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
 from millstream.cli.certs import make_node_certificate
@@ -86,7 +86,7 @@ def opened_by_node(authentication: AuthenticationContext, folder: Path, **listen
 
 def signed(authentication: AuthenticationContext, user: str = "alice", principal: str = "") -> bytes:
     credential = authentication.state.credentials[user, SHA_256]
-    verified = Verified(principal=principal or f"User:{user}", credential=credential)
+    verified = AuthenticatedClient(principal=principal or f"User:{user}", credential=credential)
     return authentication.assertions.sign(verified, CALLER).encode()
 
 

@@ -8,7 +8,7 @@ from millstream.core.errors import InvalidSetting
 from millstream.pipelines.source.options import (
     EARLIEST,
     LATEST,
-    Named,
+    NamedOffsets,
     StartingTimestamp,
     Timestamps,
     read_options,
@@ -33,7 +33,7 @@ def test_names_are_those_of_sparks_kafka_source_case_insensitively() -> None:
         }
     )
     assert (options.brokers, options.subscribe) == ("a:1,b:2", ("orders", "payments"))
-    assert options.starting == Named({"orders": {0: 23, 1: -1}})
+    assert options.starting == NamedOffsets({"orders": {0: 23, 1: -1}})
     assert options.ending == LATEST
     assert (options.offsets_max, options.trigger_delay_ms, options.group_id) == (100, 90_000, "readers")
     assert not options.fail_on_data_loss

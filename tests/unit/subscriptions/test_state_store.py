@@ -28,7 +28,7 @@ from millstream.broker.subscriptions.state_shard import (
     DELTAS,
     SNAPSHOT,
     LedgerRetention,
-    Loaded,
+    LoadedState,
     LoadQueue,
     Overflow,
     QueueRecord,
@@ -412,7 +412,7 @@ async def test_a_large_queue_continues_while_its_snapshot_is_made(monkeypatch: p
     for record in late.records():
         again.replay(record)
     _, loaded = again.load(key, Epoch(1))
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, LoadedState)
     assert loaded.snapshot is not None
     assert (loaded.snapshot(), loaded.sequence) == (b"ab", 1)
     with pytest.raises(FencedLeaderEpoch):
@@ -460,7 +460,7 @@ def test_an_unreadable_queue_does_not_block_the_storing_of_others() -> None:
         snapshots: dict[QueueKey, bytes] = {}
         for key in (good, bad):
             _, loaded = state.load(key, Epoch(0))
-            assert isinstance(loaded, Loaded)
+            assert isinstance(loaded, LoadedState)
             assert loaded.snapshot is not None
             assert loaded.sequence == 39
             snapshots[key] = loaded.snapshot()

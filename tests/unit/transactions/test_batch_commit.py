@@ -28,7 +28,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.transactions import shared_place
+from millstream.protocol.private.transactions import coordinator_key
 from millstream_testing.transaction_model import ModelPartition, ReloadingCoordinator
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def test_ids_of_batches(transactional_id: str, found: tuple[str, int, str] | Non
     assert attempt_of(transactional_id) == found
     assert placement_of(transactional_id) == (transactional_id if found is None else found[0])
     # Clients share a coordinator only among ids that the broker places together.
-    shared = shared_place(transactional_id)
+    shared = coordinator_key(transactional_id)
     assert shared == transactional_id if found is None or found[1] >= 10**18 else shared == f"spark/{found[0]}"
 
 

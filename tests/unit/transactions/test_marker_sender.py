@@ -12,7 +12,7 @@ import pytest
 from millstream.broker.kafka.transaction_service import CoordinatorGate
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef, TransactionFilter
+from millstream.broker.transactions.transaction import InitRequest, InitResponse, ProducerRef, TransactionFilter
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -121,7 +121,7 @@ async def node() -> AsyncIterator[Node]:
 
 async def test_markers_follow_the_decision(node: Node) -> None:
     who = await node.begin("tx", PARTITION, SECOND, version=2)
-    assert await node.coordinator.end(who, commit=True, version=2) == Initialized(who.producer_id, 1)
+    assert await node.coordinator.end(who, commit=True, version=2) == InitResponse(who.producer_id, 1)
     assert await node.ended() == "CompleteCommit"
     marker = Marker(
         producer_id=who.producer_id,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.transactions.records import transaction_record
-from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE, Ending, Initialized, InitRequest, ProducerRef
+from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE, Ending, InitRequest, InitResponse, ProducerRef
 from millstream.core.errors import (
     ConcurrentTransactions,
     FencedProducer,
@@ -39,7 +39,7 @@ class Client:
     def __init__(self, name: str, version: int) -> None:
         self.name = name
         self.version = version
-        self.who: Initialized | None = None
+        self.who: InitResponse | None = None
         self.transaction: int | None = None
         self.wants: bool | None = None
         """What it has asked for without knowing the response."""

@@ -15,8 +15,8 @@ from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import (
     EPOCH_MAX,
-    Initialized,
     InitRequest,
+    InitResponse,
     ProducerRef,
     Transaction,
     TransactionFilter,
@@ -71,16 +71,16 @@ class Coordinator:
             self.shard.replay(record)
         return response.result() if isinstance(response, Deferred) else response
 
-    def init(self, expected: tuple[int, int] | None = None) -> Initialized:
+    def init(self, expected: tuple[int, int] | None = None) -> InitResponse:
         wanted = None if expected is None else (ProducerId(expected[0]), expected[1])
         request = InitRequest(transactional_id=ID, timeout_ms=1000, expected=wanted)
         return self.run(lambda shard: shard.init(request))
 
-    def add(self, who: Initialized, *partitions: TopicPartition, version: int = 0) -> None:
+    def add(self, who: InitResponse, *partitions: TopicPartition, version: int = 0) -> None:
         named = ProducerRef(ID, *who)
         self.run(lambda shard: shard.add_partitions(named, partitions or (PARTITION,), version=version))
 
-    def end(self, who: Initialized, *, commit: bool = True, version: int = 0) -> Initialized:
+    def end(self, who: InitResponse, *, commit: bool = True, version: int = 0) -> InitResponse:
         return self.run(lambda shard: shard.end(ProducerRef(ID, *who), commit=commit, version=version))
 
     def complete(self) -> None:
@@ -177,7 +177,7 @@ def test_ends_follow_kafkas_table(
     coordinator: Coordinator, state: TransactionState, commit: bool, retry: bool, outcome: Any
 ) -> None:
     coordinator.put(epoch=5, state=state, started_ms=1)
-    who = Initialized(ProducerId(7), 4 if retry else 5)
+    who = InitResponse(ProducerId(7), 4 if retry else 5)
     if isinstance(outcome, type):
         with pytest.raises(outcome):
             coordinator.end(who, commit=commit, version=2)
@@ -253,12 +253,12 @@ def test_a_transaction_ends_with_a_new_producer_id_when_epochs_are_exhausted(coo
     coordinator.put(
         epoch=EPOCH_MAX - 1, state=TransactionState.ONGOING, started_ms=1, partitions=frozenset({PARTITION})
     )
-    who = Initialized(ProducerId(7), EPOCH_MAX - 1)
+    who = InitResponse(ProducerId(7), EPOCH_MAX - 1)
     assert coordinator.end(who, version=2) == (100, 0)
     (ending,) = coordinator.run(lambda shard: shard.endings())
     assert (ending.producer_id, ending.epoch) == (7, EPOCH_MAX)
     # The id in the response is not in the state yet.
-    completed = Initialized(ProducerId(100), 0)
+    completed = InitResponse(ProducerId(100), 0)
     with pytest.raises(ConcurrentTransactions):
         coordinator.add(completed, version=2)
     with pytest.raises(ConcurrentTransactions):
@@ -271,7 +271,7 @@ def test_a_transaction_ends_with_a_new_producer_id_when_epochs_are_exhausted(coo
 
 
 def test_unknown_producers_and_wrong_ids_are_refused(coordinator: Coordinator) -> None:
-    stranger = Initialized(ProducerId(5), 0)
+    stranger = InitResponse(ProducerId(5), 0)
     for _ in range(2):
         with pytest.raises(InvalidProducerMapping):
             coordinator.add(stranger)
@@ -280,7 +280,7 @@ def test_unknown_producers_and_wrong_ids_are_refused(coordinator: Coordinator) -
                 coordinator.end(stranger, version=version)
         coordinator.put()
     with pytest.raises(ProducerFenced):
-        coordinator.add(Initialized(ProducerId(7), 3))
+        coordinator.add(InitResponse(ProducerId(7), 3))
 
 
 def test_verification_refuses_partitions_outside_the_transaction(coordinator: Coordinator) -> None:

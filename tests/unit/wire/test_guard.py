@@ -14,14 +14,14 @@ from kio.serial import entity_reader
 
 from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages import codec
-from millstream.protocol.messages.guard import Span, guard_of
+from millstream.protocol.messages.guard import BoundedBuffer, guard_of
 from millstream_testing.messages import api_keys, random_message, versions_of
 
 METADATA, OFFSET_COMMIT, JOIN_GROUP = 3, 8, 11
 
 
 def walked(message_class: Any, data: bytes) -> int:
-    return guard_of(message_class)(Span(memoryview(data), items_max=1000), 0)
+    return guard_of(message_class)(BoundedBuffer(memoryview(data), items_max=1000), 0)
 
 
 def classes_of(api_key: int) -> list[type[Any]]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.ids import OffsetRange
-from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.leasing import LeaseResponse
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveResponse
 from millstream.protocol.private.subscriptions import leased_messages
 from millstream.protocol.records.batch import (
@@ -54,7 +54,7 @@ def test_exactly_the_leased_messages_are_read(sizes: list[tuple[int, int]], span
         for lease in leases
         if lease.start <= record.offset < lease.end
     ]
-    found = leased_messages(None, Leased(ReceiveResponse(0, None, [part]), 0.0))
+    found = leased_messages(None, LeaseResponse(ReceiveResponse(0, None, [part]), 0.0))
     assert [(one.attempt, one.deadline_ms, one.record) for one in found] == wanted
     assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
 

@@ -36,8 +36,8 @@ from millstream.broker.catalog.database import WRITES, Reserve, copy_tables, is_
 from millstream.broker.catalog.mirror_store import (
     claim_sightings,
     delete_mirror,
-    hold_mirror,
     insert_mirror,
+    lock_mirror,
     read_mirrors,
     require_mirror,
     store_sightings,
@@ -46,8 +46,8 @@ from millstream.broker.catalog.mirror_store import (
 from millstream.broker.catalog.pipeline_store import (
     begin_run,
     delete_pipeline,
-    hold_pipeline,
     insert_pipeline,
+    lock_pipeline,
     read_pipeline_named,
     read_pipelines,
     read_runs,
@@ -131,7 +131,7 @@ _PRODUCER_IDS = "producer-id"
 _CLUSTER_ID = "cluster-id"
 
 _CLUSTER_NAME = "cluster-name"
-_DECOY_KEY = "decoy-key"
+_CLUSTER_KEY = "cluster-key"
 
 _SCHEMA_VERSION = "schema-version"
 
@@ -251,15 +251,15 @@ class Catalog:
             if self._shared:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
             about.create(connection, checkfirst=True)
-            found = _metadata_value(connection, _SCHEMA_VERSION)
-            if found is None:
+            version = _metadata_value(connection, _SCHEMA_VERSION)
+            if version is None:
                 metadata.create_all(connection)
                 connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
                 connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
             else:
-                _check_version(found)
+                _check_version(version)
             self._claim(connection)
-            self._add_if_missing(connection, _DECOY_KEY, secrets.token_hex(32))
+            self._add_if_missing(connection, _CLUSTER_KEY, secrets.token_hex(32))
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
             if is_checked_only:
                 transaction.rollback()
@@ -396,10 +396,10 @@ class Catalog:
         self._reserve.fill()
 
     @_with_reserve
-    def _forget_deleted(self, gone: Sequence[str]) -> None:
+    def _forget_deleted(self, topic_ids: Sequence[str]) -> None:
         with self._change() as connection:
-            for at in range(0, len(gone), _NAMES_AT_ONCE):
-                here = deleted_topics.c.topic_id.in_(gone[at : at + _NAMES_AT_ONCE])
+            for at in range(0, len(topic_ids), _NAMES_AT_ONCE):
+                here = deleted_topics.c.topic_id.in_(topic_ids[at : at + _NAMES_AT_ONCE])
                 connection.execute(delete(deleted_topics).where(here))
 
     def take_producer_ids(self, count: int) -> int:
@@ -475,7 +475,7 @@ class Catalog:
         """Return every user, token and access rule."""
         with self._read() as connection:
             return DeclaredSecurity(
-                decoy_key=bytes.fromhex(_metadata_value(connection, _DECOY_KEY) or ""),
+                cluster_key=bytes.fromhex(_metadata_value(connection, _CLUSTER_KEY) or ""),
                 credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
                 tokens=tuple(_token(row) for row in connection.execute(select(api_tokens))),
                 acls=frozenset(declared_of(Acl, row) for row in connection.execute(select(acls))),
@@ -575,8 +575,8 @@ class Catalog:
     def pipeline_named(self, name: str) -> Pipeline | None:
         """Return the pipeline with this name, if it exists."""
         with self._read() as connection:
-            found = read_pipeline_named(connection, name)
-        return None if found is None else self._sealing.open_all(found)
+            pipeline = read_pipeline_named(connection, name)
+        return None if pipeline is None else self._sealing.open_all(pipeline)
 
     def add_pipeline(self, pipeline: Pipeline) -> None:
         """Declare a pipeline, durably."""
@@ -585,7 +585,7 @@ class Catalog:
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
         return self._alter(
-            lambda connection: hold_pipeline(connection, pipeline_id), update_pipeline, _with_version_bump(change)
+            lambda connection: lock_pipeline(connection, pipeline_id), update_pipeline, _with_version_bump(change)
         )
 
     def secrets(self) -> list[SealedSecret]:
@@ -640,7 +640,7 @@ class Catalog:
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
         """Store what `change` computes from a mirror as declared now; increment its version."""
         return self._alter(
-            lambda connection: hold_mirror(connection, mirror_id), update_mirror, _with_version_bump(change)
+            lambda connection: lock_mirror(connection, mirror_id), update_mirror, _with_version_bump(change)
         )
 
     def delete_mirror(self, mirror: Mirror) -> None:
@@ -763,10 +763,10 @@ def _metadata_value(connection: Connection, name: str) -> str | None:
     return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
 
 
-def _check_version(found: str) -> None:
-    if found != str(SCHEMA_VERSION):
+def _check_version(stored: str) -> None:
+    if stored != str(SCHEMA_VERSION):
         raise DataFolderInvalid(
-            f"the catalog has schema {found}, and this Millstream reads schema {SCHEMA_VERSION}; start the version "
+            f"the catalog has schema {stored}, and this Millstream reads schema {SCHEMA_VERSION}; start the version "
             "that wrote it, or pass an empty --data or --catalog"
         )
 

@@ -58,7 +58,7 @@ def is_empty(connection: Connection) -> bool:
 CONNECT_S_MAX = 3
 STATEMENT_MS_MAX = 5_000
 CALL_S_MAX = 10.0
-"""For a server that hangs with its connections open, which the server's own timeouts cannot end."""
+"""The time limit of a call: a server that hangs with open connections cannot enforce its own timeouts."""
 
 POOL_SIZE = 2
 POOL_OVERFLOW = 6

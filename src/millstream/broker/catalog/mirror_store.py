@@ -22,7 +22,7 @@ def insert_mirror(connection: Connection, mirror: Mirror) -> None:
     connection.execute(insert(mirrors).values(**row_of(mirror), sightings_source="", sightings_owner=""))
 
 
-def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
+def lock_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
     """Return a mirror as stored, locked until the end of the transaction."""
     return declared_of(Mirror, _lock_row(connection, mirror_id))
 
@@ -47,8 +47,8 @@ def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
 
 def require_mirror(connection: Connection, name: str) -> None:
     """Keep a mirror from being deleted until the end of the transaction; raise `UnknownMirror` if it does not exist."""
-    found = select(mirrors.c.name).where(mirrors.c.name == name).with_for_update(read=True)
-    if connection.execute(found).first() is None:
+    query = select(mirrors.c.name).where(mirrors.c.name == name).with_for_update(read=True)
+    if connection.execute(query).first() is None:
         raise UnknownMirror(f"there is no mirror {name!r}; it was deleted meanwhile")
 
 
@@ -62,12 +62,12 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
         connection.execute(delete(mirror_sightings).where(of_mirror))
     values = {"sightings_source": source, "sightings_owner": owner}
     connection.execute(update(mirrors).where(_is_mirror(mirror_id)).values(**values))
-    found: dict[str, set[str]] = {}
+    seen: dict[str, set[str]] = {}
     for kind, item_id in connection.execute(
         select(mirror_sightings.c.kind, mirror_sightings.c.item_id).where(of_mirror)
     ):
-        found.setdefault(kind, set()).add(item_id)
-    return found
+        seen.setdefault(kind, set()).add(item_id)
+    return seen
 
 
 def store_sightings(connection: Connection, change: SightingChange) -> None:

@@ -42,13 +42,13 @@ def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
     return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
 
 
-def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline:
+def lock_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline:
     """Return the pipeline with this id, locked until the end of the transaction."""
     here = pipelines.c.pipeline_id == str(pipeline_id)
     # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
     connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
-    for found in read_pipelines(connection, here):
-        return found
+    for pipeline in read_pipelines(connection, here):
+        return pipeline
     raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
 
 

@@ -281,10 +281,10 @@ class Sealing:
         if self.path is None:
             return None
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        return (found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode, found.st_uid)
+        return (status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid)
 
 
 def _parse_sealed(text: str) -> tuple[str, bytes]:

@@ -286,7 +286,7 @@ def row_of(declared: Any) -> dict[str, Any]:
 
 def declared_of(kind: type[T], row: Any) -> T:
     """Return what a row declares; columns that are not fields are ignored."""
-    found = {str(name): value for name, value in row._mapping.items()}
-    if "owner_has_password" in found:
-        found["owner"] = {"principal": found["owner"], "has_password": found["owner_has_password"]}
-    return msgspec.convert(found, kind, str_keys=True)
+    values = {str(name): value for name, value in row._mapping.items()}
+    if "owner_has_password" in values:
+        values["owner"] = {"principal": values["owner"], "has_password": values["owner_has_password"]}
+    return msgspec.convert(values, kind, str_keys=True)

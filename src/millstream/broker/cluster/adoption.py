@@ -58,7 +58,7 @@ class _Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
+class AdoptionResult:
     """What was moved."""
 
     cluster_id: str
@@ -95,7 +95,7 @@ class Adoption:
         self._on_step = on_step
         self._files = DiskFiles()
 
-    async def run(self, *, is_checked_only: bool = False) -> Adopted:
+    async def run(self, *, is_checked_only: bool = False) -> AdoptionResult:
         """Check everything, then move the stores and give the folder to the cluster."""
         lock = self._files.lock(f"{self._data}/{LOCK_NAME}")
         try:
@@ -113,7 +113,7 @@ class Adoption:
 
     # -- the steps ------------------------------------------------------------------------------------------
 
-    async def _run(self, *, is_checked_only: bool) -> Adopted:
+    async def _run(self, *, is_checked_only: bool) -> AdoptionResult:
         mark = self._read_mark()
         is_done = mark is None and await self._is_done()
         if mark is None and not is_done:
@@ -123,7 +123,7 @@ class Adoption:
         is_written = await self._check_store(cluster_id)
         self._check_catalog(cluster_id)
         topics = source.topics()
-        found = Adopted(
+        found = AdoptionResult(
             cluster_id=cluster_id,
             nodes=tuple(int(node) for node in self._list_nodes().values()),
             flags=Layout(self._data, {}).used_flags(self._files),
@@ -165,8 +165,8 @@ class Adoption:
             if key.startswith(prefix)
         ]
         # An undone attempt may have left other keys.
-        left = (await self._store.read("")).entries.keys() - {change.key for change in carried}
-        changes: list[Change] = [*map(Delete, sorted(left)), *carried]
+        unexpected = (await self._store.read("")).entries.keys() - {change.key for change in carried}
+        changes: list[Change] = [*map(Delete, sorted(unexpected)), *carried]
         # Written last: it marks all others as complete.
         changes.append(Put(keys.CLUSTER_ID, cluster_id))
         rest = iter(changes)
@@ -272,13 +272,13 @@ class Adoption:
 
     async def _check_store(self, cluster_id: str) -> bool:
         """Check that etcd has no other cluster of this name; return whether it already has the complete state."""
-        found = (await self._read_entries(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
-        if found == cluster_id:
+        stored_id = (await self._read_entries(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
+        if stored_id == cluster_id:
             return True
         others = await self._read_entries(keys.NODES)
-        if found is not None or others:
+        if stored_id is not None or others:
             raise ClusterMismatch(
-                f"etcd knows another cluster as {self._cluster!r} ({found}); choose another name for this one with "
+                f"etcd knows another cluster as {self._cluster!r} ({stored_id}); choose another name for this one with "
                 "--cluster, or join the other one with an empty folder"
             )
         return False
@@ -291,7 +291,7 @@ class Adoption:
             )
 
 
-async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Adopted | None:
+async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> AdoptionResult | None:
     """Adopt a machine, or undo that; return what was moved."""
     if not config.etcd or not config.catalog:
         raise InvalidSetting("name the etcd and catalog of the cluster with --etcd and --catalog, or --config FILE")

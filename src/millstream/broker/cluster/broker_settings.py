@@ -55,10 +55,10 @@ _OF_THE_CLUSTER: Final = frozenset({"min.insync.replicas", "unclean.leader.elect
 
 def _declared() -> dict[str, Setting]:
     topics = TopicSettings.declared()
-    found = {name: dataclasses.replace(topics[of_topic], name=name) for name, of_topic in TOPIC_DEFAULTS.items()}
+    settings = {name: dataclasses.replace(topics[of_topic], name=name) for name, of_topic in TOPIC_DEFAULTS.items()}
     nodes = Config.declared()
-    found.update({name: dataclasses.replace(nodes[of_node][1], name=name) for name, of_node in _OF_NODES.items()})
-    return found
+    settings.update({name: dataclasses.replace(nodes[of_node][1], name=name) for name, of_node in _OF_NODES.items()})
+    return settings
 
 
 DECLARED: Final[Mapping[str, Setting]] = MappingProxyType(_declared())
@@ -101,11 +101,11 @@ class BrokerSettings:
     @property
     def topic_defaults(self) -> dict[str, str]:
         """Return the defaults of topic settings on this node, by their names."""
-        found: dict[str, str] = {}
+        defaults: dict[str, str] = {}
         for name, text in self._effective.items():
             if name in TOPIC_DEFAULTS:
-                found[TOPIC_DEFAULTS[name]] = text
-        return found
+                defaults[TOPIC_DEFAULTS[name]] = text
+        return defaults
 
     @property
     def connections_max(self) -> int:
@@ -134,7 +134,7 @@ class BrokerSettings:
                 effective[name] = text
         return effective
 
-    def show(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
+    def apply(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
         """Apply all current settings, and notify the listeners if they changed."""
         before, self._by_scope = self._by_scope, {scope: dict(found) for scope, found in by_scope.items()}
         if before != self._by_scope:

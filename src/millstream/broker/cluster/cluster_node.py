@@ -144,21 +144,21 @@ class ClusterNode:
 
     async def membership(self, me: Node) -> Membership:
         """Return who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
-        found = self.view.cluster_id
-        if found is None:
+        cluster_id = self.view.cluster_id
+        if cluster_id is None:
             declared = await self._dependencies.declarations.call(Catalog.read_cluster_id)
             await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
             entries = (await self._store.read(keys.CLUSTER_ID)).entries
-            found = entries[keys.CLUSTER_ID].value
+            cluster_id = entries[keys.CLUSTER_ID].value
         self._last_run.set_owner(
             FolderOwner(
                 node_id=self._id,
                 cluster=self._config.cluster if self._config.in_cluster else "",
-                cluster_id=found,
+                cluster_id=cluster_id,
                 location=me.location,
             )
         )
-        return Membership(found, me, self.view)
+        return Membership(cluster_id, me, self.view)
 
     async def join(self, me: Node, http: str) -> None:
         """Register, and wait until the cluster has admitted this node.

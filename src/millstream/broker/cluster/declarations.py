@@ -92,10 +92,10 @@ class NamedHolder(Holder, Generic[N]):
 
     def _declared(self, name: str) -> N:
         """Return the declaration with this name; raise the error of an unknown one if it does not exist."""
-        found = self._by_name.get(name)
-        if found is None:
+        declared = self._by_name.get(name)
+        if declared is None:
             raise self._unknown_error(name)
-        return found
+        return declared
 
     def _unknown_error(self, name: str) -> MillstreamError:
         noun = self.noun

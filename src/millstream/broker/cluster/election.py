@@ -28,7 +28,7 @@ class Proposal(NamedTuple):
     partition: PartitionKey
     state: PartitionState
     revision: int
-    """Of the state before; 0 if there must be none."""
+    """The revision of the state to replace; 0 if there must be none."""
 
 
 class Term:
@@ -38,7 +38,7 @@ class Term:
         self.store = store
         self.revision = revision
         self.last_revision = revision
-        """Of the last change that was carried out."""
+        """The revision of the last successful change."""
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> bool:
         """Carry out changes; return False if an expectation failed, or another node is the controller."""
@@ -50,11 +50,11 @@ class Term:
 
     async def propose(self, proposals: Iterable[Proposal]) -> list[Proposal]:
         """Change the states of many partitions concurrently; return those that lost a race against another change."""
-        left = iter(proposals)
+        remaining = iter(proposals)
         superseded: list[Proposal] = []
 
         async def work() -> None:
-            while batch := list(islice(left, CHANGES_MAX)):
+            while batch := list(islice(remaining, CHANGES_MAX)):
                 superseded.extend(await self._propose(batch))
 
         await gather_or_cancel(work() for _ in range(_AT_ONCE_MAX))
@@ -87,7 +87,7 @@ class Reassignment:
     target: tuple[NodeId, ...]
     """The nodes of the target, the preferred leader first."""
     before: tuple[NodeId, ...]
-    """Where it was, to go back to if the move is cancelled."""
+    """The replicas before the move, which are restored if it is cancelled."""
 
     @classmethod
     def from_json(cls, text: str) -> Reassignment:
@@ -137,11 +137,11 @@ def begin_changes(
 
 def end_changes(partition: PartitionKey, before: PartitionState, after: PartitionState) -> list[Change]:
     """Return the changes that end a move, or its cancellation: removed nodes may delete their files."""
-    gone = [node for node in before.replicas if node not in after.replicas]
+    removed_nodes = [node for node in before.replicas if node not in after.replicas]
     return [
         Put(keys.partition_key(partition), encode_value(after)),
         Delete(keys.reassignment_key(partition)),
-        *(Put(keys.removed_key(partition, node), "") for node in gone),
+        *(Put(keys.removed_key(partition, node), "") for node in removed_nodes),
     ]
 
 
@@ -210,12 +210,12 @@ def required_in_sync(state: PartitionState, min_in_sync: int) -> int:
 
 
 def _with_in_sync(state: PartitionState, in_sync: Collection[NodeId], min_in_sync: int) -> PartitionState:
-    kept = _in_replica_order(state, in_sync)
-    if len(kept) >= required_in_sync(state, min_in_sync):
-        return replace(state, in_sync=kept, eligible=())
+    members = _in_replica_order(state, in_sync)
+    if len(members) >= required_in_sync(state, min_in_sync):
+        return replace(state, in_sync=members, eligible=())
     # The high watermark does not move from here on, so a replica that leaves the set keeps everything below it.
-    others = {*state.in_sync, *state.eligible} - set(kept)
-    return replace(state, in_sync=kept, eligible=_in_replica_order(state, others))
+    others = {*state.in_sync, *state.eligible} - set(members)
+    return replace(state, in_sync=members, eligible=_in_replica_order(state, others))
 
 
 def _in_replica_order(state: PartitionState, nodes: Collection[NodeId]) -> tuple[NodeId, ...]:

@@ -86,7 +86,7 @@ class CoordinationFile:
         self._live_bytes = 0
         self._broken = False
         self.entries: dict[str, Entry] = {}
-        """As they were stored last; the service owns them once the file is open."""
+        """The stored entries; the service owns them once the file is open."""
         self._leased: set[str] = set()
         """The keys of sessions, which only this process knows."""
         self.revision = 1
@@ -251,8 +251,8 @@ class EmbeddedService:
     def read(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, in order."""
         self.expire()
-        found = sorted(key for key in self._entries if key.startswith(prefix))
-        return Snapshot({key: self._entries[key] for key in found}, self.revision)
+        matching_keys = sorted(key for key in self._entries if key.startswith(prefix))
+        return Snapshot({key: self._entries[key] for key in matching_keys}, self.revision)
 
     def change(self, changes: Sequence[Change], expect: Sequence[Expect], lease: int | None) -> int | None:
         """Carry out all changes if every expectation holds."""

@@ -96,8 +96,8 @@ class EtcdAddress:
 
     def stamp(self) -> tuple[int, ...]:
         """Return a value that changes with the TLS files."""
-        found = (os.stat(name) for name in (self.ca, self.key, self.certificate) if name)
-        return tuple(number for one in found for number in (one.st_ino, one.st_mtime_ns))
+        statuses = (os.stat(name) for name in (self.ca, self.key, self.certificate) if name)
+        return tuple(number for one in statuses for number in (one.st_ino, one.st_mtime_ns))
 
     def credentials(self) -> Any:
         """Return gRPC's credentials for an encrypted channel; None for a plain one."""

@@ -493,9 +493,9 @@ def _watch_request(prefix: bytes, *, after: int) -> Any:
     return rpc.WatchRequest(create_request=create)
 
 
-def _to_entry(namespace: bytes, found: Any) -> Entry:
+def _to_entry(namespace: bytes, stored: Any) -> Entry:
     """Convert a key of a read."""
-    return Entry(_text(found.key[len(namespace) :]), _text(found.value), found.mod_revision, found.create_revision)
+    return Entry(_text(stored.key[len(namespace) :]), _text(stored.value), stored.mod_revision, stored.create_revision)
 
 
 def _to_event(namespace: bytes, event: Any) -> Event:

@@ -56,26 +56,26 @@ class FolderOwner:
     @classmethod
     def read(cls, files: Files, folder: str) -> FolderOwner:
         """Read a folder without changing it, even one that another process holds."""
-        found = _read(files, folder)
-        if found is None:
+        content = _read(files, folder)
+        if content is None:
             return cls()
         return cls(
-            node_id=found.node_id,
-            cluster=found.cluster,
-            cluster_id=found.cluster_id,
-            was_admitted=found.admitted,
-            incarnations=tuple(found.incarnations),
-            location=found.location,
+            node_id=content.node_id,
+            cluster=content.cluster,
+            cluster_id=content.cluster_id,
+            was_admitted=content.admitted,
+            incarnations=tuple(content.incarnations),
+            location=content.location,
         )
 
 
 def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
     """Assign the folder of a stopped node durably to another cluster, or to none; a possible hole stays recorded."""
-    found = _read(files, folder)
-    if found is None:
-        found = _Content(boot_id="", incarnations=[])
-    found.node_id, found.cluster, found.cluster_id = owner.node_id, owner.cluster, owner.cluster_id
-    replace_file(files, folder, FILE_NAME, _encode(found))
+    content = _read(files, folder)
+    if content is None:
+        content = _Content(boot_id="", incarnations=[])
+    content.node_id, content.cluster, content.cluster_id = owner.node_id, owner.cluster, owner.cluster_id
+    replace_file(files, folder, FILE_NAME, _encode(content))
 
 
 class LastRun:
@@ -89,15 +89,15 @@ class LastRun:
         self._files = files
         self._folder = folder
         self._boot_id = boot_id
-        found = _read(files, folder)
-        self._incarnations = found.incarnations if found is not None else []
-        self._whole = found.whole if found is not None else []
+        content = _read(files, folder)
+        self._incarnations = content.incarnations if content is not None else []
+        self._whole = content.whole if content is not None else []
         """The incarnations whose log is certainly complete here."""
         self._owner = FolderOwner.read(files, folder)
-        self.was_admitted = found is not None and found.admitted
+        self.was_admitted = content is not None and content.admitted
         """Whether a cluster has ever relied on the contents of this folder."""
         # A machine without a boot id may have restarted.
-        same_boot = found is not None and found.boot_id == boot_id != ""
+        same_boot = content is not None and content.boot_id == boot_id != ""
         if self._whole and not stopped_clean and not same_boot:
             self._whole = []
             self._write()

@@ -82,15 +82,15 @@ class Layout:
 
     def present(self, files: Files) -> dict[str, NodeId]:
         """Return every folder with logs in it, and the node that it belongs to."""
-        found = {}
+        nodes_by_folder = {}
         if files.exists(f"{self.data}/{PARTITIONS_NAME}"):
             owner = FolderOwner.read(files, self.data).node_id
-            found[self.data] = self.nodes[0] if owner == UNKNOWN_NODE and self.nodes else NodeId(owner)
+            nodes_by_folder[self.data] = self.nodes[0] if owner == UNKNOWN_NODE and self.nodes else NodeId(owner)
         for name in sorted(files.names(self.data)):
             number = name.removeprefix(NODE_PREFIX)
             if number != name and number.isdigit():
-                found[f"{self.data}/{name}"] = NodeId(int(number))
-        return found
+                nodes_by_folder[f"{self.data}/{name}"] = NodeId(int(number))
+        return nodes_by_folder
 
     def check_owner(self, files: Files, *, in_cluster: bool) -> None:
         """Raise if the folder belongs to a cluster and is started without one or with other nodes, or vice versa."""
@@ -106,8 +106,8 @@ class Layout:
                     "the same --etcd and --catalog makes it the first of a cluster, or pass another --data"
                 )
             if not self.fits(files):
-                found = sorted(set(self.present(files).values()))
-                nodes = f"node{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+                present_nodes = sorted(set(self.present(files).values()))
+                nodes = f"node{'s' if len(present_nodes) > 1 else ''} {', '.join(map(str, present_nodes))}"
                 raise ClusterMismatch(
                     f"{self.data} has the logs of {nodes}, and in a cluster logs are not moved between the "
                     f"processes of a machine; pass {self.used_flags(files)} as before, or another --data"
@@ -299,13 +299,13 @@ class FolderSettlement:
         # that never ran, because a start with more processes was interrupted.
         named = (node for found in states.values() for node in found.state.replicas)
         self._own_nodes = {*present.values(), *self._layout.nodes, *named}
-        kept = self._remaining_nodes(present)
+        remaining_nodes = self._remaining_nodes(present)
         hosts = {}
         for key, found in states.items():
             nodes = found.state.replicas
             if len(nodes) == 1:
                 hosts[key] = nodes[0], found
-            elif not kept.issuperset(nodes):
+            elif not remaining_nodes.issuperset(nodes):
                 topic = (await self._store.read(keys.topic_key(key[0]))).entries.values()
                 name = next((topic_from_json(entry.value).name for entry in topic), key[0])
                 raise ClusterMismatch(
@@ -339,10 +339,10 @@ class FolderSettlement:
     async def _change_records(self, present: Mapping[str, NodeId]) -> None:
         """Drop nodes that this machine no longer has; its first node takes over their pending removals."""
         layout, first = self._layout, self._layout.nodes[0]
-        kept = self._remaining_nodes(present)
-        gone = self._own_nodes - set(layout.nodes)
-        changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._own_nodes - kept]
-        changes += [Delete(key(node)) for node in gone for key in (keys.drained_key, keys.location_key)]
+        remaining_nodes = self._remaining_nodes(present)
+        removed_nodes = self._own_nodes - set(layout.nodes)
+        changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._own_nodes - remaining_nodes]
+        changes += [Delete(key(node)) for node in removed_nodes for key in (keys.drained_key, keys.location_key)]
         for entry in (await self._store.read(keys.DELETED)).entries.values():
             if keys.DONE in entry.key:
                 continue

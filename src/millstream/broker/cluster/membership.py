@@ -116,8 +116,8 @@ class Membership:
 
     def nodes_of(self, listener: str, reached_at: str) -> list[tuple[Node, str, int]]:
         """Return every node with the address that clients of a listener connect to."""
-        found = ((node, node.address_for(listener, reached_at)) for node in self.nodes())
-        return [(node, *address) for node, address in found if address is not None]
+        addresses = ((node, node.address_for(listener, reached_at)) for node in self.nodes())
+        return [(node, *address) for node, address in addresses if address is not None]
 
     def node(self, node_id: NodeId) -> Node | None:
         """Return one node, if it is alive."""

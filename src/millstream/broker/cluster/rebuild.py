@@ -34,7 +34,7 @@ _NEVER_MS = 1 << 40
 """Forgetting expired producers is left to the node."""
 
 
-class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The log of one partition."""
 
     topic_id: str
@@ -54,7 +54,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     cluster_id: str
     whole: str
     """An incarnation whose logs are complete; empty if a log may have a hole."""
-    replicas: list[ReplicaFound]
+    replicas: list[ReplicaSummary]
     location: Location = NO_LOCATION
 
     def to_json(self) -> str:
@@ -92,13 +92,13 @@ async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: st
     )
 
 
-def replicas_of(store: LogStore) -> list[ReplicaFound]:
+def replicas_of(store: LogStore) -> list[ReplicaSummary]:
     """Open every log of a folder, which recovers it, and describe it."""
-    found = []
+    replicas = []
     for topic_id, index in tuple(store.stored()):
         log = store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())
-        found.append(
-            ReplicaFound(
+        replicas.append(
+            ReplicaSummary(
                 topic_id=str(topic_id),
                 partition=index,
                 end=log.end_offset,
@@ -106,7 +106,7 @@ def replicas_of(store: LogStore) -> list[ReplicaFound]:
                 damaged=bool(log.damaged_ranges),
             )
         )
-    return found
+    return replicas
 
 
 EPOCHS_SKIPPED = 1000
@@ -115,7 +115,7 @@ EPOCHS_SKIPPED = 1000
 NOT_WHOLE = "rebuilt"
 """The incarnation of a node whose log may have a hole: no node has this name, so it is not trusted."""
 
-Found = Mapping[NodeId, ReplicaFound]
+ReplicasByNode = Mapping[NodeId, ReplicaSummary]
 """The logs of one partition."""
 
 
@@ -158,60 +158,62 @@ def derive_states(
         admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories},
         locations={NodeId(one.node_id): one.location for one in inventories},
     )
-    found: dict[PartitionKey, dict[NodeId, ReplicaFound]] = {}
+    replicas: dict[PartitionKey, dict[NodeId, ReplicaSummary]] = {}
     for one in inventories:
         for replica in one.replicas:
             key = UUID(replica.topic_id), PartitionIndex(replica.partition)
-            found.setdefault(key, {})[NodeId(one.node_id)] = replica
+            replicas.setdefault(key, {})[NodeId(one.node_id)] = replica
     known = set(deleted)
     for topic in topics:
         known.add(topic.topic_id)
         whole = [
-            _add(rebuilt, topic, index, found.get((topic.topic_id, index), {}), replaced)
+            _add(rebuilt, topic, index, replicas.get((topic.topic_id, index), {}), replaced)
             for index in map(PartitionIndex, range(topic.partitions))
         ]
         if all(whole):
             rebuilt.topics.append(topic)
-    for key, logs in found.items():
+    for key, logs in replicas.items():
         if key[0] in deleted:
             # The nodes then remove their files.
             rebuilt.states[key] = state_of(logs, key[1], len(logs))
-    rebuilt.unknown_topics = {key[0] for key in found} - known
+    rebuilt.unknown_topics = {key[0] for key in replicas} - known
     return rebuilt
 
 
-def state_of(found: Found, index: int, replication: int, replaced: Collection[NodeId] = ()) -> PartitionState:
+def state_of(logs: ReplicasByNode, index: int, replication: int, replaced: Collection[NodeId] = ()) -> PartitionState:
     """Return the state of a partition with these logs. It has no leader until the controller elects one.
 
     Where there are fewer logs than replicas, `replaced` nodes fill up: out of sync, because they have nothing.
     """
-    best = max((log.epoch, log.end) for log in found.values())
-    same = [node for node, log in found.items() if (log.epoch, log.end) == best]
+    best = max((log.epoch, log.end) for log in logs.values())
+    same = [node for node, log in logs.items() if (log.epoch, log.end) == best]
     # A damaged replica could not be repaired if it led.
-    in_sync = [node for node in same if not found[node].damaged] or same
-    by_worth = sorted(found, key=lambda node: (node in in_sync, found[node].epoch, found[node].end), reverse=True)
+    in_sync = [node for node in same if not logs[node].damaged] or same
+    by_worth = sorted(logs, key=lambda node: (node in in_sync, logs[node].epoch, logs[node].end), reverse=True)
     turn = index % max(len(replaced), 1)
-    others = [node for node in (*sorted(replaced)[turn:], *sorted(replaced)[:turn]) if node not in found]
-    kept = sorted([*by_worth, *others][:replication])
-    turned = index % len(kept)
-    replicas = tuple(kept[turned:] + kept[:turned])
+    others = [node for node in (*sorted(replaced)[turn:], *sorted(replaced)[:turn]) if node not in logs]
+    replicas_kept = sorted([*by_worth, *others][:replication])
+    turned = index % len(replicas_kept)
+    replicas = tuple(replicas_kept[turned:] + replicas_kept[:turned])
     return PartitionState(
         replicas=replicas,
         leader=NO_LEADER,
-        leader_epoch=Epoch(max(log.epoch for log in found.values()) + EPOCHS_SKIPPED),
+        leader_epoch=Epoch(max(log.epoch for log in logs.values()) + EPOCHS_SKIPPED),
         in_sync=tuple(node for node in replicas if node in in_sync),
     )
 
 
-def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found, replaced: Collection[NodeId]) -> bool:
+def _add(
+    rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, replicas: ReplicasByNode, replaced: Collection[NodeId]
+) -> bool:
     """Add the state of a partition; return False if there is no log of it."""
     name = f"{topic.name}-{index}"
-    if not found:
+    if not replicas:
         rebuilt.missing.append(name)
         return False
-    if len(found) < topic.replication:
+    if len(replicas) < topic.replication:
         rebuilt.short.append(name)
-    state = rebuilt.states[topic.topic_id, index] = state_of(found, index, topic.replication, replaced)
+    state = rebuilt.states[topic.topic_id, index] = state_of(replicas, index, topic.replication, replaced)
     if len(state.replicas) < topic.replication:
         rebuilt.fewer.append(name)
     return True
@@ -233,8 +235,8 @@ def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[No
 async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> None:
     """Write the state into a store that knows nothing of this cluster. Nodes are refused until all of it is written."""
     await check_unknown(store)
-    left = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
-    changes: list[Change] = [Delete(key) for key in left]
+    unexpected = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
+    changes: list[Change] = [Delete(key) for key in unexpected]
     changes += [Put(partition_key(key), encode_value(state)) for key, state in rebuilt.states.items()]
     changes += [Put(keys.topic_key(topic.topic_id), encode_value(topic)) for topic in rebuilt.topics]
     changes += [Put(keys.location_key(node), encode_value(location)) for node, location in rebuilt.locations.items()]

@@ -379,7 +379,7 @@ class Reconciliation:
         )
         await self._delete_keys(map(deleted_key, gone))
 
-    async def _delete_keys(self, gone: Iterable[str]) -> None:
-        rest = iter(gone)
+    async def _delete_keys(self, keys_to_delete: Iterable[str]) -> None:
+        rest = iter(keys_to_delete)
         while batch := [Delete(key) for key in islice(rest, CHANGES_MAX)]:
             await self._term.change(batch)

@@ -143,8 +143,8 @@ class Registration:
         registered = self.mine
         if registered is not None:
             try:
-                gone = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
-                await self._store.change(gone, [Expect(keys.node_key(node), registered.revision)])
+                deletions = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
+                await self._store.change(deletions, [Expect(keys.node_key(node), registered.revision)])
             except StoreUnavailable as error:
                 _logger.warning("leaving without notice", extra={"error": str(error)})
         await self._close_session()
@@ -304,11 +304,11 @@ class StartupChecks:
     def _check_known(self, known: Mapping[str, str]) -> None:
         """Check that this etcd knows the folder."""
         claim, owner = self._claim, self._owner
-        found = known.get(keys.CLUSTER_ID)
-        if found is not None and owner.cluster_id not in ("", found):
+        cluster_id = known.get(keys.CLUSTER_ID)
+        if cluster_id is not None and owner.cluster_id not in ("", cluster_id):
             raise ClusterMismatch(
                 f"{claim.data} belongs to another cluster ({owner.cluster_id}) than the one that etcd at {claim.etcd} "
-                f"knows as {claim.cluster!r} ({found}); check --etcd, or pass another --data"
+                f"knows as {claim.cluster!r} ({cluster_id}); check --etcd, or pass another --data"
             )
         if owner.was_admitted and keys.admitted_key(claim.node_id) not in known:
             raise cluster_forgotten(claim.node_id)

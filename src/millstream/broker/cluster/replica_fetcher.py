@@ -209,7 +209,7 @@ class Unthrottled:
         return 0.0
 
 
-class _Followed:
+class _FetchedPartition:
     """One partition that is fetched here."""
 
     __slots__ = (
@@ -271,7 +271,7 @@ class ReplicaFetcher:
         self._registration = registration
         self._throttle = throttle or Unthrottled()
         self._backoff = Backoff(random)
-        self._followed: dict[PartitionKey, _Followed] = {}
+        self._followed: dict[PartitionKey, _FetchedPartition] = {}
         self._changed: dict[PartitionKey, None] = {}
         """Partitions whose position the leader does not know yet."""
         self._forgotten: dict[PartitionKey, None] = {}
@@ -292,7 +292,7 @@ class ReplicaFetcher:
         followed = self._followed.get(key)
         if followed is None or followed.partition is not partition:
             self.leave(key)
-            followed = self._followed[key] = _Followed(partition)
+            followed = self._followed[key] = _FetchedPartition(partition)
         elif followed.asked_epoch == partition.leader_epoch and followed.held is None and not followed.is_damaged:
             return
         followed.failures = 0
@@ -305,18 +305,18 @@ class ReplicaFetcher:
             self._changed.pop(key, None)
             self._forgotten[key] = None
 
-    def _release(self, key: PartitionKey, followed: _Followed) -> None:
+    def _release(self, key: PartitionKey, followed: _FetchedPartition) -> None:
         self._cancel_suspension(followed)
         self._changed[key] = None
         self._forgotten.pop(key, None)
         self._wake.set()
 
-    def _cancel_suspension(self, followed: _Followed) -> None:
+    def _cancel_suspension(self, followed: _FetchedPartition) -> None:
         if followed.held is not None:
             followed.held.cancel()
             followed.held = None
 
-    def _suspend_after_error(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
+    def _suspend_after_error(self, key: PartitionKey, followed: _FetchedPartition, error: MillstreamError) -> None:
         if self._followed.get(key) is not followed or followed.held is not None:
             return
         self._report(followed, error)
@@ -324,23 +324,25 @@ class ReplicaFetcher:
         followed.failures += 1
         self._suspend(key, followed, pause_s, lambda: self._release(key, followed))
 
-    def _suspend(self, key: PartitionKey, followed: _Followed, pause_s: float, then: Callable[[], None]) -> None:
+    def _suspend(
+        self, key: PartitionKey, followed: _FetchedPartition, pause_s: float, then: Callable[[], None]
+    ) -> None:
         followed.held = asyncio.get_running_loop().call_later(pause_s, then)
         self._changed.pop(key, None)
         self._forgotten[key] = None
 
-    def _apply_throttle(self, key: PartitionKey, followed: _Followed, size: int = 0) -> bool:
+    def _apply_throttle(self, key: PartitionKey, followed: _FetchedPartition, size: int = 0) -> bool:
         """Suspend a partition if its throttle requires it after a fetch of this size; return whether it did."""
         pause_s = self._throttle.pause_after(key, size)
         if pause_s > 0:
             self._suspend(key, followed, min(pause_s, THROTTLE_CHECK_S), lambda: self._check_throttle(key, followed))
         return pause_s > 0
 
-    def _check_throttle(self, key: PartitionKey, followed: _Followed) -> None:
+    def _check_throttle(self, key: PartitionKey, followed: _FetchedPartition) -> None:
         if not self._apply_throttle(key, followed):
             self._release(key, followed)
 
-    def _report(self, followed: _Followed, error: MillstreamError) -> None:
+    def _report(self, followed: _FetchedPartition, error: MillstreamError) -> None:
         """Log a failure once; a transient one, until every node knows of a change, only if it lasts."""
         now = asyncio.get_running_loop().time()
         if not followed.failures:
@@ -422,7 +424,9 @@ class ReplicaFetcher:
             for key, followed in unstored:
                 await self._await_done(key, followed, followed.partition.stored())
 
-    async def _await_done(self, key: PartitionKey, followed: _Followed, done: asyncio.Future[None] | None) -> None:
+    async def _await_done(
+        self, key: PartitionKey, followed: _FetchedPartition, done: asyncio.Future[None] | None
+    ) -> None:
         try:
             if done is not None:
                 await done
@@ -469,7 +473,7 @@ class ReplicaFetcher:
             raise error_from_code(responses.code, None, about=f"fetch from node {self.leader}")
         self._session_id = responses.session_id
         self._session_epoch = next_session_epoch(self._session_epoch)
-        syncing: list[tuple[PartitionKey, _Followed, asyncio.Future[None]]] = []
+        syncing: list[tuple[PartitionKey, _FetchedPartition, asyncio.Future[None]]] = []
         size = 0
         for number, (key, response) in enumerate(responses.partitions.items(), 1):
             followed = self._followed.get(key)
@@ -486,7 +490,7 @@ class ReplicaFetcher:
             await self._await_done(key, followed, stored)
 
     def _try_apply(
-        self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
+        self, key: PartitionKey, followed: _FetchedPartition, response: ReplicaResponse
     ) -> asyncio.Future[None] | None:
         try:
             stored = self._apply_response(key, followed, response)
@@ -503,7 +507,7 @@ class ReplicaFetcher:
         return stored
 
     def _apply_response(
-        self, key: PartitionKey, followed: _Followed, response: ReplicaResponse
+        self, key: PartitionKey, followed: _FetchedPartition, response: ReplicaResponse
     ) -> asyncio.Future[None] | None:
         partition, epoch = followed.partition, followed.asked_epoch
         if response.code == OFFSET_OUT_OF_RANGE and response.log_start > partition.log.end_offset:

@@ -176,25 +176,25 @@ class DamageRepair:
         if epoch == NO_EPOCH and lost.start >= partition.high_watermark:
             raise LogUnavailable(f"offset {lost.start} is not known to be acknowledged")
         link = self._links.open(node)
-        found, offset = bytearray(), lost.start
+        batches, offset = bytearray(), lost.start
         try:
-            while offset < lost.end and len(found) < REPAIR_PART_BYTES:
+            while offset < lost.end and len(batches) < REPAIR_PART_BYTES:
                 try:
                     response = await self._send_fetch(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
                     break
                 if not response.records:
                     raise LogUnavailable(f"node {node} does not know yet that offset {offset} is acknowledged")
-                found += response.records
+                batches += response.records
                 offset = [int(header.next_offset) for header in iterate_headers(response.records)][-1]
         except MillstreamError:
-            if not found:
+            if not batches:
                 raise
         finally:
             await link.close()
         if epoch not in (NO_EPOCH, partition.leader_epoch):
             raise LogUnavailable(f"node {node} no longer leads")
-        return bytes(found)
+        return bytes(batches)
 
     async def _send_fetch(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaResponse:
         key: PartitionKey = (partition.topic.topic_id, partition.index)

@@ -33,9 +33,9 @@ class Entry(NamedTuple):
     key: str
     value: str
     revision: int
-    """Of the last change of this key."""
+    """The revision of the last change of this key."""
     created: int
-    """Of the change that created it."""
+    """The revision of the change that created it."""
 
 
 class Snapshot(NamedTuple):

@@ -23,8 +23,8 @@ from millstream.core.subscription import (
     check_subscription,
     dead_letter_topic_for,
     settings_of_new,
-    shown,
     topic_of_start,
+    without_secrets,
 )
 from millstream.core.tasks import finishing
 
@@ -175,8 +175,8 @@ class Subscriptions(NamedHolder[Subscription]):
 
         `starts` says where the queues of further topics begin.
         """
-        found = await self.find(name)
-        dead_letter_topic = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
+        subscription = await self.find(name)
+        dead_letter_topic = self._dead_letter_topic(name, subscription.subscription_id, topics or subscription.topics)
 
         def changed(now: Subscription) -> Subscription:
             check_destinations(SubscriptionSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
@@ -193,13 +193,13 @@ class Subscriptions(NamedHolder[Subscription]):
             )
 
         # Checked before the catalog is asked, and again with the current declaration.
-        preview = await asyncio.to_thread(changed, found)
+        preview = await asyncio.to_thread(changed, subscription)
         if validate_only:
             return preview
         async with self._changing:
-            stored = await self._declarations.change(Catalog.alter_subscription, found.subscription_id, changed)
+            stored = await self._declarations.change(Catalog.alter_subscription, subscription.subscription_id, changed)
             self._store(stored)
-        given = shown({setting: value for setting, value in changes.items() if value is not None})
+        given = without_secrets({setting: value for setting, value in changes.items() if value is not None})
         _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
         self._notify()
         return stored
@@ -207,11 +207,11 @@ class Subscriptions(NamedHolder[Subscription]):
     @finishing
     async def record_use(self, name: str, used_ms: int) -> None:
         """Record durably that a subscription is in use."""
-        found = self.existing(name)
+        subscription = self.existing(name)
         async with self._changing:
             stored = await self._declarations.change(
                 Catalog.alter_subscription,
-                found.subscription_id,
+                subscription.subscription_id,
                 lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms)),
             )
             self._store(stored)
@@ -221,16 +221,16 @@ class Subscriptions(NamedHolder[Subscription]):
         """Delete a subscription, durably; the state of its queues is removed after that."""
         await self.find(name)
         async with self._changing:
-            found = self.existing(name)
+            subscription = self.existing(name)
             now_ms = self._clock.now_ms()
-            await self._declarations.change(Catalog.delete_subscription, found, now_ms=now_ms)
+            await self._declarations.change(Catalog.delete_subscription, subscription, now_ms=now_ms)
             del self._by_name[name]
-            del self._by_id[found.subscription_id]
-            del self._settings[found.subscription_id]
-            self._deleted[found.subscription_id] = now_ms
+            del self._by_id[subscription.subscription_id]
+            del self._settings[subscription.subscription_id]
+            self._deleted[subscription.subscription_id] = now_ms
         _logger.info("subscription deleted", extra={"subscription": name})
         self._notify()
-        return found
+        return subscription
 
     def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
         """Return the dead letter topic of a subscription that names none: the one it has, or an unused name."""
@@ -301,7 +301,9 @@ def _already_exists(known: Subscription) -> SubscriptionExists:
 
 
 def _with_defaults(
-    name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str
+    name: str, topics: Sequence[str], overrides: Mapping[str, str], dead_letter_topic: str
 ) -> dict[str, str]:
     """Return the settings with the defaults of new subscriptions; share groups and internal ones have Kafka's."""
-    return settings_of_new(given, dead_letter_topic) if topics and not name.startswith(OWN_PREFIX) else dict(given)
+    return (
+        settings_of_new(overrides, dead_letter_topic) if topics and not name.startswith(OWN_PREFIX) else dict(overrides)
+    )

@@ -141,7 +141,7 @@ class Topics:
     async def load(self) -> None:
         """Open what this node hosts according to the first view of the cluster, and follow it from there."""
         # Loaded first, so that no topic is opened with the wrong retention.
-        self.broker_settings.show(self._view.settings)
+        self.broker_settings.apply(self._view.settings)
         for topic in tuple(self._view.topics.values()):
             self._try_apply_topic(topic)
             while self._unopened:
@@ -179,7 +179,7 @@ class Topics:
 
     def apply(self, change: ViewChange) -> None:
         if change.settings:
-            self.broker_settings.show(self._view.settings)
+            self.broker_settings.apply(self._view.settings)
         shown: set[UUID] = set()
         changed: list[Partition | None] = []
         for topic_id in change.topics:
@@ -433,7 +433,7 @@ class Topics:
         return self._defaults if self._is_minimum_set else safe_defaults(self._defaults, replication)
 
     def static_defaults_for(self, replication: int) -> TopicSettings:
-        """Return the same from the node's configuration alone."""
+        """Return the default settings from the node's configuration alone."""
         return safe_defaults(self._static_defaults, replication)
 
     def _defaults_changed(self) -> None:

@@ -161,17 +161,17 @@ class ClusterView:
             return
         seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def look(_change: ViewChange) -> None:
+        def check(_change: ViewChange) -> None:
             if not seen.done() and condition():
                 seen.set_result(None)
 
-        self.listen(look)
+        self.listen(check)
         try:
             await within(timeout_s, seen)
         except TimeoutError:
             raise RequestTimedOut(f"{what}: not agreed on in the cluster within {timeout_s:g} s") from None
         finally:
-            self.forget(look)
+            self.forget(check)
 
     async def until_revision(self, revision: int, timeout_s: float, *, what: str) -> None:
         """Wait until the view has the changes of a revision, or raise `RequestTimedOut`."""
@@ -182,7 +182,7 @@ class ClusterView:
         while True:
             try:
                 snapshot = await self._store.read("")
-                self.show(snapshot)
+                self.apply_snapshot(snapshot)
                 self._backoff.reset()
                 async with aclosing(self._store.watch("", after=snapshot.revision)) as batches:
                     async for events in batches:
@@ -193,10 +193,10 @@ class ClusterView:
                 _logger.warning("the coordination store cannot be read; retrying", extra={"error": str(error)})
                 await self._backoff.pause()
 
-    def show(self, snapshot: Snapshot) -> None:
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Apply a complete read, treating each difference as an event."""
         entries = snapshot.entries
-        gone = [Event(key, None, snapshot.revision) for key in self._revisions if key not in entries]
+        deletions = [Event(key, None, snapshot.revision) for key in self._revisions if key not in entries]
         new = [
             Event(key, entry.value, entry.revision)
             for key, entry in entries.items()
@@ -205,7 +205,7 @@ class ClusterView:
         if self._revisions:
             # A read shows only the last of several announcements.
             new = [event._replace(value="") if event.key == keys.CATALOG_VERSION else event for event in new]
-        self.apply([*gone, *new])
+        self.apply([*deletions, *new])
         self.revision = max(self.revision, snapshot.revision)
         self._ready.set()
 

@@ -87,8 +87,8 @@ def find_load_start(log: ReadableLog) -> Offset:
     except MillstreamError:
         # Reading everything is slower, and leads to the same state.
         return log.log_start
-    found = dict(records[-1].headers).get(_LOAD_START) if records else None
-    return log.log_start if found is None else Offset(max(log.log_start, int.from_bytes(found, "big")))
+    position = dict(records[-1].headers).get(_LOAD_START) if records else None
+    return log.log_start if position is None else Offset(max(log.log_start, int.from_bytes(position, "big")))
 
 
 class Replayable(Protocol):
@@ -238,9 +238,9 @@ class Rewrite:
         while names := list(islice(remaining, BATCH_RECORDS)):
             if shard.state is not state:
                 return False
-            found = [one for name in names if (one := state.durable_record(name)) is not None]
-            await self._append([one for one in found if isinstance(one, StateRecord)])
-            for late in [one for one in found if not isinstance(one, StateRecord)]:
+            records = [one for name in names if (one := state.durable_record(name)) is not None]
+            await self._append([one for one in records if isinstance(one, StateRecord)])
+            for late in [one for one in records if not isinstance(one, StateRecord)]:
                 await late.make()
                 if shard.state is not state:
                     return False

@@ -26,14 +26,14 @@ from millstream.broker.groups.requests import (
     GroupLimits,
     GroupListing,
     HeartbeatResult,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeaveResult,
     LeavingMember,
     MemberRef,
     SettingsOf,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.broker.groups.share.group import JOIN_EPOCH, ShareHeartbeat
@@ -114,7 +114,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         """Return the node that coordinates a group; None without a leader."""
         return self._runtime.leader_of(group_id)
 
-    async def join(self, request: JoinRequest) -> Joined:
+    async def join(self, request: JoinRequest) -> JoinResponse:
         """Join a group; return the next generation."""
         _check_group_id(request.group_id)
         if request.protocol_type != GROUP_TYPE:
@@ -135,7 +135,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         if pipeline is not None:
             raise InvalidGroupId(f"group {group_id!r} belongs to pipeline {pipeline!r}; consumers use another one")
 
-    async def sync(self, request: SyncRequest) -> Synced:
+    async def sync(self, request: SyncRequest) -> SyncResponse:
         """Return a member's assignment once the group leader has supplied it and it is durable."""
         _check_group_id(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.sync(request))
@@ -313,17 +313,17 @@ class GroupCoordinator(Coordinator[GroupShard]):
         second value is True. Partitions that this node does not lead, or is still reading back, are missing.
         """
         states = {index: self._runtime.shard_at(PartitionIndex(index)).state for index, _ in self._runtime.led()}
-        found: dict[int, dict[str, dict[str, dict[int, int]]]] = {
+        groups: dict[int, dict[str, dict[str, dict[int, int]]]] = {
             index: {} for index, state in states.items() if state is not None
         }
         count = 0
         for index, state in states.items():
             for key, offset in () if state is None else state.offsets_of_transactional_groups(topics):
                 if count == limit:
-                    return {one: {} for one in found}, True
-                found[index].setdefault(key.group_id, {}).setdefault(key.topic, {})[key.partition] = offset
+                    return {one: {} for one in groups}, True
+                groups[index].setdefault(key.group_id, {}).setdefault(key.topic, {})[key.partition] = offset
                 count += 1
-        return found, False
+        return groups, False
 
     @property
     def partitions(self) -> int:

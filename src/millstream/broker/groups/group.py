@@ -11,11 +11,11 @@ from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, Stored
 from millstream.broker.groups.requests import (
     GroupDescription,
     GroupListing,
-    Joined,
     JoinedMember,
     JoinRequest,
+    JoinResponse,
     MemberDescription,
-    Synced,
+    SyncResponse,
 )
 from millstream.core.errors import (
     FencedInstance,
@@ -77,8 +77,8 @@ class Member:
         self.assignment = assignment
         # A new member has no session yet, so its parked join request does not keep it alive forever.
         self.is_new = is_new
-        self.join_response: Deferred[Joined] | None = None
-        self.sync_response: Deferred[Synced] | None = None
+        self.join_response: Deferred[JoinResponse] | None = None
+        self.sync_response: Deferred[SyncResponse] | None = None
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
@@ -147,12 +147,12 @@ class Member:
         """Return whether a parked request replaces heartbeats, which the client does not send while it waits."""
         return not self.is_new and (self.join_response is not None or self.sync_response is not None)
 
-    def park_sync(self, deferred: Deferred[Synced]) -> None:
+    def park_sync(self, deferred: Deferred[SyncResponse]) -> None:
         """Park a sync request until the leader sends the assignment; it replaces an older one of the member."""
         self.refuse_sync(RebalanceInProgress("a later request of the same member replaced this one"))
         self.sync_response = deferred
 
-    def respond_to_sync(self, response: Synced) -> bool:
+    def respond_to_sync(self, response: SyncResponse) -> bool:
         """Respond to the parked sync request; return whether there was one."""
         deferred, self.sync_response = self.sync_response, None
         if deferred is not None:
@@ -276,7 +276,7 @@ class Group:
         self.state = state
         self.state_since_ms = now_ms
 
-    def add(self, member: Member, deferred: Deferred[Joined] | None = None) -> None:
+    def add(self, member: Member, deferred: Deferred[JoinResponse] | None = None) -> None:
         if not self.members:
             self.protocol_type = member.protocol_type or None
         if member.instance_id is not None:
@@ -334,13 +334,13 @@ class Group:
             self.leader_id = new_id
         return new
 
-    def park_join(self, member: Member, deferred: Deferred[Joined]) -> None:
+    def park_join(self, member: Member, deferred: Deferred[JoinResponse]) -> None:
         """Park a join request until the generation is complete; it replaces an older one of the member."""
         self.refuse_join(member, RebalanceInProgress("a later request of the same member replaced this one"))
         member.join_response = deferred
         self.awaiting_join += 1
 
-    def respond_to_join(self, member: Member, response: Joined) -> bool:
+    def respond_to_join(self, member: Member, response: JoinResponse) -> bool:
         """Respond to a parked join request; return whether there was one."""
         deferred, member.join_response = member.join_response, None
         if deferred is None:
@@ -443,7 +443,7 @@ class Group:
         with_members: bool = False,
         skip_assignment: bool = False,
         leader_id: str | None = None,
-    ) -> Joined:
+    ) -> JoinResponse:
         """Build a member's response for the current generation."""
         members: tuple[JoinedMember, ...] = ()
         if with_members:
@@ -452,7 +452,7 @@ class Group:
                 JoinedMember(member.member_id, member.instance_id, member.metadata(name))
                 for member in self.members.values()
             )
-        return Joined(
+        return JoinResponse(
             member_id=member_id,
             generation=self.generation,
             protocol_type=self.protocol_type,

@@ -69,7 +69,7 @@ class Offsets:
         """
         for group_id in self.transactional_groups:
             for (topic, partition), committed in self.of_group(group_id).items():
-                if topic in topics and self._is_of(topic, committed, topics[topic]):
+                if topic in topics and self._belongs_to(topic, committed, topics[topic]):
                     yield OffsetKey(group_id, topic, partition), committed.offset
 
     def all_keys(self) -> list[OffsetKey]:
@@ -94,11 +94,11 @@ class Offsets:
         }
 
     def fetch_all(self, group_id: str) -> FetchedOffsets:
-        found: dict[str, dict[int, FetchedOffset]] = {}
+        offsets: dict[str, dict[int, FetchedOffset]] = {}
         for (topic, partition), committed in self.of_group(group_id).items():
             if self._is_current(topic, committed):
-                found.setdefault(topic, {})[partition] = _as_fetched(committed)
-        return found
+                offsets.setdefault(topic, {})[partition] = _as_fetched(committed)
+        return offsets
 
     def expired(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
         """Return the offsets of a group that have expired or whose topic was deleted."""
@@ -114,9 +114,9 @@ class Offsets:
         return _as_fetched(committed)
 
     def _is_current(self, topic: str, committed: CommittedOffset) -> bool:
-        return self._is_of(topic, committed, None)
+        return self._belongs_to(topic, committed, None)
 
-    def _is_of(self, topic: str, committed: CommittedOffset, topic_id: UUID | None) -> bool:
+    def _belongs_to(self, topic: str, committed: CommittedOffset, topic_id: UUID | None) -> bool:
         """Whether an offset is one of the topic with an id, or of the current one if that is None."""
         current = self._topic_id_of(topic)
         return (committed.topic_id or current) == (topic_id or current)

@@ -154,15 +154,15 @@ class Rebalance:
         group = self._registry.get(group_id)
         if group is None:
             return []
-        gone = UnknownMember(f"member {member_id!r} of group {group_id!r} sent no heartbeat in time")
+        error = UnknownMember(f"member {member_id!r} of group {group_id!r} sent no heartbeat in time")
         member = group.members.get(member_id)
         if member is None:
-            self.remove(group, member_id, gone)
+            self.remove(group, member_id, error)
             self._registry.drop_if_unused(group)
         elif member.is_alive_without_heartbeat():
             return []
         else:
-            self.remove(group, member_id, gone)
+            self.remove(group, member_id, error)
             if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
                 return self.prepare(group, f"member {member_id} sent no heartbeat in time")
         if group.is_in(GroupState.PREPARING) and group.has_all_joined:

@@ -112,7 +112,7 @@ class JoinedMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinResponse:
     """A member of a generation; only the leader gets the list of members."""
 
     member_id: str
@@ -145,7 +145,7 @@ class SyncRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class SyncResponse:
     """The assignment of the member."""
 
     protocol_type: str | None
@@ -192,7 +192,7 @@ class CommitRequest:
 
 
 CommitResult = Mapping[str, Mapping[int, MillstreamError | None]]
-"""By topic and partition: None if the offset is stored, else why not."""
+"""The error of each topic and partition; None if its offset is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class FetchedOffset:
 
 
 FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]
-"""By topic and partition."""
+"""Committed offsets by topic and partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

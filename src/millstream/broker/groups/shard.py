@@ -45,14 +45,14 @@ from millstream.broker.groups.requests import (
     GroupLimits,
     GroupListing,
     HeartbeatResult,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeaveResult,
     LeavingMember,
     MemberRef,
     PartitionCommit,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.broker.groups.share.group import ShareKey, read_share_key
 from millstream.broker.groups.share.shard import ShareShard
@@ -83,7 +83,7 @@ from millstream.core.errors import (
     UnknownMember,
 )
 
-JoinOutcome = Outcome[Joined]
+JoinOutcome = Outcome[JoinResponse]
 
 
 def random_suffix() -> str:
@@ -136,7 +136,7 @@ class Join:
 
     def _refuse_full(self, group: Group, request: JoinRequest) -> JoinOutcome:
         """Refuse a member because the group is full; remove it if it was a member, so that the others do not wait."""
-        later: Deferred[Joined] = Deferred()
+        later: Deferred[JoinResponse] = Deferred()
         later.refuse(
             GroupFull(f"group {group.group_id!r} has reached its maximum size of {self._limits.members_max} members")
         )
@@ -159,7 +159,7 @@ class Join:
         if request.supports_member_id_required:
             # The id is assigned before the member joins, so that a client that gives up leaves no member behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
-            later: Deferred[Joined] = Deferred()
+            later: Deferred[JoinResponse] = Deferred()
             later.refuse(MemberIdRequired("join again with the assigned member id", member_id=new_id))
             return [], later
         return self._add_member(group, new_id, request)
@@ -168,7 +168,7 @@ class Join:
         if group.is_in(GroupState.PREPARING) and group.previous_state is GroupState.EMPTY:
             group.member_added = True
         member = Member.joining(member_id, request)
-        later: Deferred[Joined] = Deferred()
+        later: Deferred[JoinResponse] = Deferred()
         group.add(member, later)
         # A new member sends no heartbeats while it waits, and a client that gave up looks the same: it has to repeat
         # its request from time to time.
@@ -189,11 +189,11 @@ class Join:
         later = self._update_member(group, member, request)
         return self._rebalance.begin_or_complete(group, f"member {member.member_id} joins again"), later
 
-    def _update_member(self, group: Group, member: Member, request: JoinRequest) -> Deferred[Joined]:
+    def _update_member(self, group: Group, member: Member, request: JoinRequest) -> Deferred[JoinResponse]:
         group.update(member, request.protocols)
         member.rebalance_timeout_ms = request.rebalance_timeout_ms
         member.session_timeout_ms = request.session_timeout_ms
-        later: Deferred[Joined] = Deferred()
+        later: Deferred[JoinResponse] = Deferred()
         group.park_join(member, later)
         return later
 
@@ -295,7 +295,7 @@ class GroupShard:
         """Return the offsets in some topics of groups for which transactions have committed some."""
         return self._offsets.of_transactional_groups(topics)
 
-    def join(self, request: JoinRequest) -> Outcome[Joined]:
+    def join(self, request: JoinRequest) -> Outcome[JoinResponse]:
         """Add a member, or let it rejoin."""
         consumers = self.consumers.get_with_members(request.group_id)
         if consumers is not None:
@@ -320,7 +320,7 @@ class GroupShard:
             self._groups.drop_if_unused(group)
         return [*replaced, *records], response
 
-    def sync(self, request: SyncRequest) -> Outcome[Synced]:
+    def sync(self, request: SyncRequest) -> Outcome[SyncResponse]:
         """Return a member's assignment, or accept the assignments from the leader."""
         who = request.member
         consumers = self.consumers.get_with_members(who.group_id)
@@ -335,7 +335,7 @@ class GroupShard:
         self._rebalance.synced(group, member.member_id)
         if group.is_in(GroupState.STABLE):
             return [], _sync_response(group, member)
-        deferred: Deferred[Synced] = Deferred()
+        deferred: Deferred[SyncResponse] = Deferred()
         member.park_sync(deferred)
         if member.member_id != group.leader_id:
             return [], deferred
@@ -366,8 +366,12 @@ class GroupShard:
             unknown = UnknownMember(f"there is no group {group_id!r}")
             return [], [LeaveResult(leaver, unknown) for leaver in leavers]
         results = [self._remove_member(group, leaver) for leaver in leavers]
-        gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
-        records = self._rebalance.rebalance_after_leaving(group, f"{', '.join(gone)} left") if gone else []
+        left_members = [
+            result.leaver.member_id or result.leaver.instance_id or "" for result in results if result.error is None
+        ]
+        records = (
+            self._rebalance.rebalance_after_leaving(group, f"{', '.join(left_members)} left") if left_members else []
+        )
         self._groups.drop_if_unused(group)
         return records, results
 
@@ -740,5 +744,5 @@ def _check_protocol(group: Group, request: SyncRequest) -> None:
         raise InconsistentProtocol(f"group {group.group_id!r} uses {group.protocol_type}/{group.protocol_name}")
 
 
-def _sync_response(group: Group, member: Member) -> Synced:
-    return Synced(group.protocol_type, group.protocol_name, member.assignment)
+def _sync_response(group: Group, member: Member) -> SyncResponse:
+    return SyncResponse(group.protocol_type, group.protocol_name, member.assignment)

@@ -41,7 +41,7 @@ class MarkerKey:
     producer_id: ProducerId
 
 
-class Pending(NamedTuple):
+class PendingOffset(NamedTuple):
     """An offset and the epoch of the producer that committed it."""
 
     epoch: int
@@ -63,7 +63,7 @@ class PendingProducer(NamedTuple):
     last_ms: int
 
 
-def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
+def pending_record(key: PendingKey, pending: PendingOffset) -> StateRecord:
     plain = offset_record(key.offset, pending.committed)
     epoch = (EPOCH_HEADER, pending.epoch.to_bytes(2, "big", signed=True))
     return StateRecord(_pending_key(key), plain.value, (*plain.headers, epoch))
@@ -97,7 +97,7 @@ class PendingOffsets:
     """Pending offsets, by producer and by group, topic and partition."""
 
     def __init__(self) -> None:
-        self._by_producer: dict[ProducerId, dict[OffsetKey, Pending]] = {}
+        self._by_producer: dict[ProducerId, dict[OffsetKey, PendingOffset]] = {}
         self._producers_of: dict[OffsetKey, set[ProducerId]] = {}
         self._markers: dict[ProducerId, LastMarker] = {}
 
@@ -193,7 +193,7 @@ class PendingOffsets:
         elif record.value is None:
             self._remove(key)
         else:
-            pending = Pending(_epoch_of(record), read_offset(record))
+            pending = PendingOffset(_epoch_of(record), read_offset(record))
             self._by_producer.setdefault(key.producer_id, {})[key.offset] = pending
             self._producers_of.setdefault(key.offset, set()).add(key.producer_id)
 
@@ -307,7 +307,7 @@ class TransactionalOffsets:
         self.pending.check_epoch(producer.producer_id, producer.epoch)
 
         def as_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
-            return pending_record(PendingKey(producer.producer_id, key), Pending(producer.epoch, committed))
+            return pending_record(PendingKey(producer.producer_id, key), PendingOffset(producer.epoch, committed))
 
         return as_record
 

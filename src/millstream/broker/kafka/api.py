@@ -22,7 +22,8 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.net.connection import EventualResponse, Following
+from millstream.broker.net.connection import EventualResponse
+from millstream.broker.net.partial_frame import PipelinedRequests
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
@@ -145,10 +146,10 @@ class ClientInfo:
     """Charges the connection to the account of replication."""
     presence: Presence = field(default_factory=Presence)
     """Whether the client is still connected."""
-    following: Following = field(default_factory=Following)
+    pipelined: PipelinedRequests = field(default_factory=PipelinedRequests)
     """What arrived behind the request that is being served."""
     refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
-    """By topic, partition and producer id."""
+    """The refused batches by topic, partition and producer id."""
     produce_requests: int = 0
     produced_bytes: int = 0
     fetch_requests: int = 0
@@ -432,10 +433,10 @@ class RequestDeadline:
 
     def remaining_s(self, what: str) -> float:
         """Return the time remaining for a change; raise `RequestTimedOut` if it is too late to begin."""
-        left = self._deadline - self._time()
-        if left <= 0:
+        remaining = self._deadline - self._time()
+        if remaining <= 0:
             raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")
-        return left
+        return remaining
 
 
 def check_replicas(replicas: Sequence[int], membership: Membership) -> None:

@@ -97,7 +97,7 @@ class Dispatch:
             return self._observe(self._latencies[api.key], at_once, started)
         response = api.handle_frame(frame, header, client)
         latency = self._latencies[header.api_key]
-        count = 1 + client.following.served
+        count = 1 + client.pipelined.served
         if isinstance(response, list):
             latency.observe(time.perf_counter() - started, count)
             return response
@@ -134,7 +134,7 @@ class Dispatch:
                 mute=connection.mute,
                 count_as_follower=connection.count_as_follower,
                 presence=connection.presence,
-                following=connection.following,
+                pipelined=connection.pipelined,
             )
             connection.state = client
         if header.client_id is not None:

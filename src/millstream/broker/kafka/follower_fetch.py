@@ -77,7 +77,7 @@ class FollowerSession:
         self.node = node
         self.session_id = session_id
         self.epoch = 1
-        """Of the request that comes next."""
+        """The session epoch of the next request."""
         self.partitions: dict[PartitionKey, FollowedPartition] = {}
         self.unread: dict[PartitionKey, None] = {}
         """Partitions to read, in the order of their events."""
@@ -225,12 +225,12 @@ class FollowerFetch:
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
             return _encode(header, ReplicaResponses(session, NO_SESSION))
-        found = self._read_pending(session, fetch)
-        if fetch.max_wait_ms <= 0 or self.is_complete(session, found):
-            return self.respond(header, session, found)
+        responses = self._read_pending(session, fetch)
+        if fetch.max_wait_ms <= 0 or self.is_complete(session, responses):
+            return self.respond(header, session, responses)
         if client is not None and client.presence.has_left:
-            return self.respond(header, session, found)
-        wait = _Wait(self, header, fetch, session, found)
+            return self.respond(header, session, responses)
+        wait = _Wait(self, header, fetch, session, responses)
         if client is not None:
             client.presence.on_leave(wait.finish)
         return wait
@@ -239,9 +239,9 @@ class FollowerFetch:
         """Read again; None if the follower has opened another session on another connection."""
         return self._read_pending(session, fetch) if self._sessions.get(session.node) is session else None
 
-    def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]) -> bool:
+    def is_complete(self, session: FollowerSession, responses: dict[PartitionKey, ReplicaResponse]) -> bool:
         """Whether to respond at once."""
-        return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
+        return bool(session.unread) or self._stopping or any(map(_is_urgent, responses.values()))
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class FollowerFetch:
         room = max(BYTES_MIN, self._budget.share_bytes)
         remaining = min(fetch.max_bytes, self._bytes_max, room)
         is_first = True
-        found: dict[PartitionKey, ReplicaResponse] = {}
+        responses: dict[PartitionKey, ReplicaResponse] = {}
         for key in tuple(islice(session.unread, PARTITIONS_PER_RESPONSE_MAX)):
             followed = session.partitions[key]
             # The position of the follower is recorded even if the byte limit is used up.
@@ -290,12 +290,12 @@ class FollowerFetch:
             if not _has_more(response, followed):
                 del session.unread[key]
             if _has_changed(response, followed):
-                found[key] = response
+                responses[key] = response
         for key in tuple(session.moved):
-            if key not in found:
-                self._read_watermark(session, key, found)
+            if key not in responses:
+                self._read_watermark(session, key, responses)
         session.moved.clear()
-        return found
+        return responses
 
     def _read_partition(
         self,
@@ -334,7 +334,7 @@ class FollowerFetch:
         """Read what a replica has lost, within the byte limits."""
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
         is_first = True
-        found: dict[PartitionKey, ReplicaResponse] = {}
+        responses: dict[PartitionKey, ReplicaResponse] = {}
         for key, position in fetch.positions.items():
             try:
                 read = self._partitions.partition_by_id(*key).read_for_repair(
@@ -345,15 +345,17 @@ class FollowerFetch:
                     at_least_one=is_first,
                 )
             except MillstreamError as error:
-                found[key] = ReplicaResponse(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+                responses[key] = ReplicaResponse(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
             else:
-                found[key] = ReplicaResponse(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
+                responses[key] = ReplicaResponse(
+                    ErrorCode.none, read.high_watermark, read.log_start, None, read.records
+                )
                 remaining = max(0, remaining - len(read.records))
                 is_first = is_first and not read.records
-        return found
+        return responses
 
     def _read_watermark(
-        self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaResponse]
+        self, session: FollowerSession, key: PartitionKey, responses: dict[PartitionKey, ReplicaResponse]
     ) -> None:
         followed = session.partitions[key]
         partition = followed.partition
@@ -361,20 +363,20 @@ class FollowerFetch:
             return
         response = ReplicaResponse(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
         if partition.leader_epoch == followed.position.leader_epoch and _has_changed(response, followed):
-            found[key] = response
+            responses[key] = response
 
     # -- responding -----------------------------------------------------------------------------------------
 
     def respond(
-        self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaResponse]
+        self, header: RequestHeader, session: FollowerSession, responses: dict[PartitionKey, ReplicaResponse]
     ) -> Buffers:
         """Encode a response, and remember what the follower learns from it."""
-        for key, response in found.items():
+        for key, response in responses.items():
             followed = session.partitions.get(key)
             if followed is not None:
                 followed.sent_watermark = response.high_watermark
                 followed.sent_log_start = response.log_start
-        return _encode(header, ReplicaResponses(ErrorCode.none, session.session_id, found))
+        return _encode(header, ReplicaResponses(ErrorCode.none, session.session_id, responses))
 
 
 class _Wait(Promise):
@@ -400,19 +402,19 @@ class _Wait(Promise):
         header: RequestHeader,
         fetch: ReplicaFetch,
         session: FollowerSession,
-        found: dict[PartitionKey, ReplicaResponse],
+        responses: dict[PartitionKey, ReplicaResponse],
     ) -> None:
         super().__init__()
         self._followers = followers
         self._header = header
         self._fetch = fetch
         self._session = session
-        self._responses = found
+        self._responses = responses
         self._is_wake_scheduled = False
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         self._timer = loop.call_at(self._deadline, self.finish)
-        if found:
+        if responses:
             self._shorten_wait()
         session.waiting = self
 
@@ -426,11 +428,11 @@ class _Wait(Promise):
         self._is_wake_scheduled = False
         if self.is_resolved:
             return
-        found = self._followers.read_again(self._session, self._fetch)
-        if found is None:
+        responses = self._followers.read_again(self._session, self._fetch)
+        if responses is None:
             self._respond(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
             return
-        self._responses.update(found)
+        self._responses.update(responses)
         if self._followers.is_complete(self._session, self._responses):
             self._respond(self._followers.respond(self._header, self._session, self._responses))
         elif self._responses:
@@ -448,11 +450,11 @@ class _Wait(Promise):
     def finish(self) -> None:
         if self.is_resolved:
             return
-        found = self._followers.read_again(self._session, self._fetch)
-        if found is None:
+        responses = self._followers.read_again(self._session, self._fetch)
+        if responses is None:
             self._respond(_encode(self._header, ReplicaResponses(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
         else:
-            self._responses.update(found)
+            self._responses.update(responses)
             self._respond(self._followers.respond(self._header, self._session, self._responses))
 
     def _respond(self, buffers: Buffers) -> None:

@@ -2,8 +2,8 @@
 
 Ordinary requests have no tagged fields, and `read_plain` reads them with fixed structs, without a call per field. It
 returns None for all others, which `read_any` reads or refuses. Likewise, `write` encodes the response for one partition
-without a call per field, and leaves every other one to `write_any`. `read_alike` and `write_alike` do the same for many
-requests of one client that differ only in their records.
+without a call per field, and leaves every other one to `write_any`. `read_pipelined` and `write_pipelined` do the same
+for many requests of one client that differ only in their records.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _UUID_BYTES: Final = 16
 FLAGS_AT: Final = 22
 """The lower byte of a batch's attributes, which holds the codec and all flags."""
 NOT_PLAIN: Final = COMPRESSION_MASK | TRANSACTIONAL_FLAG | CONTROL_FLAG
-ALIKE_MAX: Final = 127
+PIPELINED_MAX: Final = 127
 """How many requests are handled in one step, at the most, besides the first one."""
 # Where the fixed fields of a request's header are.
 _CORRELATION_AT: Final = 4
 _CLIENT_AT: Final = 8
-_HEAD_OF_ALIKE: Final = struct.Struct(">iii")
+_PIPELINED_HEAD: Final = struct.Struct(">iii")
 _LONGEST_LENGTH: Final = 8
 # The tags of partition, topic and request.
 _CLOSING_TAGS: Final = b"\0\0\0"
@@ -246,7 +246,7 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
     return Request(transactional_id, acks, timeout_ms, portions)
 
 
-def read_alike(
+def read_pipelined(
     frame: memoryview, header: RequestHeader, request: Request, data: memoryview, at: int
 ) -> tuple[list[memoryview], list[int], list[int]]:
     """Read the requests that follow a plain one with a single portion and differ from it only in their records.
@@ -263,14 +263,16 @@ def read_alike(
     batches: list[memoryview] = []
     correlation_ids: list[int] = []
     ends: list[int] = []
-    if (_read_length(frame, prefix_end)[0] if header.flexible else _INT32.unpack_from(frame, prefix_end)[0]) != len(
-        records
-    ):
-        # Bytes that nothing describes follow the request.
+    try:
+        length = _read_length(frame, prefix_end)[0] if header.flexible else _INT32.unpack_from(frame, prefix_end)[0]
+    except ValueError:
+        length = -1
+    if length != len(records):
+        # Bytes that nothing describes follow the request, or a number is longer than it has to be.
         return batches, correlation_ids, ends
     available = len(data)
-    while at + prefix_end + _LONGEST_LENGTH < available and len(batches) < ALIKE_MAX:
-        size, _, correlation_id = _HEAD_OF_ALIKE.unpack_from(data, at)
+    while at + prefix_end + _LONGEST_LENGTH < available and len(batches) < PIPELINED_MAX:
+        size, _, correlation_id = _PIPELINED_HEAD.unpack_from(data, at)
         start = at + _INT32.size
         at = start + size
         if size <= prefix_end or at > available or data[start : start + _CORRELATION_AT] != kind:
@@ -287,7 +289,9 @@ def read_alike(
             (length,) = _INT32.unpack_from(data, body_at)
             body_at += _INT32.size
         end = body_at + length
-        if length < HEADER_BYTES or data[body_at + FLAGS_AT] & NOT_PLAIN or data[end:at] != tags:
+        if length < HEADER_BYTES or end + len(tags) != at:
+            break
+        if data[body_at + FLAGS_AT] & NOT_PLAIN or data[end:at] != tags:
             break
         batches.append(data[body_at:end])
         correlation_ids.append(correlation_id)
@@ -315,7 +319,7 @@ def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> B
     return [_HEAD.pack(len(body) + 8, header.correlation_id) + body + _INT32.pack(throttle_ms)]
 
 
-def write_alike(
+def write_pipelined(
     header: RequestHeader, portion: Portion, correlation_ids: Sequence[int], appended: Sequence[AppendedRange]
 ) -> Buffers:
     """Encode the responses to requests that differ only in their records; they differ only in two numbers."""

@@ -110,12 +110,12 @@ class QuotaMeter:
             return bucket
 
     def _look_up(self, user: str, client_id: str) -> Bucket | None:
-        found = self._quotas.find(self.key, user, client_id)
-        if found is None:
+        quota = self._quotas.find(self.key, user, client_id)
+        if quota is None:
             return None
-        bucket = self._by_scope.get(found.scope)
+        bucket = self._by_scope.get(quota.scope)
         if bucket is None:
-            bucket = self._by_scope[found.scope] = Bucket(found.rate, self._clock())
+            bucket = self._by_scope[quota.scope] = Bucket(quota.rate, self._clock())
         return bucket
 
     def _reset(self) -> None:

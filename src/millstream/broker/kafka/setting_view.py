@@ -156,8 +156,8 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
 
 def _changed_while_running(settings: BrokerSettings, name: str) -> list[Synonym]:
     """Return the run-time settings of this node, and of all nodes."""
-    found = ((settings.own.get(name), SOURCE_BROKER), (settings.of(ALL_NODES).get(name), SOURCE_ALL_BROKERS))
-    return [Synonym(name, value, source) for value, source in found if value is not None]
+    values = ((settings.own.get(name), SOURCE_BROKER), (settings.of(ALL_NODES).get(name), SOURCE_ALL_BROKERS))
+    return [Synonym(name, value, source) for value, source in values if value is not None]
 
 
 def cluster_settings(settings: BrokerSettings) -> Iterator[SettingView]:
@@ -196,7 +196,7 @@ def node_settings(
 
 
 def _addresses(config: Config, node: Node) -> Iterator[SettingView]:
-    """Yield where this node listens, and what it tells clients to connect to, as Kafka's brokers show it."""
+    """Yield the listeners and advertised addresses of this node, as Kafka's brokers show them."""
     listeners, advertised = [], []
     for one in config.all_listeners:
         address, protocol = one.address, _security_protocol(one)

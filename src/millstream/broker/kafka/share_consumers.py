@@ -58,18 +58,18 @@ class ShareOffsets:
         """Return every partition on which a group has begun."""
         if self._service.declared.get(name) is None:
             return {}
-        found, stored = await self._list_queues(name, set())
-        closed = stored - found.keys()
+        offsets, stored = await self._list_queues(name, set())
+        closed = stored - offsets.keys()
         if closed:
             # These queues were not opened since their leader was elected.
-            found, _ = await self._list_queues(name, closed)
-        return found
+            offsets, _ = await self._list_queues(name, closed)
+        return offsets
 
     async def _list_queues(
         self, name: str, to_open: set[tuple[str, int]]
     ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
         """Ask all nodes for the open queues of a group, and for those whose states they store."""
-        found: dict[tuple[str, int], QueueOffset] = {}
+        offsets: dict[tuple[str, int], QueueOffset] = {}
         stored: set[tuple[str, int]] = set()
         request = ListSubscriptionsRequest([name], sorted(to_open))
         for node in self._membership.nodes():
@@ -80,8 +80,8 @@ class ShareOffsets:
             for subscription in response.subscriptions:
                 stored |= {(topic, partition) for topic, partition in subscription["stored_queues"]}
                 for queue in subscription["queues"]:
-                    found[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
-        return found, stored
+                    offsets[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
+        return offsets, stored
 
     async def declare(self, name: str) -> None:
         """Declare the subscription of a group if it does not exist."""
@@ -113,9 +113,9 @@ OPENS: Final = 0
 CLOSES: Final = -1
 SESSIONS_MAX: Final = 20_000
 PARTITIONS_MAX: Final = 10_000
-"""Of one session."""
+"""The maximum number of partitions in one session."""
 ALL_PARTITIONS_MAX: Final = 500_000
-"""Of all sessions: each remembers its partitions, also those that do not exist."""
+"""The maximum number of partitions in all sessions, including partitions that do not exist."""
 _EPOCH_MAX: Final = 2**31 - 1
 
 SharePartition = tuple[UUID, int]
@@ -145,7 +145,7 @@ class ShareSessions:
         self._partitions = 0
         self._sessions_held: Counter[str] = Counter()
         self._partitions_held: Counter[str] = Counter()
-        """By principal; empty without authentication."""
+        """The number of partitions by principal; empty without authentication."""
 
     def __len__(self) -> int:
         return len(self._by_member)
@@ -233,15 +233,15 @@ class AcknowledgementBatch(Protocol):
 
     @property
     def first_offset(self) -> int:
-        """Of the range."""
+        """The first offset of the range."""
 
     @property
     def last_offset(self) -> int:
-        """Of the range."""
+        """The last offset of the range, inclusive."""
 
     @property
     def acknowledge_types(self) -> Sequence[int]:
-        """One for all offsets, or one for each."""
+        """The acknowledge types: one for all offsets, or one for each."""
 
 
 Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
@@ -312,10 +312,10 @@ class ShareConsumers:
             return None
         places = {**session.partitions, **dict.fromkeys(partitions)}
         try:
-            found = engine.ready(subscription, [self.partition(*place) for place in places])
+            deliveries = engine.ready(subscription, [self.partition(*place) for place in places])
         except MillstreamError:
             return None
-        return None if found is None else dict(zip(places, found, strict=True))
+        return None if deliveries is None else dict(zip(places, deliveries, strict=True))
 
     def partition(self, topic_id: UUID, index: int) -> Partition:
         topic = self.service.topics.by_id(topic_id)
@@ -385,11 +385,11 @@ class ShareConsumers:
             return
         for topic_id, index in session.partitions:
             # Leases of a queue that another node leads expire there.
-            found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
-            if found is not None:
+            delivery = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
+            if delivery is not None:
                 # A closed queue must not prevent the release in others.
                 with suppress(MillstreamError):
-                    found.release_worker(self.worker(member_id))
+                    delivery.release_worker(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: Exception | None) -> Leader:
         """Return the current leader of a partition that is not led here."""

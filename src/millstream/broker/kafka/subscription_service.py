@@ -107,7 +107,7 @@ class ShareTopics:
         known = self._cached_topics.get(subscription.subscription_id)
         if known is not None and now_s < known[0]:
             return known[1]
-        found = self.members(subscription.name) | {
+        topic_names = self.members(subscription.name) | {
             topic for topic, _ in self.stored_queues().get(subscription.subscription_id, ())
         }
         request = ListSubscriptionsRequest([subscription.name])
@@ -116,8 +116,8 @@ class ShareTopics:
                 # The topics of an unavailable node are found again when it returns.
                 with suppress(MillstreamError):
                     response = await ask_peer(self._peers, node.node_id, request)
-                    found |= {topic for one in response.subscriptions for topic in one["topics"]}
-        topics = tuple(sorted(found))
+                    topic_names |= {topic for one in response.subscriptions for topic in one["topics"]}
+        topics = tuple(sorted(topic_names))
         if topics:
             if len(self._cached_topics) >= KNOWN_MAX:
                 self._cached_topics.clear()
@@ -225,7 +225,7 @@ class SubscriptionService:
         wanted_ms = _END_MS if time_ms is None else time_ms
         client = self._wire_client()
         isolation = int(settings.isolation == READ_COMMITTED)
-        found: dict[str, tuple[int, ...]] = {}
+        starts: dict[str, tuple[int, ...]] = {}
         for topic in asked:
             name, partitions = topic.name, topic.partitions
             ends = await client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
@@ -233,10 +233,10 @@ class SubscriptionService:
             if wanted_ms != _END_MS:
                 times = dict.fromkeys(range(partitions), wanted_ms)
                 listed = await client.list_offsets(name, times, isolation=isolation)
-            found[start_key(name, topic.topic_id)] = tuple(
+            starts[start_key(name, topic.topic_id)] = tuple(
                 listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
             )
-        return found
+        return starts
 
     async def check_no_open_letters(self, topic: str) -> None:
         """Raise `PolicyViolation` for a dead letter topic with open letters, which would be deleted with it."""
@@ -283,12 +283,12 @@ class SubscriptionService:
         owner: Owner | None = None,
     ) -> None:
         """Change a subscription; letters in a topic that it no longer names stay open."""
-        found = await self.declared.find(name)
-        further = [topic for topic in topics or () if topic not in found.topics]
-        starts = await self.starts(further, found.settings) if further else None
+        subscription = await self.declared.find(name)
+        further = [topic for topic in topics or () if topic not in subscription.topics]
+        starts = await self.starts(further, subscription.settings) if further else None
         alter = partial(self.declared.alter, name, changes, topics=topics, starts=starts, owner=owner)
         if DEAD_LETTER_TOPIC in changes or validate_only:
-            before, after = self.declared.settings_of(found), (await alter(validate_only=True)).settings
+            before, after = self.declared.settings_of(subscription), (await alter(validate_only=True)).settings
             if validate_only:
                 return
             if after.dead_letter_topic != before.dead_letter_topic:
@@ -329,12 +329,12 @@ class SubscriptionService:
 
     def letter_origins(self) -> dict[str, set[str]]:
         """Return the dead letter topics of subscriptions, each with the topics whose messages it may hold."""
-        found: dict[str, set[str]] = {}
+        origins: dict[str, set[str]] = {}
         for one in self.declared.all():
             settings = self.declared.settings_of(one)
             if one.topics and settings.has_dead_letters:
-                found.setdefault(settings.dead_letter_topic, set()).update(one.topics)
-        return found
+                origins.setdefault(settings.dead_letter_topic, set()).update(one.topics)
+        return origins
 
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
         """Yield the partitions of dead letter topics that this node leads, each with the queue of its open letters."""
@@ -356,16 +356,16 @@ class SubscriptionService:
         """Return up to where queues may read partitions; those without a leader are missing."""
         from millstream.broker.subscriptions.log_scan import readable_end
 
-        found: dict[TopicPartition, int] = {}
+        ends: dict[TopicPartition, int] = {}
         for place in places:
             with suppress(MillstreamError):
-                found[place] = readable_end(self.topics.partition(place.topic, place.partition), isolation)
-        if elsewhere := [place for place in places if place not in found]:
+                ends[place] = readable_end(self.topics.partition(place.topic, place.partition), isolation)
+        if elsewhere := [place for place in places if place not in ends]:
             listed = await self._wire_client().list_offsets_of(
                 dict.fromkeys(elsewhere, _END_MS), isolation=int(isolation == READ_COMMITTED)
             )
-            found |= {place: one.offset for place, one in listed.items() if not isinstance(one, MillstreamError)}
-        return found
+            ends |= {place: one.offset for place, one in listed.items() if not isinstance(one, MillstreamError)}
+        return ends
 
     def _wire_client(self) -> Client:
         if self._client is None:

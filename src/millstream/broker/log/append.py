@@ -316,7 +316,7 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
     Nothing does if a batch is whole, valid and within all limits, new to the log and next in its sequence, keeps the
     producer's timestamps, begins no transaction, fits the open segment, and comes from the leader that wrote last.
     `append_checked` handles every other batch, and its checks are authoritative: each condition here is the negation of
-    one of them. If the disk refuses to write several batches, none is appended.
+    one of them. If the disk refuses the write, nothing is appended, and the batches are as they were.
     """
     settings = log.settings
     segment = log.segments.active
@@ -366,9 +366,7 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
         offset, position = next_offset, position + size
     if not taken:
         return []
-    index = log.write(segment, batches[0]) if len(taken) == 1 else _write_together(log, segment, batches[: len(taken)])
-    if index is None:
-        return []
+    index = _write_placed(log, segment, batches[: len(taken)])
     offset, interval_bytes, start = end_offset, settings.index_interval_bytes, log.start_offset
     appended = []
     for size, next_offset, newest_ms, header in taken:
@@ -382,14 +380,14 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
     return appended
 
 
-def _write_together(log: Log, segment: Segment, batches: Sequence[bytearray | memoryview]) -> Index | None:
-    """Write batches that have their offsets; if the disk refuses several, take the offsets back and return None."""
+def _write_placed(log: Log, segment: Segment, batches: Sequence[bytearray | memoryview]) -> Index:
+    """Write batches that have their offsets; take the offsets back if that fails."""
     try:
-        return log.write(segment, b"".join(batches))
+        return log.write(segment, batches[0] if len(batches) == 1 else b"".join(batches))
     except StorageFailure:
         for batch in batches:
             OFFSET_LENGTH_EPOCH.pack_into(batch, 0, 0, len(batch) - LOG_OVERHEAD_BYTES, -1)
-        return None
+        raise
 
 
 def _is_next(producers: Producers, header: BatchHeader, now_ms: int) -> bool:

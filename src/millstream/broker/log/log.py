@@ -331,7 +331,12 @@ class Log:
         self, batches: Sequence[bytearray | memoryview], *, leader_epoch: Epoch
     ) -> Sequence[AppendedRange]:
         """Append as many of the first batches as need no decision, in one write; the others are for `append`."""
-        return () if self.health.blocks_writes else append_fast(self, batches, leader_epoch)
+        return append_fast(self, batches, leader_epoch) if self.may_append_first else ()
+
+    @property
+    def may_append_first(self) -> bool:
+        """Whether some batches may need no decision: the disk works, and the topic's settings ask for none."""
+        return self.allows_fast_append and not self.health.blocks_writes and self.health.failure is None
 
     def _write_refusal(self) -> PartitionClosed | StorageFailure:
         health = self.health

@@ -54,7 +54,7 @@ class Barriers:
         token = uuid.uuid4().hex
         others = self._service.others
         try:
-            async with asyncio.timeout(HOLD_S), self._transactions.held():
+            async with asyncio.timeout(HOLD_S), self._transactions.hold_decisions():
                 own = self._transactions.led()
                 hold = HoldCommitsRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
                 began = await gather_or_cancel(self._service.ask_node(node, hold) for node in others)
@@ -64,8 +64,8 @@ class Barriers:
                 groups, groups_omitted = (
                     await self._read_groups(token, topic_ids) if request.with_groups else ({}, False)
                 )
-                found = await self._service.high_watermarks(request.topics)
-                offsets = {name: ends for name, ends in found.items() if self._has_id(name, request.topic_ids)}
+                watermarks = await self._service.high_watermarks(request.topics)
+                offsets = {name: ends for name, ends in watermarks.items() if self._has_id(name, request.topic_ids)}
                 release = HoldCommitsRequest(token=token, action="release")
                 ended = await gather_or_cancel(self._service.ask_node(node, release) for node in others)
                 is_same = own == self._transactions.led() and [one.shards for one in began] == [
@@ -128,7 +128,7 @@ class Barriers:
 
         async def keep() -> None:
             with suppress(TimeoutError, MillstreamError):
-                async with asyncio.timeout(request.hold_ms / 1000), self._transactions.held():
+                async with asyncio.timeout(request.hold_ms / 1000), self._transactions.hold_decisions():
                     ready.set()
                     await asyncio.Event().wait()
             self._held.pop(request.token, None)

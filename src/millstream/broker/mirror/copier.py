@@ -97,7 +97,7 @@ class Copy:
     commits: array[int] = field(default_factory=lambda: array("q"))
     """The commit markers from there on."""
     gap: int | None = None
-    """From where on values of keys may be missing, as recorded in the catalog."""
+    """The offset from which values of keys may be missing, as recorded in the catalog."""
     gap_end: int = -1
     """The offset at which the copy is complete again; -1 until the source has reported it."""
     source_end: int = -1
@@ -144,7 +144,7 @@ class Copy:
 
     @property
     def exposed(self) -> Offset | None:
-        """Up to where clients may read; None for everything that is acknowledged."""
+        """The offset up to which clients may read; None for everything that is acknowledged."""
         limits = [*self.commits[:1], *([] if self.gap is None else [self.gap])]
         return Offset(min(limits)) if limits else None
 
@@ -206,7 +206,7 @@ class Copier:
         self._gates = gates
         """Whether the source can say which transactions have ended everywhere."""
         self._cut_of = cut_of
-        """Where the source's own records begin, if it has copied from this cluster before; otherwise None."""
+        """Returns where the source's own records begin if it has copied from this cluster before; otherwise None."""
         self._note_gaps = note_gaps
         """Records durably from where on copies may lack values of keys, or that they lack none; returns all gaps."""
         self._on_commit = on_commit
@@ -383,12 +383,12 @@ class Copier:
             return
         cut = self._cut_of(partition)
         while log.end_offset > log.start_offset:
-            found = await self._source.end_of_epoch(copy.source, log.latest_epoch)
-            if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
+            epoch_end = await self._source.end_of_epoch(copy.source, log.latest_epoch)
+            if epoch_end.epoch == log.latest_epoch and epoch_end.end_offset >= log.end_offset:
                 break
             await self._check_id(copy)
-            if found.epoch >= 0:
-                point = truncation_point(log, found)
+            if epoch_end.epoch >= 0:
+                point = truncation_point(log, epoch_end)
                 is_agreed = cut is not None and point <= cut
             else:
                 # The source has no epoch as late as this one; the next round compares the one before.
@@ -396,7 +396,7 @@ class Copier:
             if point >= log.end_offset or not (is_agreed or _is_without_records(partition, point)):
                 raise CopyDiverged(
                     f"{log.partition} ends at offset {log.end_offset} in epoch {log.latest_epoch}, and the source's "
-                    f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
+                    f"{copy.source} has epoch {epoch_end.epoch} only up to {epoch_end.end_offset}: it was truncated or "
                     "recreated. Delete the copy to fetch it again, or fail over to keep it"
                 )
             await partition.cut_mirrored(point, refetches=True)
@@ -532,7 +532,7 @@ class Copier:
 
     def _next_positions(self, members: dict[CopyKey, Copy], responses: Fetched) -> dict[CopyKey, Offset]:
         """Return where each partition continues once these responses are appended."""
-        found: dict[CopyKey, Offset] = {}
+        positions: dict[CopyKey, Offset] = {}
         for key, copy in members.items():
             response = responses.get(copy.source)
             if not self._may_fetch(copy) or isinstance(response, MillstreamError):
@@ -541,8 +541,8 @@ class Copier:
             if response is not None:
                 for header in iterate_whole_headers(response.records):
                     position = Offset(max(position, header.next_offset))
-            found[key] = position
-        return found
+            positions[key] = position
+        return positions
 
     async def _throttle(self, responses: Fetched) -> None:
         """Wait as the rate demands."""
@@ -645,7 +645,7 @@ class Copier:
         responses: Fetched,
     ) -> None:
         """Before records with gaps are appended, record from where on values of keys may be missing."""
-        found: dict[TopicPartition, int | None] = {}
+        gaps: dict[TopicPartition, int | None] = {}
         copies = []
         for key, copy in members.items():
             response, end = responses.get(copy.source), copy.end
@@ -655,12 +655,12 @@ class Copier:
                 continue
             copy.gap_end = max(copy.gap_end, response.high_watermark)
             if copy.gap is None or copy.gap > end:
-                found[copy.partition.log.partition] = end
+                gaps[copy.partition.log.partition] = end
                 copies.append(copy)
-        if not found:
+        if not gaps:
             return
         try:
-            stored = await self._note_gaps(found)
+            stored = await self._note_gaps(gaps)
         except MillstreamError as error:
             for copy in copies:
                 self._suspend(copy, error)
@@ -736,19 +736,19 @@ def offset_in(offsets: TopicOffsets, partition: Partition) -> Offset:
 
 def commits_from(partition: Partition, offset: int) -> array[int]:
     """Find the commit markers of a log from an offset on, for what was not seen while it arrived."""
-    log, found = partition.log, array("q")
+    log, commits = partition.log, array("q")
     offset = max(offset, log.start_offset)
     if all(producer.marker_offset < offset for producer in log.producers):
-        return found
-    while offset < log.end_offset and len(found) < MARKERS_MAX:
+        return commits
+    while offset < log.end_offset and len(commits) < MARKERS_MAX:
         records = memoryview(log.read(offset, max_bytes=_SCAN_BYTES, up_to=log.end_offset))
         for header in iterate_whole_headers(records):
             if header.is_control and header.base_offset >= offset and _is_commit(records, header):
-                found.append(header.base_offset)
+                commits.append(header.base_offset)
             offset = max(offset, header.next_offset)
         if not records:
             break
-    return found
+    return commits
 
 
 def awaits_gaps(partition: Partition) -> bool:

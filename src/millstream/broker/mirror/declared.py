@@ -81,9 +81,9 @@ class Mirrors(NamedHolder[Mirror]):
     @finishing
     async def change(self, name: str, change: Callable[[Mirror], Mirror]) -> Mirror:
         """Change a mirror durably, as it is declared now."""
-        found = await self.find(name)
+        mirror = await self.find(name)
         async with self._changing:
-            stored = await self._declarations.change(Catalog.alter_mirror, found.mirror_id, change)
+            stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
         if is_new:
@@ -139,8 +139,8 @@ class Mirrors(NamedHolder[Mirror]):
 
     def unfinished_cuts(self, name: str) -> Collection[str]:
         """Return the copies of a mirror whose failover has begun and not finished."""
-        found = self._by_name.get(name)
-        return () if found is None else found.cut_epochs.keys()
+        mirror = self._by_name.get(name)
+        return () if mirror is None else mirror.cut_epochs.keys()
 
     async def forget_topic(self, name: str, topic: str) -> None:
         """Forget durably what is recorded of a copy, because it is recreated."""
@@ -178,13 +178,13 @@ class Mirrors(NamedHolder[Mirror]):
     @finishing
     async def delete(self, name: str) -> Mirror:
         """Delete a mirror durably; raise `InvalidMirror` while it writes topics."""
-        found = await self.find(name)
+        mirror = await self.find(name)
         async with self._changing:
             try:
-                await self._delete(Catalog.delete_mirror, found)
+                await self._delete(Catalog.delete_mirror, mirror)
             except InvalidMirror:
-                self._by_name[name] = found
+                self._by_name[name] = mirror
                 raise
         _logger.info("mirror deleted", extra={"mirror": name})
         self._notify()
-        return found
+        return mirror

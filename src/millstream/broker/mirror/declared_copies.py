@@ -50,7 +50,7 @@ ACLS: Final = "acls"
 _UNKNOWN: Final = -1
 
 
-def enforced(rules: SecurityState | None) -> SecurityState:
+def require_enforced(rules: SecurityState | None) -> SecurityState:
     """Return the access rules of this cluster; raise `InvalidMirror` if it does not enforce any."""
     if rules is None:
         raise InvalidMirror(
@@ -67,7 +67,7 @@ def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, rules: Sec
             f"the schema registry here has {len(subjects)} subjects (such as {str(subjects[0])!r}), whose ids may be "
             "those of other schemas at the source; delete them permanently, or mirror without schemas"
         )
-    if settings.acls and (acls := enforced(rules).snapshot.acls):
+    if settings.acls and (acls := require_enforced(rules).snapshot.acls):
         raise InvalidMirror(
             f"there are {len(acls)} access rules here; delete them to take those of the source, or mirror without acls"
         )
@@ -78,18 +78,18 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
     last = registry.last_change
     if request.since == last:
         return RegistryResponse(last=last)
-    found: list[SchemaMessage] = []
+    page: list[SchemaMessage] = []
     size = position = 0
     for subject in registry.subjects():
-        for version in registry.held(subject):
+        for version in registry.exact_versions(subject):
             position += 1
             if position <= request.offset:
                 continue
             if size > PAGE_BYTES:
-                return RegistryResponse(last=last, schemas=found, has_more=True)
+                return RegistryResponse(last=last, schemas=page, has_more=True)
             schema = registry.schema_of(version)
             size += len(schema.content.text)
-            found.append(
+            page.append(
                 SchemaMessage(
                     id=schema.schema_id,
                     guid=schema.guid,
@@ -107,7 +107,7 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
         SettingsMessage(subject=str(one.subject), config=dict(one.config), mode=one.mode)
         for one in registry.all_settings()
     ]
-    return RegistryResponse(last=last, schemas=found, settings=settings)
+    return RegistryResponse(last=last, schemas=page, settings=settings)
 
 
 class Sightings:
@@ -129,12 +129,12 @@ class Sightings:
         """Whether something is missing that the source has had."""
         return any(self._absences.values())
 
-    def compare(self, found: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+    def compare(self, current: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
         """Process one complete response of the source; return what is new in it, and what is to be deleted here."""
         for item_id, times in self._absences.items():
-            self._absences[item_id] = 0 if item_id in found else times + 1
-        gone = frozenset(item_id for item_id, times in self._absences.items() if times >= ABSENT_TIMES)
-        return frozenset(found - self._absences.keys()), gone
+            self._absences[item_id] = 0 if item_id in current else times + 1
+        missing = frozenset(item_id for item_id, times in self._absences.items() if times >= ABSENT_TIMES)
+        return frozenset(current - self._absences.keys()), missing
 
     def apply(self, change: SightingChange) -> None:
         """Apply a change that was stored. An item that is forgotten and declared here again is not the source's."""
@@ -197,18 +197,20 @@ class DeclaredCopies:
         found = versions.keys() | {_settings_id(one.subject) for one in settings}
         async with self._sighting_change(SCHEMAS, seen, found) as change:
             here = self._versions_here()
-            gone = [here[item_id] for item_id in change.forgotten if item_id in here]
+            to_delete = [here[item_id] for item_id in change.forgotten if item_id in here]
             set_here = [one.subject for one in self._schemas.all_settings()]
             settings += [SubjectSettings(subject=one) for one in set_here if _settings_id(one) in change.forgotten]
             schemas = [_to_schema(one) for one in pages]
-            await self._schemas.follow(schemas, list(versions.values()), settings, gone=gone, sightings=change)
+            await self._schemas.follow(
+                schemas, list(versions.values()), settings, to_delete=to_delete, sightings=change
+            )
         own = [place for item_id, place in self._versions_here().items() if item_id not in seen]
         self._update_note("schemas", "schemas", [f"{subject} version {version}" for subject, version in own])
         self._last = page.last
 
     async def sync_acls(self) -> None:
         """Copy the source's access rules if they have changed."""
-        rules = enforced(self._rules)
+        rules = require_enforced(self._rules)
         seen = await self._sightings(ACLS)
         try:
             by_id = {_acl_id(acl): acl for acl in await self._source.acls()}
@@ -221,8 +223,8 @@ class DeclaredCopies:
             ) from None
         here = {_acl_id(acl): acl for acl in rules.snapshot.acls}
         async with self._sighting_change(ACLS, seen, by_id.keys()) as change:
-            gone = [here[item_id] for item_id in change.forgotten if item_id in here]
-            await rules.follow(by_id.values(), gone, change)
+            to_delete = [here[item_id] for item_id in change.forgotten if item_id in here]
+            await rules.follow(by_id.values(), to_delete, change)
         own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
         self._update_note("acls", "access rules", list(map(str, own)))
 
@@ -230,7 +232,7 @@ class DeclaredCopies:
         return {
             _version_id(subject, one.version): (subject, one.version)
             for subject in self._schemas.subjects()
-            for one in self._schemas.held(subject)
+            for one in self._schemas.exact_versions(subject)
         }
 
     async def _sightings(self, kind: str) -> Sightings:
@@ -238,19 +240,19 @@ class DeclaredCopies:
         async with self._claiming:
             if not self._sightings_by_kind:
                 owner = uuid.uuid4().hex
-                found = await self._run.service.mirrors.claim_sightings(
+                sightings = await self._run.service.mirrors.claim_sightings(
                     self._run.mirror, source=self._source.cluster_id, owner=owner
                 )
-                self._sightings_by_kind = {one: Sightings(found.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
+                self._sightings_by_kind = {one: Sightings(sightings.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
                 self._last = _UNKNOWN
             return self._sightings_by_kind[kind]
 
     @asynccontextmanager
-    async def _sighting_change(self, kind: str, seen: Sightings, found: Set[str]) -> AsyncIterator[SightingChange]:
+    async def _sighting_change(self, kind: str, seen: Sightings, current: Set[str]) -> AsyncIterator[SightingChange]:
         """Yield what a response of the source changes, which has to be stored together with the copies."""
-        fresh, gone = seen.compare(found)
+        fresh, missing = seen.compare(current)
         change = SightingChange(
-            mirror_id=self._run.mirror.mirror_id, owner=seen.owner, kind=kind, seen=fresh, forgotten=gone
+            mirror_id=self._run.mirror.mirror_id, owner=seen.owner, kind=kind, seen=fresh, forgotten=missing
         )
         try:
             yield change

@@ -19,7 +19,7 @@ from uuid import UUID
 import msgspec
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.mirror.declared_copies import enforced
+from millstream.broker.mirror.declared_copies import require_enforced
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
 from millstream.core.backoff import Backoff
@@ -147,7 +147,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
 async def _end_fence(
     service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None, started: float
 ) -> FailoverResponse:
-    """As the source of a switch whose other side is gone: accept writers again."""
+    """Accept writers again, on the source of a switch whose target is gone."""
     fenced = [topic for topic in service.copied_topics(mirror.name) if topic.is_draining]
     chosen = _matching((topic.name for topic in fenced), patterns)
     topics = [topic for topic in fenced if topic.name in chosen]
@@ -657,7 +657,7 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     if not request.is_fenced:
         # Otherwise the fence has checked it.
         if MirrorSettings.from_strings(request.settings).acls:
-            enforced(service.rules)
+            require_enforced(service.rules)
         await _check_reachable(request)
     if declared is None:
         await service.mirrors.create(request.name, request.settings, is_enabled=False)
@@ -759,7 +759,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
         cuts = {name: offsets for name, offsets in request.cuts.items() if declared.cuts.get(name) != offsets}
         declared = await _truncate_to_cuts(service, request, cuts, [topic for topic in topics if topic.name in cuts])
     await service.mirrors.change(
-        request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_enabled=True)
+        request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), sealed={}, is_enabled=True)
     )
     _logger.info("this cluster follows another", extra={"mirror": request.name})
     removed = [
@@ -862,21 +862,21 @@ async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterat
 
 async def _scan(service: MirrorService, scanned: RemovedRange, cut: int) -> _Scan:
     """Find out which records of a range the other side lacks, and which transactions were committed."""
-    found = _Scan(cut)
+    scan = _Scan(cut)
     async for records, header in _batches(service, scanned):
         marker = read_marker(records, header) if header.is_control else None
         if marker is not None:
-            found.add_marker(header, commit=marker.commit)
+            scan.add_marker(header, commit=marker.commit)
         elif header.record_count and not header.is_control:
-            found.add_records(header)
-    return found
+            scan.add_records(header)
+    return scan
 
 
-async def _publish_removed(service: MirrorService, removed: RemovedRange, found: _Scan, target: str) -> None:
+async def _publish_removed(service: MirrorService, removed: RemovedRange, scan: _Scan, target: str) -> None:
     """Publish the committed records of a range that is dropped to a topic of this cluster."""
     client = service.client()
     async for records, header in _batches(service, removed):
-        if header.is_control or not header.record_count or not found.is_committed(header):
+        if header.is_control or not header.record_count or not scan.is_committed(header):
             continue
         kept = [
             NewRecord(

@@ -223,24 +223,25 @@ class Follower:
 
         The queues of these subscriptions count the messages in them as done, so they would be lost in a failover.
         """
-        settings, found = self._settings, set[str]()
+        settings, mirrored = self._settings, set[str]()
         if not settings.subscriptions or settings.rename:
-            return found
+            return mirrored
         copied = {topic.name for topic in self._service.copied_topics(self._run.mirror.name)}
         while fresh := {
             letters
             for letters, topics in origins.items()
-            if letters not in found and any(name in found or name in copied or settings.takes(name) for name in topics)
+            if letters not in mirrored
+            and any(name in mirrored or name in copied or settings.takes(name) for name in topics)
         }:
-            found |= fresh
+            mirrored |= fresh
         for letters in origins:
             self._run.notes.pop(f"letters {letters}", None)
-        for letters in filter(settings.excludes, found - copied):
+        for letters in filter(settings.excludes, mirrored - copied):
             self._run.notes[f"letters {letters}"] = (
                 f"dead letter topic {letters!r} is excluded, so the dead letters of mirrored subscriptions stay on the "
                 "source; after a failover they are not here, and their messages are not delivered"
             )
-        return {letters for letters in found if not settings.excludes(letters)}
+        return {letters for letters in mirrored if not settings.excludes(letters)}
 
     async def _sync_topic(self, original: TopicMetadata, came_from: Sequence[str], *, checks_configs: bool) -> None:
         """Create a copy, or let it follow changes; `came_from` are the clusters from which the original was copied."""
@@ -325,13 +326,13 @@ class Follower:
 
     async def _overrides(self, name: str) -> dict[str, str]:
         """Return what the owner of a topic has set on the source, as far as topics here have such settings."""
-        found = {
+        overrides = {
             key: config.value
             for key, config in (await topic_configs(self._source.client, name)).items()
             if config.is_override and config.value is not None
         }
         usable: dict[str, str] = {}
-        for key, text in found.items():
+        for key, text in overrides.items():
             try:
                 TopicSettings.from_strings({key: text}, base=self._service.topics.defaults_for(1))
                 usable[key] = text
@@ -411,11 +412,11 @@ class Follower:
         self._run.notes.pop(HELD_BACK, None)
         if not torn:
             return committed
-        found, held_back = dict(committed), list[str]()
+        applicable, held_back = dict(committed), list[str]()
         for group in committed if barrier.groups_omitted else committed.keys() & barrier.transactional.keys():
             before = self._applicable.get(group, {})
-            found[group] = {where: before[where] for where in committed[group] if where in before}
-            if found[group] != committed[group]:
+            applicable[group] = {where: before[where] for where in committed[group] if where in before}
+            if applicable[group] != committed[group]:
                 held_back.append(group)
         if held_back:
             self._run.notes[HELD_BACK] = (
@@ -424,7 +425,7 @@ class Follower:
                 "committed these offsets. When the other topics are failed over, these groups continue at the offsets "
                 "that were mirrored before"
             )
-        return {group: offsets for group, offsets in found.items() if offsets}
+        return {group: offsets for group, offsets in applicable.items() if offsets}
 
     async def _reach_barrier(self, topics: Collection[str], *, stops_if_awaited: bool = False) -> Barrier:
         """Wait until copies have what their originals have at a moment when no transaction is half committed."""
@@ -440,8 +441,8 @@ class Follower:
             with_groups=self._settings.groups,
         )
         barrier = await self._source.ask(None, request, waits=True)
-        found = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
-        offsets = {topic: ends for topic, ends in found.items() if topic not in cut}
+        targets = {prefix + topic: ends for topic, ends in barrier.offsets.items()}
+        offsets = {topic: ends for topic, ends in targets.items() if topic not in cut}
         deadline = self._service.clock.monotonic() + ARRIVAL_S
         missing = await self._await_reached(offsets, deadline, stops_if_awaited=stops_if_awaited)
         if missing is not None:
@@ -463,7 +464,7 @@ class Follower:
                 "transactions have committed too many offsets in mirrored topics to mirror them together with their "
                 "records; after an unplanned failover, their groups may repeat their last seconds of work"
             )
-        return Barrier(offsets, {topic: found.get(topic, {}) for topic in cut}, groups, barrier.groups_omitted)
+        return Barrier(offsets, {topic: targets.get(topic, {}) for topic in cut}, groups, barrier.groups_omitted)
 
     async def _expose_transactions(self, *, stops_if_awaited: bool = False) -> None:
         self._created.clear()
@@ -514,13 +515,13 @@ class Follower:
 
     def _unapplied(self, commits: Commits, groups: Collection[str]) -> dict[str, dict[str, dict[int, int]]]:
         """Return the offsets of some groups that were not applied here, by group, topic and partition."""
-        found: dict[str, dict[str, dict[int, int]]] = {}
+        commits_left: dict[str, dict[str, dict[int, int]]] = {}
         for group in commits.keys() & groups:
             known = self._run.groups.get(group, {})
             for where, offset in commits[group].items():
                 if known.get(where) != offset:
-                    found.setdefault(group, {}).setdefault(where.topic, {})[where.partition] = offset
-        return found
+                    commits_left.setdefault(group, {}).setdefault(where.topic, {})[where.partition] = offset
+        return commits_left
 
     async def drain(self, ends: Vector, deadline: float) -> None:
         """Wait until clients can read everything that the source has, which accepts no more writes."""
@@ -593,9 +594,9 @@ class Follower:
         for group, here in (await commits_by_group(self._service.client(), list(self._run.groups))).items():
             if isinstance(here, MillstreamError):
                 continue
-            left = {where: offset for where, offset in self._run.groups[group].items() if where in here}
-            if left:
-                self._run.groups[group] = left
+            remaining = {where: offset for where, offset in self._run.groups[group].items() if where in here}
+            if remaining:
+                self._run.groups[group] = remaining
             else:
                 del self._run.groups[group]
 
@@ -681,11 +682,11 @@ def _offsets_outside(commits: Commits, topics: Set[str]) -> Commits:
 
 
 def _offsets_in(commits: Commits, topics: Collection[str]) -> Commits:
-    found = {
+    selected = {
         group: {where: offset for where, offset in offsets.items() if where.topic in topics}
         for group, offsets in commits.items()
     }
-    return {group: offsets for group, offsets in found.items() if offsets}
+    return {group: offsets for group, offsets in selected.items() if offsets}
 
 
 def _find_behind(targets: Vector, reached: Vector) -> TopicPartition | None:

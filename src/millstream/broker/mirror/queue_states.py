@@ -15,17 +15,26 @@ from uuid import UUID
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.service import MirrorRun
 from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
+from millstream.core import push
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidMirror,
+    InvalidSetting,
     MillstreamError,
     RequestTimedOut,
     SubscriptionExists,
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.mirror import Problem, listed
-from millstream.core.setting import HIDDEN
-from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, QueueKey, topic_of_start
+from millstream.core.setting import HIDDEN, check_destinations
+from millstream.core.subscription import (
+    DEAD_LETTER_TOPIC,
+    LETTERS_PREFIX,
+    QueueKey,
+    Subscription,
+    SubscriptionSettings,
+    topic_of_start,
+)
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.mirror_messages import OfferedSubscription, OfferRequest, OfferResponse, QueueSnapshot
 
@@ -43,13 +52,24 @@ LETTERS_NOTE: Final = "queues wait for dead letters"
 """The key of the note about it."""
 
 
+def _secrets_for_another_endpoint(known: Subscription, changes: dict[str, str | None]) -> str:
+    """Drop a change of the endpoint to which secrets that were set here would be sent; return why it is dropped."""
+    if push.URL in changes:
+        try:
+            check_destinations(SubscriptionSettings, {*known.overrides, *known.sealed}, known.overrides, changes)
+        except InvalidSetting as error:
+            del changes[push.URL]
+            return str(error)
+    return ""
+
+
 class ReachedOffsets(Protocol):
     """Returns how far the copies on all nodes are."""
 
     def __call__(self, offsets: Vector, *, is_readable: bool) -> Awaitable[Vector]: ...
 
 
-class _Waiting(NamedTuple):
+class _WaitingState(NamedTuple):
     """The state of a queue that waits for dead letters, or of a queue of dead letters."""
 
     queue: QueueSnapshot
@@ -58,7 +78,7 @@ class _Waiting(NamedTuple):
     read_in: int
     """The round in which it was read."""
     ends: Mapping[TopicPartition, int] = {}
-    """Where the dead letter topic ended at the source afterwards."""
+    """The ends of the dead letter topic at the source, read after the state."""
 
 
 class MirroredQueues:
@@ -76,12 +96,12 @@ class MirroredQueues:
         self._stored: dict[QueueKey, int] = {}
         """The last write of each queue whose state is stored here as a whole."""
         self._cut_at: dict[QueueKey, tuple[int, int]] = {}
-        """Where the state of other queues was cut, and the write it was of."""
-        self._waiting: dict[QueueKey, _Waiting] = {}
+        """The offset at which each queue's state was cut, and the number of the write that it belongs to."""
+        self._waiting: dict[QueueKey, _WaitingState] = {}
         """The states of queues whose dead letters have not arrived; later ones are read when these are stored."""
         self._stored_in: dict[QueueKey, int] = {}
         """The round in which the stored state of a queue was read, of those that had to wait."""
-        self._letter_states: dict[QueueKey, _Waiting] = {}
+        self._letter_states: dict[QueueKey, _WaitingState] = {}
         """The states of queues of dead letters that are not stored yet."""
         self._unread: dict[QueueKey, str] = {}
         """Queues with later states than those that are kept, in this round, and their dead letter topics."""
@@ -180,7 +200,7 @@ class MirroredQueues:
                 if topic is None or key in self._letter_states or not self._has_room(one):
                     self._unread[key] = ""
                 else:
-                    self._letter_states[key] = _Waiting(one, topic.name, self._round)
+                    self._letter_states[key] = _WaitingState(one, topic.name, self._round)
             elif one.subscription_id not in letters:
                 plain.append(one)
             elif key in self._waiting:
@@ -194,7 +214,7 @@ class MirroredQueues:
         for one in fresh:
             name = letters[one.subscription_id]
             if name in ends and self._has_room(one):
-                self._waiting[queue_key(one)] = _Waiting(one, name, self._round, ends[name])
+                self._waiting[queue_key(one)] = _WaitingState(one, name, self._round, ends[name])
             else:
                 self._unread[queue_key(one)] = name
 
@@ -315,6 +335,7 @@ class MirroredQueues:
         is_other = known is not None and known.subscription_id != offered.subscription_id
         originals = self._originals(offered.topics)
         topics = [name for name in offered.topics if name not in originals]
+        unsent = ""
         try:
             if not topics:
                 raise InvalidMirror(f"all its topics are topics of this cluster here, not copies: {listed(originals)}")
@@ -347,6 +368,7 @@ class MirroredQueues:
                     **{name: None for name in shown if name not in offered.settings and shown[name] != HIDDEN},
                     **{name: text for name, text in offered.settings.items() if shown.get(name) != text},
                 }
+                unsent = _secrets_for_another_endpoint(known, changes)
                 if changes or known.topics != tuple(topics):
                     if own := self._originals(known.topics):
                         raise SubscriptionExists(
@@ -357,7 +379,11 @@ class MirroredQueues:
                         await self._service.subscriptions.track_letters_of(offered.name)
                     await declared.alter(offered.name, changes, topics=topics)
             self._run.notes.pop(key, None)
-            if originals:
+            if unsent:
+                self._run.notes[key] = Problem(
+                    f"subscription {offered.name!r} keeps its {push.URL}, which differs from the source's: {unsent}"
+                )
+            elif originals:
                 self._run.notes[key] = (
                     f"subscription {offered.name!r} is mirrored without {listed(originals)}, which here are topics of "
                     "this cluster and not copies"

@@ -707,7 +707,7 @@ class MirrorService:
     # -- transactions ---------------------------------------------------------------------------------------
 
     def note_commit(self, mirror: str) -> None:
-        """As the owner: learn that clients of another node wait at a commit."""
+        """Note that clients of another node wait at a commit; called on the owner."""
         run = self._runs.get(mirror)
         if run is not None:
             run.wants_barrier.set()
@@ -812,34 +812,34 @@ class MirrorService:
         """Return up to where clients may read topics of this cluster."""
         known = [topic for name in topics if (topic := self.topics.get(name)) is not None]
         places = [TopicPartition(one.name, PartitionIndex(index)) for one in known for index in range(one.partitions)]
-        found: dict[str, dict[int, int]] = {}
+        watermarks: dict[str, dict[int, int]] = {}
         for where, offset in (await self._readable_offsets(places)).items():
             if isinstance(offset, MillstreamError):
                 raise offset
-            found.setdefault(where.topic, {})[where.partition] = offset
-        return found
+            watermarks.setdefault(where.topic, {})[where.partition] = offset
+        return watermarks
 
     async def exposed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return up to where clients may read copies; those that cannot be asked are missing."""
-        found = await self._readable_offsets(partitions)
-        return {where: offset for where, offset in found.items() if not isinstance(offset, MillstreamError)}
+        offsets = await self._readable_offsets(partitions)
+        return {where: offset for where, offset in offsets.items() if not isinstance(offset, MillstreamError)}
 
     async def _readable_offsets(
         self, partitions: Iterable[TopicPartition]
     ) -> dict[TopicPartition, int | MillstreamError]:
-        found: dict[TopicPartition, int | MillstreamError] = {}
+        offsets: dict[TopicPartition, int | MillstreamError] = {}
         elsewhere: list[TopicPartition] = []
         for where in partitions:
             with suppress(MillstreamError):
                 partition = self.topics.partition(where.topic, where.partition)
                 if partition.is_leader:
-                    found[where] = partition.high_watermark
+                    offsets[where] = partition.high_watermark
                     continue
             elsewhere.append(where)
         if elsewhere:
             listed = await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))
-            found |= {where: one if isinstance(one, MillstreamError) else one.offset for where, one in listed.items()}
-        return found
+            offsets |= {where: one if isinstance(one, MillstreamError) else one.offset for where, one in listed.items()}
+        return offsets
 
     # -- what a source has in addition to records -----------------------------------------------------------
 
@@ -881,8 +881,8 @@ class MirrorService:
         def may_read(subscription_id: UUID) -> bool:
             if rights is None:
                 return True
-            found = self.subscriptions.declared.by_id(subscription_id)
-            return found is not None and rights.group(Operation.READ, found.name)
+            subscription = self.subscriptions.declared.by_id(subscription_id)
+            return subscription is not None and rights.group(Operation.READ, subscription.name)
 
         queues: list[QueueSnapshot] = []
         size, has_more = 0, False
@@ -913,7 +913,7 @@ class MirrorService:
             return
 
         def by_copy(value: Callable[[Copy], float | None]) -> list[Sample]:
-            found = []
+            samples = []
             for name, run in runs:
                 for copy in run.copies():
                     number = value(copy)
@@ -923,8 +923,8 @@ class MirrorService:
                             ("topic", copy.partition.topic.name),
                             ("partition", str(copy.partition.index)),
                         )
-                        found.append(Sample(number, labels))
-            return found
+                        samples.append(Sample(number, labels))
+            return samples
 
         yield Metric(
             "millstream_mirror_lag",

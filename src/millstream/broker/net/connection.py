@@ -28,7 +28,9 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.partial_frame import (
     FRAME_COST_BYTES,
     LARGE_BYTES,
+    NO_BYTES,
     PartialFrame,
+    PipelinedRequests,
     invalid_size,
     release_buffer,
 )
@@ -57,6 +59,7 @@ from millstream.broker.net.turns import (
     Flow,
     Turns,
 )
+from millstream.core.crowding import network_of
 from millstream.core.errors import MillstreamError, ProtocolViolation
 
 _logger = logging.getLogger(__name__)
@@ -122,29 +125,6 @@ _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
 _start_view = _scratch_view[:START_BYTES]
-_NOTHING = memoryview(b"")
-
-
-class Following:
-    """The bytes that arrived behind the request that is being served.
-
-    A service may serve whole requests among them in the same step; the response that it returns is then for all.
-    """
-
-    __slots__ = ("at", "data", "served", "served_bytes")
-
-    def __init__(self) -> None:
-        self.data = _NOTHING
-        self.at = 0
-        """Where the next request begins."""
-        self.served = self.served_bytes = 0
-        """How many requests among them were served."""
-
-    def serve(self, count: int, end: int) -> None:
-        """Record that the next requests were served, up to a position."""
-        self.served += count
-        self.served_bytes += end - self.at
-        self.at = end
 
 
 class Service(Protocol):
@@ -192,7 +172,7 @@ class Connection(asyncio.BufferedProtocol):
         self._partial: PartialFrame | None = None
         self._expects_large = False
         self._length_bytes = bytearray()
-        self.following = Following()
+        self.pipelined = PipelinedRequests()
         self._complete_frame: tuple[memoryview, bytearray] | None = None
         """A frame in its own buffer that has not been served yet."""
         self._unserved: memoryview | None = None
@@ -247,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
         bound = transport.get_extra_info("socket")
         self.presence.descriptor = -1 if bound is None else bound.fileno()
-        self._flow = self._turns.join(self.host, self._take_turn)
+        self._flow = self._turns.join(network_of(self.host), self._take_turn)
         self._traffic.connections_accepted += 1
         if self.opened is not None:
             self.opened(self)
@@ -315,7 +295,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.presence.has_undelivered:
             self._check_delivered()
         # The client waits for a small request with none before and none after it.
-        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._promises) < LIGHT_RESPONSES_MAX
+        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and self._has_few_promises
         turns = self._turns
         frames_before = self._traffic.frames_in
         self._began = began = turns.clock()
@@ -494,7 +474,8 @@ class Connection(asyncio.BufferedProtocol):
         clock = self._turns.clock
         traffic = self._traffic
         until = self._serve_until
-        following = self.following
+        pipelined = self.pipelined
+        pipelined.combine_from = 0
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
@@ -513,13 +494,13 @@ class Connection(asyncio.BufferedProtocol):
                 self._serve(data[start:end], None)
                 position = end
                 break
-            following.data, following.at = data, end
+            pipelined.data, pipelined.at = data, end
             try:
                 self._serve(data[start:end], None)
             finally:
-                traffic.frames_in += 1 + following.served
-                following.data, following.served, following.served_bytes = _NOTHING, 0, 0
-            position = following.at
+                traffic.frames_in += 1 + pipelined.served
+                pipelined.data, pipelined.served, pipelined.served_bytes = NO_BYTES, 0, 0
+            position = pipelined.at
         self._length_bytes += data[position:]
         self._expects_large = False
 
@@ -604,7 +585,11 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(response, Parked):
             self._park(response, len(frame))
         elif isinstance(response, Promise):
-            response.cost_bytes = self._turns.promise(self._flow, len(frame) + self.following.served_bytes)
+            pipelined = self.pipelined
+            response.requests = 1 + pipelined.served
+            response.cost_bytes = self._turns.promise(
+                self._flow, len(frame) + pipelined.served_bytes, response.requests
+            )
             response.on_resolved = self._on_promise_resolved
             self._promises.append(response)
         elif isinstance(response, Stream):
@@ -761,6 +746,13 @@ class Connection(asyncio.BufferedProtocol):
         """Wait for a turn to serve the rest, unless an unfinished request will continue with it."""
         if not self._is_blocked:
             self._await_turn()
+
+    @property
+    def _has_few_promises(self) -> bool:
+        promises = self._promises
+        if not promises:
+            return True
+        return len(promises) < LIGHT_RESPONSES_MAX and sum([one.requests for one in promises]) < LIGHT_RESPONSES_MAX
 
     @property
     def waiting_socket(self) -> int | None:

@@ -1,4 +1,5 @@
-"""A partly received frame, in a buffer that grows with the received bytes, never with the announced size.
+"""A partly received frame, in a buffer that grows with the received bytes, never with the announced size; also the
+frames that arrived together with the one that is being served.
 
 Large buffers are reused, because fresh memory costs page faults for every megabyte.
 """
@@ -99,3 +100,35 @@ def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
         f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
         "(is the client speaking the Kafka protocol without TLS?)"
     )
+
+
+NO_BYTES = memoryview(b"")
+
+
+class PipelinedRequests:
+    """The bytes that arrived behind the request that is being served.
+
+    A service may serve whole requests among them in the same step; the response that it returns is then for all.
+    """
+
+    __slots__ = ("at", "combine_from", "data", "served", "served_bytes")
+
+    def __init__(self) -> None:
+        self.data = NO_BYTES
+        self.at = 0
+        """Where the next request begins."""
+        self.combine_from = 0
+        """The requests before this position are served one by one."""
+        self.served = self.served_bytes = 0
+        """How many requests among them were served."""
+
+    @property
+    def may_combine(self) -> bool:
+        """Whether further requests may be served in the same step."""
+        return self.at < len(self.data) and self.at >= self.combine_from
+
+    def serve(self, count: int, end: int) -> None:
+        """Record that the next requests were served, up to a position."""
+        self.served += count
+        self.served_bytes += end - self.at
+        self.at = end

@@ -51,13 +51,13 @@ class Promise:
 
     __slots__ = (
         "_latency",
-        "_requests",
         "_started",
         "buffers",
         "cost_bytes",
         "held_bytes",
         "is_resolved",
         "on_resolved",
+        "requests",
     )
 
     def __init__(self) -> None:
@@ -71,20 +71,21 @@ class Promise:
         """Called once, as soon as the promise is resolved."""
         self._latency: Histogram | None = None
         self._started = 0.0
-        self._requests = 1
+        self.requests = 1
+        """How many requests the response is for."""
 
     def observe(self, latency: Histogram, started: float, requests: int = 1) -> None:
         """Measure the time from `started` (of `time.perf_counter`) until the promise is resolved."""
         self._latency = latency
         self._started = started
-        self._requests = requests
+        self.requests = requests
 
     def resolve(self, buffers: EncodedResponse | None) -> None:
         """Set the response; None means that the client expects none."""
         self.buffers = buffers
         self.is_resolved = True
         if self._latency is not None:
-            self._latency.observe(time.perf_counter() - self._started, self._requests)
+            self._latency.observe(time.perf_counter() - self._started, self.requests)
         # Without the reference, a promise is freed when it is sent, and leaves nothing to the garbage collector.
         on_resolved, self.on_resolved = self.on_resolved, None
         if on_resolved is not None:

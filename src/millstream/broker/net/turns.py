@@ -152,7 +152,10 @@ class Turns:
         self.given = 0
 
     def join(self, host: str, resume: Callable[[], None]) -> Flow:
-        """Open the account of a connection; `resume` is called when its turn comes."""
+        """Open the account of a connection; `resume` is called when its turn comes.
+
+        `host` is the client's address; for IPv6, its network (`network_of`).
+        """
         address = self._addresses.get(host)
         if address is None:
             address = self._addresses[host] = _Address()
@@ -283,9 +286,9 @@ class Turns:
 
     # -- promised responses ---------------------------------------------------------------------------------
 
-    def promise(self, flow: Flow, size_bytes: int) -> int:
-        """Count a request whose response is promised; return what to pass to `keep` when it is sent."""
-        cost_bytes = size_bytes + PROMISE_COST_BYTES
+    def promise(self, flow: Flow, size_bytes: int, requests: int = 1) -> int:
+        """Count requests whose response is promised; return what to pass to `keep` when it is sent."""
+        cost_bytes = size_bytes + requests * PROMISE_COST_BYTES
         if not flow.under_way_bytes:
             self._flows_under_way += 1
         flow.under_way_bytes += cost_bytes

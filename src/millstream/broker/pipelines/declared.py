@@ -229,7 +229,7 @@ class Pipelines(NamedHolder[Pipeline]):
         name: str,
         rules: Iterable[Rule] = (),
         *,
-        gone: Iterable[str] = (),
+        deleted: Iterable[str] = (),
         validate_only: bool = False,
         owner: Owner | None = None,
     ) -> Pipeline:
@@ -238,7 +238,7 @@ class Pipelines(NamedHolder[Pipeline]):
         A parked pipeline is retried.
         """
         put = {rule.name: rule for rule in rules}
-        left_out = frozenset(gone)
+        left_out = frozenset(deleted)
 
         def changed(now: Pipeline) -> Pipeline:
             known = {rule.name: rule for rule in now.rules}
@@ -257,17 +257,17 @@ class Pipelines(NamedHolder[Pipeline]):
     async def delete(self, name: str) -> Pipeline:
         """Delete a pipeline durably."""
         async with self._changing:
-            found = await self._read(name)
-            await self._delete(Catalog.delete_pipeline, found)
+            pipeline = await self._read(name)
+            await self._delete(Catalog.delete_pipeline, pipeline)
         _logger.info("pipeline deleted", extra={"pipeline": name})
         self._notify()
-        return found
+        return pipeline
 
     @finishing
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
         async with self._changing:
-            found = await self._read(name)
-            stored = await self._declarations.change(Catalog.alter_pipeline, found.pipeline_id, change)
+            pipeline = await self._read(name)
+            stored = await self._declarations.change(Catalog.alter_pipeline, pipeline.pipeline_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
         if is_new:
@@ -276,7 +276,7 @@ class Pipelines(NamedHolder[Pipeline]):
         return stored
 
     async def _read(self, name: str) -> Pipeline:
-        found = await self._declarations.call(Catalog.pipeline_named, name)
-        if found is None:
+        pipeline = await self._declarations.call(Catalog.pipeline_named, name)
+        if pipeline is None:
             raise self._unknown_error(name)
-        return found
+        return pipeline

@@ -87,12 +87,12 @@ def _unused_notes(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _routes(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    routes: dict[str, dict[str, str]] = {}
     for pipeline in pipelines:
         with suppress(MillstreamError):
             for topic, targets in pipeline.flows().items():
-                found.setdefault(topic, {}).update(dict.fromkeys(targets, pipeline.name))
-    return found
+                routes.setdefault(topic, {}).update(dict.fromkeys(targets, pipeline.name))
+    return routes
 
 
 def _find_path(routes: Routes, start: str, goal: str) -> list[str] | None:
@@ -182,10 +182,10 @@ class LandedBoard:
         if self._topics_version != self._topics.version:
             self._by_topic.clear()
             self._topics_version = self._topics.version
-        found = self._by_topic.get(topic)
-        if found is None:
-            found = self._by_topic[topic] = [one for one in self._landings.values() if one.takes(topic)]
-        return found
+        landings = self._by_topic.get(topic)
+        if landings is None:
+            landings = self._by_topic[topic] = [one for one in self._landings.values() if one.takes(topic)]
+        return landings
 
     def _read(self) -> None:
         """Follow the declared pipelines, keeping reports of those that still land in the same place."""
@@ -256,13 +256,13 @@ class PipelineBoard:
 
     def lag(self, pipeline: str) -> int | None:
         """Return the lag of a pipeline, if known here."""
-        found = self._all_reports().get(pipeline)
-        return self._lags.get(pipeline, None if found is None else found.lag)
+        report = self._all_reports().get(pipeline)
+        return self._lags.get(pipeline, None if report is None else report.lag)
 
     def describe(self, pipeline: str) -> dict[str, Any] | None:
         """Return the report of a pipeline, if it runs here."""
-        found = self._all_reports().get(pipeline)
-        return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
+        report = self._all_reports().get(pipeline)
+        return None if report is None else {**msgspec.structs.asdict(report), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
         """Return the metrics: of declarations on every node, of running pipelines where they run."""

@@ -178,10 +178,13 @@ class Partition(Replica):
             raise self._mirrored_error()
         return self._write(batches, acks=acks, internal=internal, guard=guard, is_checked=is_checked)
 
+    @property
+    def may_write_first(self) -> bool:
+        """Whether `write_first` may append something."""
+        return self.is_leader and not self.topic.mirror and self.log.may_append_first
+
     def write_first(self, batches: Sequence[bytearray | memoryview], *, acks: int) -> Sequence[AppendedRange]:
         """Append as many of the first batches as need no decision, in one write; the others are for `write`."""
-        if not self.is_leader or self.topic.mirror:
-            return ()
         self._check_in_sync(acks)
         appended = self.log.append_first(batches, leader_epoch=self.leader_epoch)
         if appended:

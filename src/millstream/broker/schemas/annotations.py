@@ -72,26 +72,28 @@ T = TypeVar("T")
 
 def parse_metadata(value: Any) -> dict[str, Any]:
     """Return metadata in its normal form."""
-    given = _convert(value, _Metadata, "metadata")
+    metadata = _convert(value, _Metadata, "metadata")
     return _without_empty(
         {
-            "tags": {name: sorted(set(given.tags[name])) for name in sorted(given.tags)} if given.tags else None,
-            "properties": _texts(given.properties),
-            "sensitive": sorted(set(given.sensitive or ())),
+            "tags": {name: sorted(set(metadata.tags[name])) for name in sorted(metadata.tags)}
+            if metadata.tags
+            else None,
+            "properties": _texts(metadata.properties),
+            "sensitive": sorted(set(metadata.sensitive or ())),
         }
     )
 
 
 def parse_rule_set(value: Any) -> dict[str, Any]:
     """Return a rule set in its normal form; raise an error if its rules are invalid."""
-    given = _convert(value, _RuleSet, "the rule set")
+    rule_set = _convert(value, _RuleSet, "the rule set")
     names: set[str] = set()
     return _without_empty(
         {
-            "migrationRules": _rules("Migration", given.migration_rules, _MIGRATION, names),
-            "domainRules": _rules("Domain", given.domain_rules, _DOMAIN, names),
-            "encodingRules": _rules("Encoding", given.encoding_rules, _DOMAIN, names),
-            "enableAt": given.enable_at,
+            "migrationRules": _rules("Migration", rule_set.migration_rules, _MIGRATION, names),
+            "domainRules": _rules("Domain", rule_set.domain_rules, _DOMAIN, names),
+            "encodingRules": _rules("Encoding", rule_set.encoding_rules, _DOMAIN, names),
+            "enableAt": rule_set.enable_at,
         }
     )
 
@@ -131,11 +133,11 @@ def has_defaults(config: Mapping[str, Any]) -> bool:
 
 def merge(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merge metadata or rule sets; the later ones win. None if there is nothing to merge."""
-    given = [part for part in parts if part is not None]
-    if not given:
+    present = [part for part in parts if part is not None]
+    if not present:
         return None
     merged: dict[str, Any] = {}
-    for part in given:
+    for part in present:
         for key, value in part.items():
             before = merged.get(key)
             if isinstance(before, dict):

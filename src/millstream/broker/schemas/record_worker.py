@@ -55,7 +55,7 @@ def schema_key(rule: FieldRule, schema_id: int) -> str:
     return f"{rule.context}/{schema_id}/{rule.guids[schema_id]}"
 
 
-class _Lacking(Codec):
+class _MissingCodec(Codec):
     """A placeholder for a codec that has to be requested."""
 
     def check(self, framed: Framed) -> None:
@@ -68,7 +68,7 @@ class _Lacking(Codec):
         return b""
 
 
-_LACKING: Final = _Lacking()
+_LACKING: Final = _MissingCodec()
 
 
 class RecordChecker:
@@ -84,14 +84,14 @@ class RecordChecker:
 
         def codec(rule: FieldRule, schema_id: int) -> Codec:
             key = schema_key(rule, schema_id)
-            found = self._codecs.get(key)
-            if found is None:
+            codec = self._codecs.get(key)
+            if codec is None:
                 missing.add(key)
                 return _LACKING
             self._codecs.move_to_end(key)
-            if isinstance(found, SchemaMismatch):
-                raise found
-            return found
+            if isinstance(codec, SchemaMismatch):
+                raise codec
+            return codec
 
         try:
             header = read_header(request.batch)

@@ -134,7 +134,7 @@ class _SubjectChanged(MillstreamError):
     """The subject has changed while its change was prepared."""
 
 
-class Registered(Sequence[SubjectVersion]):
+class SubjectVersions(Sequence[SubjectVersion]):
     """The versions of one subject, deleted ones included, in their order."""
 
     def __init__(self, versions: Iterable[SubjectVersion]) -> None:
@@ -218,20 +218,22 @@ class SchemaRegistry:
         """Return every context that has a subject, and the default one."""
         return sorted({".", *(subject.context for subject in self._subjects)})
 
-    def held(self, subject: QualifiedSubject) -> Registered:
+    def exact_versions(self, subject: QualifiedSubject) -> SubjectVersions:
         """Return the versions of exactly this subject, even if its name is an alias."""
-        return Registered(self._subjects.get(subject, {}).values())
+        return SubjectVersions(self._subjects.get(subject, {}).values())
 
-    def versions(self, subject: QualifiedSubject) -> Registered:
+    def versions(self, subject: QualifiedSubject) -> SubjectVersions:
         """Return the versions of a subject, or of the one that it is an alias of."""
-        return self.held(self._resolve_alias(subject))
+        return self.exact_versions(self._resolve_alias(subject))
 
-    async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
+    async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> SubjectVersions:
         """Return the versions of a subject; raise the error of an unknown subject."""
-        return await self._find_held(self._resolve_alias(subject), deleted=deleted)
+        return await self._find_exact(self._resolve_alias(subject), deleted=deleted)
 
-    async def _find_held(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
-        found = await self._look_up(lambda: held if (held := self.held(subject)).select(deleted=deleted) else None)
+    async def _find_exact(self, subject: QualifiedSubject, *, deleted: bool = False) -> SubjectVersions:
+        found = await self._look_up(
+            lambda: held if (held := self.exact_versions(subject)).select(deleted=deleted) else None
+        )
         if found is None:
             raise _no_subject(subject)
         return found
@@ -246,14 +248,16 @@ class SchemaRegistry:
 
     async def find_version(self, subject: QualifiedSubject, version: str, *, deleted: bool = False) -> SubjectVersion:
         """Return one version of a subject: a number, or `latest`."""
-        return await self._find_held_version(self._resolve_alias(subject), version, deleted=deleted)
+        return await self._find_exact_version(self._resolve_alias(subject), version, deleted=deleted)
 
-    async def _find_held_version(
+    async def _find_exact_version(
         self, subject: QualifiedSubject, version: str, *, deleted: bool = False
     ) -> SubjectVersion:
         number = parse_version(version)
-        await self._find_held(subject, deleted=deleted)
-        chosen = await self._look_up(lambda: _select_version(self.held(subject).select(deleted=deleted), number))
+        await self._find_exact(subject, deleted=deleted)
+        chosen = await self._look_up(
+            lambda: _select_version(self.exact_versions(subject).select(deleted=deleted), number)
+        )
         if chosen is None:
             raise SchemaRegistryError(f"Version {version} not found.", code=RegistryCode.VERSION_NOT_FOUND)
         return chosen
@@ -267,15 +271,17 @@ class SchemaRegistry:
         except SchemaRegistryError:
             for other in self._in_other_contexts(subject):
                 with suppress(SchemaRegistryError):
-                    return await self._find_held_version(other, version, deleted=deleted)
+                    return await self._find_exact_version(other, version, deleted=deleted)
             raise
 
     def _in_other_contexts(self, subject: QualifiedSubject) -> list[QualifiedSubject]:
         """Return the subjects that a name without a context may stand for if the default one has no such subject."""
         if subject.context != DEFAULT_CONTEXT or not subject.name:
             return []
-        found = [QualifiedSubject(context, subject.name) for context in self.contexts() if context != DEFAULT_CONTEXT]
-        return [one for one in found if one in self._subjects]
+        subjects = [
+            QualifiedSubject(context, subject.name) for context in self.contexts() if context != DEFAULT_CONTEXT
+        ]
+        return [one for one in subjects if one in self._subjects]
 
     async def find_schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema:
         """Return the schema with an id in the context of a subject.
@@ -283,10 +289,10 @@ class SchemaRegistry:
         A subject with a name must use the schema; only one without a context stands for any that does, or else for the
         default context.
         """
-        found = await self._look_up(lambda: self._schema(schema_id, subject))
-        if found is None:
+        schema = await self._look_up(lambda: self._schema(schema_id, subject))
+        if schema is None:
             raise SchemaRegistryError(f"Schema {schema_id} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-        return found
+        return schema
 
     def _schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema | None:
         for one in (subject, *self._in_other_contexts(subject)):
@@ -297,10 +303,10 @@ class SchemaRegistry:
 
     async def find_by_guid(self, guid: str) -> list[StoredSchema]:
         """Return the schemas with a guid: one in each context that has this content."""
-        found = await self._look_up(lambda: self._by_guid.get(guid))
-        if not found:
+        schemas = await self._look_up(lambda: self._by_guid.get(guid))
+        if not schemas:
             raise SchemaRegistryError(f"Schema {guid} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-        return [found[key] for key in sorted(found)]
+        return [schemas[key] for key in sorted(schemas)]
 
     def max_id(self, context: str) -> int:
         """Return the largest id that a schema of a context has had."""
@@ -347,24 +353,24 @@ class SchemaRegistry:
         """Find the version of a subject that has a schema; one without a context may be in any that has it."""
         subject = self._resolve_alias(subject)
         try:
-            return await self._lookup_held(subject, new, deleted=deleted)
+            return await self._lookup_exact(subject, new, deleted=deleted)
         except SchemaRegistryError as error:
             if error.code in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.SCHEMA_NOT_FOUND):
                 for other in self._in_other_contexts(subject):
                     with suppress(SchemaRegistryError):
-                        return await self._lookup_held(other, new, deleted=deleted)
+                        return await self._lookup_exact(other, new, deleted=deleted)
             raise
 
-    async def _lookup_held(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool) -> SubjectVersion:
+    async def _lookup_exact(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool) -> SubjectVersion:
         content = await self._parse(subject, new)
-        await self._find_held(subject, deleted=deleted)
-        found = await self._matching(subject, content, deleted=deleted)
-        if found is None:
+        await self._find_exact(subject, deleted=deleted)
+        version = await self._matching(subject, content, deleted=deleted)
+        if version is None:
             await self.load()
-            found = await self._matching(subject, content, deleted=deleted)
-        if found is None:
+            version = await self._matching(subject, content, deleted=deleted)
+        if version is None:
             raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-        return found
+        return version
 
     async def register(self, subject: QualifiedSubject, new: NewSchema) -> SubjectVersion:
         """Register a schema as the next version of a subject, unless one of its versions has it already."""
@@ -373,13 +379,13 @@ class SchemaRegistry:
         parsed = await self._parse(subject, await self._with_latest_text(subject, new))
         for _attempt in range(ATTEMPTS_MAX):
             since = self._last
-            versions = self.held(subject)
+            versions = self.exact_versions(subject)
             is_import = self.mode(subject) in (IMPORT, FORWARD)
             next_version = versions[-1].version + 1 if versions else 1
             content = parsed if is_import else self._complete(subject, parsed, versions.live)
-            found = await self._find_registered(subject, new, parsed, content)
-            if found is not None:
-                return found
+            registered = await self._find_registered(subject, new, parsed, content)
+            if registered is not None:
+                return registered
             self._check_mode(subject, new)
             _check_size("a schema with its metadata and rules", content.size_bytes)
             self._check_room(content.size_bytes)
@@ -415,7 +421,7 @@ class SchemaRegistry:
         if new.content.text.strip():
             return new
         try:
-            latest = self.schema_of(await self._find_held_version(subject, "latest")).content
+            latest = self.schema_of(await self._find_exact_version(subject, "latest")).content
         except SchemaRegistryError:
             return new
         content = dataclasses.replace(latest, metadata=new.content.metadata, rule_set=new.content.rule_set)
@@ -425,7 +431,7 @@ class SchemaRegistry:
         self, subject: QualifiedSubject, new: NewSchema, own: SchemaContent, completed: SchemaContent
     ) -> SubjectVersion | None:
         """Return the version that has a schema, as it was sent or with the additions of the settings."""
-        live = self.held(subject).live
+        live = self.exact_versions(subject).live
         if new.version is not None:
             is_import = self.mode(subject) in (IMPORT, FORWARD)
             live = [one for one in live[-1:] if new.version == -1] + [
@@ -462,9 +468,9 @@ class SchemaRegistry:
         content = await self._parse(subject, new)
         level = self.level(subject)
         if version is None:
-            versions = (await self._find_held(subject)).live
+            versions = (await self._find_exact(subject)).live
         else:
-            versions = [await self._find_held_version(subject, version)]
+            versions = [await self._find_exact_version(subject, version)]
         return await self._incompatibilities(subject, content, versions, level)
 
     async def _parse(self, subject: QualifiedSubject, new: NewSchema) -> SchemaContent:
@@ -494,7 +500,7 @@ class SchemaRegistry:
 
     async def _text_of(self, content: SchemaContent, context: str, *, version: int = 0) -> SchemaText:
         """Add the texts of everything that a schema refers to, each after those that it refers to itself."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         # Each reference twice: first its own are added before it, then it is added itself.
         waiting = [(one, context, False) for one in reversed(content.references)]
         visited = 0
@@ -503,16 +509,16 @@ class SchemaRegistry:
             visited += 1
             if visited > 2 * REFERENCES_MAX:
                 raise _invalid_schema_error(f"a schema refers to at most {REFERENCES_MAX} others, directly or not")
-            if reference.name in found:
+            if reference.name in texts:
                 continue
             referred = await self._find_referenced(reference, here)
             if is_ready:
-                found[reference.name] = referred.content.text
+                texts[reference.name] = referred.content.text
                 continue
             waiting.append((reference, here, True))
             waiting += [(one, referred.context, False) for one in reversed(referred.content.references)]
         return SchemaText(
-            schema_type=content.schema_type, text=content.text, references=list(found.items()), version=version
+            schema_type=content.schema_type, text=content.text, references=list(texts.items()), version=version
         )
 
     async def _find_referenced(self, reference: SchemaReference, context: str) -> StoredSchema:
@@ -531,7 +537,7 @@ class SchemaRegistry:
         """Return the newest version with this content; without one, metadata and rules count only if they are given."""
         same_text = [
             (one, stored.content)
-            for one in reversed(self.held(subject).select(deleted=deleted))
+            for one in reversed(self.exact_versions(subject).select(deleted=deleted))
             if await self._has_text(content, stored := self.schema_of(one))
         ]
         exact = [
@@ -588,7 +594,7 @@ class SchemaRegistry:
         return dataclasses.replace(content, **completed)
 
     async def _check_registration(
-        self, subject: QualifiedSubject, content: SchemaContent, versions: Registered
+        self, subject: QualifiedSubject, content: SchemaContent, versions: SubjectVersions
     ) -> None:
         messages = await self._incompatibilities(subject, content, versions.live, self.level(subject))
         if messages:
@@ -620,7 +626,7 @@ class SchemaRegistry:
     async def delete_subject(self, subject: QualifiedSubject, *, permanent: bool = False) -> list[int]:
         """Delete all versions of a subject; permanently only those that are deleted already."""
         subject = self._resolve_alias(subject)
-        versions = await self._find_held(subject, deleted=True)
+        versions = await self._find_exact(subject, deleted=True)
         self.check_writable(subject)
         if permanent and versions.live:
             raise SchemaRegistryError(
@@ -642,8 +648,8 @@ class SchemaRegistry:
         parse_version(requested)
         self.check_writable(subject)
         # The last version that is not deleted, for a deletion that is not permanent.
-        is_latest_live = requested == "latest" and not permanent and bool(self.held(subject).live)
-        version = await self._find_held_version(subject, requested, deleted=not is_latest_live)
+        is_latest_live = requested == "latest" and not permanent and bool(self.exact_versions(subject).live)
+        version = await self._find_exact_version(subject, requested, deleted=not is_latest_live)
         if permanent and not version.is_deleted:
             raise SchemaRegistryError(
                 f"Subject '{subject}' Version {requested} was not deleted first before being permanently deleted",
@@ -654,7 +660,7 @@ class SchemaRegistry:
                 f"Subject '{subject}' Version {requested} was soft deleted.Set permanent=true to delete permanently",
                 code=RegistryCode.VERSION_SOFT_DELETED,
             )
-        is_last = all(one.is_deleted or one == version for one in self.held(subject))
+        is_last = all(one.is_deleted or one == version for one in self.exact_versions(subject))
         await self._delete([version], permanent=permanent, with_settings=is_last)
         return version.version
 
@@ -753,24 +759,24 @@ class SchemaRegistry:
         # Deleted versions make room for those that are imported.
         self._check_unreferred(held)
         gone = [dataclasses.replace(version, is_gone=True) for version in held]
-        return await self._change_settings(subject, lambda before: dataclasses.replace(before, mode=mode), gone=gone)
+        return await self._change_settings(subject, lambda before: dataclasses.replace(before, mode=mode), deleted=gone)
 
     async def _change_settings(
         self,
         subject: QualifiedSubject,
         change: Callable[[SubjectSettings], SubjectSettings],
         *,
-        gone: Sequence[SubjectVersion] = (),
+        deleted: Sequence[SubjectVersion] = (),
     ) -> SubjectSettings:
         await self.load()
         before = self.settings(subject)
         after = change(before)
-        if after == before and not gone:
+        if after == before and not deleted:
             return before
         self._check_room(after.size_bytes - before.size_bytes)
 
         def work(transaction: SchemaTransaction) -> None:
-            for version in gone:
+            for version in deleted:
                 transaction.put_version(version)
             transaction.put_settings(after)
 
@@ -790,13 +796,13 @@ class SchemaRegistry:
         versions: Sequence[SubjectVersion],
         settings: Sequence[SubjectSettings],
         *,
-        gone: Collection[tuple[QualifiedSubject, int]],
+        to_delete: Collection[tuple[QualifiedSubject, int]],
         sightings: SightingChange,
     ) -> None:
         """Copy the registry of a mirror's source, including ids, in one transaction with its sightings.
 
-        Versions among `gone` that the source does not have are deleted permanently. Others that only this registry has
-        stay. Empty settings reset those of a subject.
+        Versions among `to_delete` that the source does not have are deleted permanently. Others that only this registry
+        has stay. Empty settings reset those of a subject.
         """
         await self.load()
         added: dict[tuple[str, int], StoredSchema] = {}
@@ -819,7 +825,9 @@ class SchemaRegistry:
                 )
         changed = [one for place, one in followed.items() if here.get(place) != one]
         deleted = [
-            dataclasses.replace(here[place], is_gone=True) for place in gone if place in here and place not in followed
+            dataclasses.replace(here[place], is_gone=True)
+            for place in to_delete
+            if place in here and place not in followed
         ]
         other_settings = [one for one in settings if self.settings(one.subject) != one]
 

@@ -172,15 +172,15 @@ class SchemaRules:
 
     def _find_rule(self, settings: TopicSettings) -> SchemaRule:
         declared = (settings.schema_key, settings.schema_value, settings.schema_validate)
-        found = self._rules.get(declared)
-        if found is None or found.change != self._registry.last_change:
+        rule = self._rules.get(declared)
+        if rule is None or rule.change != self._registry.last_change:
             named = {KEY: settings.schema_key, VALUE: settings.schema_value}
             fields = {field: self._field_rule(subject) for field, subject in named.items() if subject}
-            found = SchemaRule(fields, settings.schema_validate == VALIDATE_CONTENT, self._registry.last_change)
+            rule = SchemaRule(fields, settings.schema_validate == VALIDATE_CONTENT, self._registry.last_change)
             while len(self._rules) >= RULES_MAX:
                 del self._rules[next(iter(self._rules))]
-            self._rules[declared] = found
-        return found
+            self._rules[declared] = rule
+        return rule
 
     def _field_rule(self, subject: str) -> FieldRule:
         live = self._registry.versions(QualifiedSubject.parse(subject)).live

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from millstream.broker.security.rights import ANONYMOUS
-from millstream.broker.security.sasl import Verified
+from millstream.broker.security.sasl import AuthenticatedClient
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import user_principal
 from millstream.core.errors import AuthenticationFailed
@@ -46,7 +46,7 @@ _SESSION_PURPOSE: Final = b"millstream session 1\0"
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
-    """What was proved: a user's password, as stored for a mechanism, or an API token; and a hash of what is stored."""
+    """What was proved: a user's password, as stored for a mechanism, or an API token; and its keyed hash."""
 
     name: str
     """The user, or the id of the token."""
@@ -86,16 +86,16 @@ class Assertions:
         self.is_named_by_token: Callable[[str], bool] = lambda _principal: False
         """Whether a JWT, which no node stores, may name a principal."""
 
-    def sign(self, verified: Verified, host: str) -> str:
+    def sign(self, verified: AuthenticatedClient, host: str) -> str:
         """Assert who a caller is, as text that is used once per connection."""
         return self._sign(_PURPOSE, verified, host, time.time() + ASSERTION_S)
 
-    def open_session(self, verified: Verified, lifetime_s: float) -> tuple[str, float]:
+    def open_session(self, verified: AuthenticatedClient, lifetime_s: float) -> tuple[str, float]:
         """Open a session; return it, and when it ends: no later than the token that was shown."""
         ends = [time.time() + lifetime_s, *(() if verified.expires_at is None else (verified.expires_at,))]
         return self._sign(_SESSION_PURPOSE, verified, "", min(ends)), min(ends)
 
-    def _sign(self, purpose: bytes, verified: Verified, host: str, expires_at: float) -> str:
+    def _sign(self, purpose: bytes, verified: AuthenticatedClient, host: str, expires_at: float) -> str:
         asserted = _encode(
             Assertion(
                 cluster_id=self._cluster_id,
@@ -104,30 +104,32 @@ class Assertions:
                 host=host,
                 expires_at=expires_at,
                 credential_expires_at=verified.expires_at,
-                proof=_proof_of(verified),
+                proof=self._proof_of(verified),
             )
         )
         return base64.b64encode(self._key.sign(purpose + asserted) + asserted).decode()
 
-    def identity_of(self, verified: Verified) -> str:
+    def identity_of(self, verified: AuthenticatedClient) -> str:
         """Distinguish callers whose rights or credentials differ."""
-        proof = _proof_of(verified)
+        proof = self._proof_of(verified)
         return verified.principal if proof is None else f"{verified.principal} {proof.digest.hex()}"
 
-    async def verify(self, text: bytes) -> Verified:
+    async def verify(self, text: bytes) -> AuthenticatedClient:
         """Return the identity that an assertion proves, or raise `AuthenticationFailed`."""
-        found = self._verify_signature(_PURPOSE, text)
+        assertion = self._verify_signature(_PURPOSE, text)
         ends = [time.time() + SESSION_S_MAX]
-        if found.credential_expires_at is not None:
-            ends.append(found.credential_expires_at)
+        if assertion.credential_expires_at is not None:
+            ends.append(assertion.credential_expires_at)
         return await self._verify_proof(
-            found, Verified(principal=found.principal, expires_at=min(ends), host=found.host)
+            assertion, AuthenticatedClient(principal=assertion.principal, expires_at=min(ends), host=assertion.host)
         )
 
-    async def verify_session(self, text: bytes) -> Verified:
+    async def verify_session(self, text: bytes) -> AuthenticatedClient:
         """Return the identity of a session, or raise `AuthenticationFailed`."""
-        found = self._verify_signature(_SESSION_PURPOSE, text)
-        return await self._verify_proof(found, Verified(principal=found.principal, expires_at=found.expires_at))
+        assertion = self._verify_signature(_SESSION_PURPOSE, text)
+        return await self._verify_proof(
+            assertion, AuthenticatedClient(principal=assertion.principal, expires_at=assertion.expires_at)
+        )
 
     def _verify_signature(self, purpose: bytes, text: bytes) -> Assertion:
         if len(text) > ASSERTION_BYTES_MAX:
@@ -135,38 +137,50 @@ class Assertions:
         try:
             signed = base64.b64decode(text, validate=True)
             signature, asserted = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-            found = _decode(asserted)
+            assertion = _decode(asserted)
         except (binascii.Error, ValueError, msgspec.MsgspecError):
             raise AuthenticationFailed("the assertion cannot be read") from None
-        if found.cluster_id != self._cluster_id:
+        if assertion.cluster_id != self._cluster_id:
             raise AuthenticationFailed("the assertion is of another cluster")
         try:
-            self._public_key(NodeId(found.node_id)).verify(signature, purpose + asserted)
+            self._public_key(NodeId(assertion.node_id)).verify(signature, purpose + asserted)
         except InvalidSignature:
             raise AuthenticationFailed("the assertion is not signed by the node that it names") from None
-        if found.expires_at <= time.time():
+        if assertion.expires_at <= time.time():
             raise AuthenticationFailed("the assertion has expired")
-        return found
+        return assertion
 
-    async def _verify_proof(self, found: Assertion, who: Verified) -> Verified:
+    async def _verify_proof(self, assertion: Assertion, who: AuthenticatedClient) -> AuthenticatedClient:
         """Look up the current credential."""
-        proof = found.proof
+        proof = assertion.proof
         if proof is None:
-            has_token = found.credential_expires_at is not None and self.is_named_by_token(who.principal)
+            has_token = assertion.credential_expires_at is not None and self.is_named_by_token(who.principal)
             if who.principal != ANONYMOUS and not has_token:
                 raise AuthenticationFailed(f"the assertion does not say how {who.principal} was authenticated")
             return who
         if not proof.mechanism:
             tokens = await self._state.find_token(proof.name)
-            if not tokens or tokens[0].owner != who.principal or _digest_of(tokens[0].digest) != proof.digest:
+            if not tokens or tokens[0].owner != who.principal or self._digest_of(tokens[0].digest) != proof.digest:
                 raise AuthenticationFailed("the token was revoked, or has expired")
             return replace(who, tokens=tokens)
         stored = self._state.credentials.get((proof.name, proof.mechanism))
         if user_principal(proof.name) != who.principal:
             raise AuthenticationFailed(f"the assertion is about {who.principal}, and proves another user's password")
-        if stored is None or _digest_of(stored.salt + stored.stored_key) != proof.digest:
+        if stored is None or self._digest_of(stored.salt + stored.stored_key) != proof.digest:
             raise AuthenticationFailed("the user was deleted, or its password was changed")
         return replace(who, credential=stored, user=proof.name)
+
+    def _proof_of(self, verified: AuthenticatedClient) -> Proof | None:
+        if verified.tokens:
+            return Proof(verified.tokens[0].token_id, "", self._digest_of(verified.tokens[0].digest))
+        proved = verified.credential
+        if proved is None:
+            return None
+        return Proof(proved.user, proved.mechanism, self._digest_of(proved.salt + proved.stored_key))
+
+    def _digest_of(self, stored: bytes) -> bytes:
+        """Return a digest that only nodes can compute: without their key, it would show whether a password is right."""
+        return hmac.digest(self._state.cluster_key, _PURPOSE + stored, "sha256")
 
     def _public_key(self, node_id: NodeId) -> Ed25519PublicKey:
         if node_id in self.machine:
@@ -180,14 +194,3 @@ class Assertions:
 def public_text(key: Ed25519PrivateKey) -> str:
     """Return the public part of a key, as a registration carries it."""
     return key.public_key().public_bytes_raw().hex()
-
-
-def _proof_of(verified: Verified) -> Proof | None:
-    if verified.tokens:
-        return Proof(verified.tokens[0].token_id, "", _digest_of(verified.tokens[0].digest))
-    proved = verified.credential
-    return None if proved is None else Proof(proved.user, proved.mechanism, _digest_of(proved.salt + proved.stored_key))
-
-
-def _digest_of(stored: bytes) -> bytes:
-    return hashlib.sha256(_PURPOSE + stored).digest()

@@ -25,6 +25,7 @@ from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType, name_of
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
+from millstream.core.crowding import network_of
 from millstream.core.errors import MillstreamError, TopicExists
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.tasks import Supervise, within
@@ -120,7 +121,7 @@ class Change:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Repeated:
+class _RepeatedEvent:
     source: str
     event: Event
     start_ms: int
@@ -135,7 +136,7 @@ class AuditTrail:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._events: deque[Event] = deque()
-        self._repeated: dict[tuple[str, ...], _Repeated] = {}
+        self._repeated: dict[tuple[str, ...], _RepeatedEvent] = {}
         self._by_source: Counter[str] = Counter()
         self._dropped = 0
         self.dropped = 0
@@ -155,12 +156,13 @@ class AuditTrail:
     def fail_sign_in(self, user: str, host: str, listener: str, mechanism: str, reason: str) -> None:
         """Record that a client has failed to authenticate."""
         user = _shorten(user)
-        key = (host, user, mechanism, reason)
-        if self._is_crowded(host, key):
-            user, key = OTHERS, (host, OTHERS, mechanism, reason)
+        source = network_of(host)
+        key = (source, user, mechanism, reason)
+        if self._is_crowded(source, key):
+            user, key = OTHERS, (source, OTHERS, mechanism, reason)
         event = _authentication(user, host, listener, mechanism)
         event.update(status_id=_FAILURE, severity_id=_LOW, status_detail=reason)
-        self._add_repeated(host, key, event)
+        self._add_repeated(source, key, event)
 
     def deny(self, actor: Actor, operation: Operation, kind: ResourceType, name: str) -> None:
         """Record that a client was refused an operation."""
@@ -254,7 +256,7 @@ class AuditTrail:
             if len(self._repeated) >= REPEATED_MAX:
                 self._count_dropped()
                 return
-            repeated = _Repeated(source=source, event=event, start_ms=now_ms, due=self._clock.monotonic())
+            repeated = _RepeatedEvent(source=source, event=event, start_ms=now_ms, due=self._clock.monotonic())
             self._repeated[key] = repeated
             self._by_source[source] += 1
             self.changed.set()

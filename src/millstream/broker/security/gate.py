@@ -23,7 +23,13 @@ from millstream.broker.net.connection import Buffers, Connection, ConnectionLimi
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import ANONYMOUS, Rights
-from millstream.broker.security.sasl import UNAUTHENTICATED, Authenticator, FailedAttempts, Mechanism, Verified
+from millstream.broker.security.sasl import (
+    UNAUTHENTICATED,
+    AuthenticatedClient,
+    Authenticator,
+    FailedAttempts,
+    Mechanism,
+)
 from millstream.broker.security.state import NO_SNAPSHOT, SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, subject_of, uris_of
 from millstream.core.credential import TOKEN_PREFIX
@@ -184,7 +190,7 @@ class Session:
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
-        self.verified: Verified | None = None
+        self.verified: AuthenticatedClient | None = None
         self.rights: Rights | None = None
 
     @property
@@ -217,7 +223,7 @@ class Session:
         """Begin an exchange; return False, and close, if the mechanism cannot be used here."""
         authentication = self._gate.authentication
         if mechanism == ASSERTION and self._may_assert:
-            chosen: Mechanism = _Asserted(authentication.assertions)
+            chosen: Mechanism = _AssertionMechanism(authentication.assertions)
         elif self._is_node or mechanism not in self.mechanisms:
             if self.mechanisms:
                 self._connection.close_after_response()
@@ -287,7 +293,7 @@ class Session:
             raise ProtocolViolation(str(error)) from error
         return [len(reply).to_bytes(4, "big") + reply]
 
-    def admit(self, verified: Verified) -> float:
+    def admit(self, verified: AuthenticatedClient) -> float:
         """Admit a client; return the session's length in seconds (0: no end)."""
         node_id = self._gate.authentication.node_id if verified.principal == _NODE_PRINCIPAL else None
         return self._admit(verified, node_id)
@@ -300,13 +306,13 @@ class Session:
         if name is None:
             self._require_snapshot()
             principal = authentication.rules.principal(certificate)
-            self._admit(Verified(principal=principal, expires_at=until), None)
+            self._admit(AuthenticatedClient(principal=principal, expires_at=until), None)
             self.may_use_sasl = True
             self._connection.serve_with(self._gate, self._gate.limits)
             return
         if name.cluster != authentication.cluster:
             raise AuthenticationFailed(f"the certificate is that of a node of another cluster, {name.cluster!r}")
-        self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
+        self._admit(AuthenticatedClient(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
         # A caller that the node acts for later has signed in as well.
         self._is_node, self._has_signed_in = True, False
 
@@ -362,7 +368,7 @@ class Session:
         authentication.connections[principal] += 1
         self._counted_as = principal
 
-    def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
+    def _admit(self, verified: AuthenticatedClient, node_id: NodeId | None) -> float:
         authentication, connection = self._gate.authentication, self._connection
         if self.may_use_sasl:
             self._uncount()
@@ -394,8 +400,8 @@ class Session:
         is_password = self._mechanism_name != "" and not self._gate.is_internal
         lifetime_s = authentication.session_s_max if is_password else 0.0
         if verified.expires_at is not None:
-            left = max(verified.expires_at - time.time(), 0.001)
-            lifetime_s = min(lifetime_s, left) if lifetime_s else left
+            remaining_s = max(verified.expires_at - time.time(), 0.001)
+            lifetime_s = min(lifetime_s, remaining_s) if lifetime_s else remaining_s
         if lifetime_s:
             loop = asyncio.get_running_loop()
             # A certificate may be valid for longer than a timer can run.
@@ -457,23 +463,23 @@ class _NodeSecret:
         self._secret = authentication.node_secret
         self.user = NODE_USER
 
-    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> bytes | tuple[bytes, AuthenticatedClient]:
         """Compare the secret, or verify a token."""
         if message.startswith(b"\0" + TOKEN_PREFIX.encode()):
             return await self._authenticator.begin(PLAIN).step(message)
         if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
             raise AuthenticationFailed("this listener is for the node's own processes")
-        return b"", Verified(principal=_NODE_PRINCIPAL)
+        return b"", AuthenticatedClient(principal=_NODE_PRINCIPAL)
 
 
-class _Asserted:
+class _AssertionMechanism:
     """The mechanism of a gateway that acts for a caller: an assertion of a node."""
 
     def __init__(self, assertions: Assertions) -> None:
         self._assertions = assertions
         self.user = ""
 
-    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> tuple[bytes, AuthenticatedClient]:
         return b"", await self._assertions.verify(message)
 
 

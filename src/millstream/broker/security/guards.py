@@ -126,7 +126,7 @@ def _build_response(response: type, **fields: Any) -> Any:
     return response(throttle_time=NO_THROTTLE, **fields)
 
 
-def _divide(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _split_allowed(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Divide what a request asks for into what the client may do and what is refused."""
     allowed: list[Any] = []
     denied: list[Any] = []
@@ -169,7 +169,7 @@ def _refusing(
     return refuse
 
 
-def _each(
+def _per_resource(
     kind: ResourceType,
     operation: Operation,
     refused: Callable[[Any], Any],
@@ -191,7 +191,7 @@ def _each(
             return await api.handle(request, client)
         if group is not None:
             rights.require(group, GROUP, request.group_id)
-        allowed, denied = _divide(
+        allowed, denied = _split_allowed(
             getattr(request, asked), lambda one: rights.check(operation, kind, getattr(one, name) if name else one)
         )
         response = await api.handle(dataclasses.replace(request, **{asked: allowed}), client)
@@ -204,7 +204,7 @@ def _each(
 
 
 @_guards(17, 18, 36, 60)
-async def _open(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
+async def _allow_everyone(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
     """SaslHandshake, ApiVersions, SaslAuthenticate, DescribeCluster: allowed for everyone."""
     return await api.handle(request, client)
 
@@ -361,13 +361,13 @@ def _refuse_create_partitions(topic: Any) -> Any:
     )
 
 
-_GUARDS[2] = _each(TOPIC, DESCRIBE, _refuse_list_offsets)  # ListOffsets
-_GUARDS[21] = _each(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
-_GUARDS[23] = _each(  # OffsetForLeaderEpoch
+_GUARDS[2] = _per_resource(TOPIC, DESCRIBE, _refuse_list_offsets)  # ListOffsets
+_GUARDS[21] = _per_resource(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
+_GUARDS[23] = _per_resource(  # OffsetForLeaderEpoch
     TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic", cluster=CLUSTER_ACTION
 )
-_GUARDS[37] = _each(TOPIC, ALTER, _refuse_create_partitions, response_field="results")  # CreatePartitions
-_GUARDS[61] = _each(TOPIC, READ, _refuse_producers)  # DescribeProducers
+_GUARDS[37] = _per_resource(TOPIC, ALTER, _refuse_create_partitions, response_field="results")  # CreatePartitions
+_GUARDS[61] = _per_resource(TOPIC, READ, _refuse_producers)  # DescribeProducers
 
 
 @_guards(3)
@@ -434,7 +434,7 @@ def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, 
 @_guards(75)
 async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """DescribeTopicPartitions: as Metadata; of all topics, the API selects those that the client may describe."""
-    allowed, refused = _divide(request.topics, lambda topic: rights.check(DESCRIBE, TOPIC, topic.name))
+    allowed, refused = _split_allowed(request.topics, lambda topic: rights.check(DESCRIBE, TOPIC, topic.name))
     denied = tuple(
         topic_partitions.DescribeTopicPartitionsResponseTopic(
             error_code=_TOPIC_DENIED, name=topic.name, topic_id=None, is_internal=False, partitions=()
@@ -453,14 +453,14 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
     may_all = rights.cluster(CREATE)
 
     def may_create(topic: Any) -> bool:
-        return (may_all or rights.check(CREATE, TOPIC, topic.name)) and _sees_subjects(rights, topic.configs)
+        return (may_all or rights.check(CREATE, TOPIC, topic.name)) and _may_describe_subjects(rights, topic.configs)
 
     def reason(topic: Any) -> str:
-        if not _sees_subjects(rights, topic.configs):
+        if not _may_describe_subjects(rights, topic.configs):
             return _MESSAGES[_TOPIC_DENIED]
         return f"{rights.principal} may not create topic {topic.name!r}"
 
-    allowed, denied = _divide(request.topics, may_create)
+    allowed, denied = _split_allowed(request.topics, may_create)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     created = tuple(
         topic
@@ -499,7 +499,7 @@ async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) ->
         is_missing = topic.topic_id is None and not rights.has_topic(topic.name)
         return may_all or (is_missing and rights.topic(DESCRIBE, topic.name)) or _is_allowed(rights, DELETE, topic)
 
-    allowed, denied = _divide(request.topics, may_delete)
+    allowed, denied = _split_allowed(request.topics, may_delete)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     return _extend(response, "responses", (_refuse_deletion(topic, rights) for topic in denied))
 
@@ -524,7 +524,7 @@ def _is_allowed(rights: Rights, operation: Operation, topic: Any) -> bool:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def _sees_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
+def _may_describe_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
     """Whether the client may describe the subjects of the schema registry that settings of a topic name.
 
     Errors of its producers would reveal which subjects exist, and what their schemas are.
@@ -537,9 +537,9 @@ def _by_config_resource(operation: Operation, result: Callable[..., Any], respon
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         def may(one: Any) -> bool:
             is_allowed = rights.check(operation, _config_kind(one), _config_name(one))
-            return is_allowed and (operation is not ALTER_CONFIGS or _sees_subjects(rights, one.configs))
+            return is_allowed and (operation is not ALTER_CONFIGS or _may_describe_subjects(rights, one.configs))
 
-        allowed, denied = _divide(request.resources, may)
+        allowed, denied = _split_allowed(request.resources, may)
         response = await api.handle(dataclasses.replace(request, resources=allowed), client)
         return _extend(response, response_field, map(refuse, denied))
 
@@ -605,7 +605,7 @@ async def _find_coordinator(api: Any, request: Any, client: Any, rights: Rights)
         return await api.handle(request, client)
     kind = GROUP if request.key_type == _GROUP_KEY else TRANSACTIONAL_ID
     code = _GROUP_DENIED if request.key_type == _GROUP_KEY else _TRANSACTION_DENIED
-    allowed, refused = _divide(request.coordinator_keys, lambda key: rights.check(DESCRIBE, kind, key))
+    allowed, refused = _split_allowed(request.coordinator_keys, lambda key: rights.check(DESCRIBE, kind, key))
     denied = tuple(
         find_coordinator.Coordinator(
             key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=None
@@ -633,7 +633,7 @@ def _describing_groups(asked: str) -> Guard:
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         message = _message_of(request)
-        allowed, denied = _divide(getattr(message, asked), lambda group: rights.check(DESCRIBE, GROUP, group))
+        allowed, denied = _split_allowed(getattr(message, asked), lambda group: rights.check(DESCRIBE, GROUP, group))
         message = dataclasses.replace(message, **{asked: allowed})
         response = await api.handle(_with_message(request, message), client)
         shown = (_without_hidden_topics(api, _with_group_operations(one, rights), rights) for one in response.groups)
@@ -671,10 +671,10 @@ _refuse_offset_deletion: Final = _refusing(
 )
 _GUARDS[15] = _describing_groups("groups")  # DescribeGroups
 _GUARDS[69] = _GUARDS[77] = _describing_groups("group_ids")  # ConsumerGroupDescribe, ShareGroupDescribe
-_GUARDS[42] = _each(  # DeleteGroups
+_GUARDS[42] = _per_resource(  # DeleteGroups
     GROUP, DELETE, _refuse_group_deletion, asked="groups_names", response_field="results", name=""
 )
-_GUARDS[47] = _each(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # OffsetDelete
+_GUARDS[47] = _per_resource(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # OffsetDelete
 
 
 @_guards(9)
@@ -690,7 +690,7 @@ async def _offset_fetch(api: Any, request: Any, client: Any, rights: Rights) -> 
             seen = tuple(topic for topic in response.topics if _is_visible(rights, topic))
             responses.append(dataclasses.replace(response, topics=seen))
             continue
-        allowed, denied = _divide(query.topics, lambda topic: _is_allowed(rights, DESCRIBE, topic))
+        allowed, denied = _split_allowed(query.topics, lambda topic: _is_allowed(rights, DESCRIBE, topic))
         (response,) = await api.handle((dataclasses.replace(query, topics=allowed),), client)
         if response.code is ErrorCode.none:
             response = _extend(response, "topics", (api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied))
@@ -796,7 +796,7 @@ async def _txn_offset_commit(api: Any, request: Any, client: Any, rights: Rights
         return _refuse_txn_offsets(message.topics, _TRANSACTION_DENIED)
     if not rights.check(READ, GROUP, message.group_id):
         return _refuse_txn_offsets(message.topics, _GROUP_DENIED)
-    allowed, denied = _divide(message.topics, lambda topic: rights.check(READ, TOPIC, topic.name))
+    allowed, denied = _split_allowed(message.topics, lambda topic: rights.check(READ, TOPIC, topic.name))
     response = await api.handle(request._replace(message=dataclasses.replace(message, topics=allowed)), client)
     return _extend(response, "topics", _refuse_txn_offsets(denied, _TOPIC_DENIED).topics)
 
@@ -811,7 +811,9 @@ def _refuse_txn_offsets(topics: Sequence[Any], code: ErrorCode) -> Any:
 @_guards(65)
 async def _describe_transactions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """DescribeTransactions: DESCRIBE on the transactional id, and on the topics that are shown."""
-    allowed, denied = _divide(request.transactional_ids, lambda one: rights.check(DESCRIBE, TRANSACTIONAL_ID, one))
+    allowed, denied = _split_allowed(
+        request.transactional_ids, lambda one: rights.check(DESCRIBE, TRANSACTIONAL_ID, one)
+    )
     response = await api.handle(dataclasses.replace(request, transactional_ids=allowed), client)
     shown = tuple(
         dataclasses.replace(state, topics=tuple(one for one in state.topics if rights.topic(DESCRIBE, one.topic)))
@@ -837,7 +839,7 @@ def _reading_share(result: Callable[..., Any], refused: Callable[[Any], Any]) ->
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         rights.require(READ, GROUP, request.group_id or "")
-        allowed, denied = _divide(request.topics, lambda topic: _may_read_id(rights, topic.topic_id))
+        allowed, denied = _split_allowed(request.topics, lambda topic: _may_read_id(rights, topic.topic_id))
         response = await api.handle(dataclasses.replace(request, topics=allowed), client)
         if response.error_code is not ErrorCode.none:
             return response
@@ -898,10 +900,10 @@ _GUARDS[78] = _reading_share(share_fetch.ShareFetchableTopicResponse, _refuse_sh
 _GUARDS[79] = _reading_share(  # ShareAcknowledge
     share_acknowledge.ShareAcknowledgeTopicResponse, _refuse_share_acknowledge
 )
-_GUARDS[91] = _each(  # AlterShareGroupOffsets
+_GUARDS[91] = _per_resource(  # AlterShareGroupOffsets
     TOPIC, READ, _refuse_share_offsets, response_field="responses", name="topic_name", group=READ
 )
-_GUARDS[92] = _each(  # DeleteShareGroupOffsets
+_GUARDS[92] = _per_resource(  # DeleteShareGroupOffsets
     TOPIC, READ, _refuse_share_deletion, response_field="responses", name="topic_name", group=DELETE
 )
 
@@ -924,7 +926,7 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
     def visible(topics: Any) -> Any:
         return None if topics is None else tuple(one for one in topics if rights.topic(DESCRIBE, one.topic_name))
 
-    allowed, denied = _divide(request.groups, lambda group: rights.check(DESCRIBE, GROUP, group.group_id))
+    allowed, denied = _split_allowed(request.groups, lambda group: rights.check(DESCRIBE, GROUP, group.group_id))
     asked = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in allowed)
     response = await api.handle(dataclasses.replace(request, groups=asked), client)
     hidden = {

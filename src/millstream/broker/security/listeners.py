@@ -44,7 +44,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
+class _BoundListener:
     config: ListenerConfig
     socket: socket.socket
     tls: FollowedTls | None
@@ -72,7 +72,7 @@ class Listeners:
         assertions with a common key, which is derived from `assertion_seed`.
         """
         self._config = config
-        self._bound: list[_Bound] = []
+        self._bound: list[_BoundListener] = []
         self._secret = secret or secrets.token_urlsafe(32)
         self._internal_address = internal_address or _INTERNAL_ADDRESS
         self._assertion_seed = assertion_seed
@@ -192,7 +192,7 @@ class Listeners:
             # The node's own processes send their secret to the process that listens on the internal address.
             is_held = config.name == INTERNAL
             bound = bind(*address, flag="kafka", listener=_additional_name(config), listening=False, is_held=is_held)
-            self._bound.append(_Bound(config=config, socket=bound, tls=tls))
+            self._bound.append(_BoundListener(config=config, socket=bound, tls=tls))
 
     def listen(self) -> None:
         """Let clients connect."""
@@ -285,7 +285,7 @@ class Listeners:
         return revoked
 
     def _listener_options(
-        self, bound: _Bound, service: Service, limits: ConnectionLimits, authentication: AuthenticationContext
+        self, bound: _BoundListener, service: Service, limits: ConnectionLimits, authentication: AuthenticationContext
     ) -> ListenerOptions:
         from millstream.broker.security.gate import DEADLINE_S, LIMITS, Gate
 

@@ -177,8 +177,8 @@ class TokenChecker:
 
     def _read_file(self) -> None:
         try:
-            found = os.stat(self._settings.jwks)
-            stamp = (found.st_ino, found.st_mtime_ns)
+            status = os.stat(self._settings.jwks)
+            stamp = (status.st_ino, status.st_mtime_ns)
             if stamp == self._stamp:
                 return
             with open(self._settings.jwks, "rb") as file:

@@ -58,7 +58,7 @@ _FORGIVEN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class AuthenticatedClient:
     """An authenticated principal, its credential, and when that expires."""
 
     principal: str
@@ -73,7 +73,7 @@ class Verified:
     """Where the client is, if a gateway acts for it; empty for the other end of the connection."""
 
 
-UNAUTHENTICATED: Final = Verified(principal=ANONYMOUS)
+UNAUTHENTICATED: Final = AuthenticatedClient(principal=ANONYMOUS)
 """A client without credentials, where they are not required."""
 
 
@@ -98,7 +98,7 @@ class Mechanism(Protocol):
     user: str
     """The user that the client claims to be; empty until it has said so."""
 
-    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> bytes | tuple[bytes, AuthenticatedClient]:
         """Respond to a message of the client; the last response is returned with the principal."""
 
 
@@ -138,7 +138,7 @@ class Passwords:
         exist. These differ by the tool that created a user.
         """
         name = f"{mechanism}:{user}".encode()
-        key = self.state.decoy_key or self._key
+        key = self.state.cluster_key or self._key
 
         def weight(shape: _Shape) -> bytes:
             # A further shape changes only the names for which it has the largest weight.
@@ -166,14 +166,14 @@ class Passwords:
                 self._shapes.setdefault(one.mechanism, set()).add(_Shape.of(one))
         return self._shapes.get(mechanism) or (_Shape(_SALT_BYTES, is_text=False, iterations=ITERATIONS),)
 
-    async def check(self, user: str, password: str) -> Verified:
+    async def check(self, user: str, password: str) -> AuthenticatedClient:
         """Authenticate a user, or raise `AuthenticationFailed`."""
         credential = self.state.credential(user, SCRAM_MECHANISMS)
         mark = b""
         if credential is not None:
             mark = hmac.digest(self._key, credential.stored_key + password.encode(), "sha256")
             if self._verified.get(mark, 0.0) > time.monotonic():
-                return Verified(principal=user_principal(user), credential=credential, user=user)
+                return AuthenticatedClient(principal=user_principal(user), credential=credential, user=user)
         checked = credential or self.decoy(user, SCRAM_MECHANISMS[0])
         if self._waiting >= _CHECKS_WAITING_MAX:
             raise AuthenticationFailed("too many passwords are being checked; try again")
@@ -187,7 +187,7 @@ class Passwords:
         self._verified[mark] = time.monotonic() + _VERIFIED_S
         if len(self._verified) > _VERIFIED_MAX:
             self._verified.popitem(last=False)
-        return Verified(principal=user_principal(user), credential=credential, user=user)
+        return AuthenticatedClient(principal=user_principal(user), credential=credential, user=user)
 
 
 class _Plain:
@@ -197,7 +197,7 @@ class _Plain:
         self._authenticator = authenticator
         self.user = ""
 
-    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> tuple[bytes, AuthenticatedClient]:
         """Check the only message of the exchange."""
         try:
             authorized, user, password = message.decode().split("\0")
@@ -220,7 +220,7 @@ class _Scram:
         self._credential: ScramCredential | None = None
         self._is_known = False
 
-    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> bytes | tuple[bytes, AuthenticatedClient]:
         """Respond to the first message with a challenge, and the second with a verdict."""
         try:
             text = message.decode()
@@ -250,7 +250,7 @@ class _Scram:
         self._challenge = f"r={self._nonce},s={salt},i={credential.iterations}"
         return self._challenge.encode()
 
-    def _check_proof(self, message: str, credential: ScramCredential) -> tuple[bytes, Verified]:
+    def _check_proof(self, message: str, credential: ScramCredential) -> tuple[bytes, AuthenticatedClient]:
         without_proof, comma, encoded = message.rpartition(",p=")
         fields = scram_fields(without_proof)
         channel = base64.b64encode(self._header.encode()).decode()
@@ -267,7 +267,7 @@ class _Scram:
         if not is_same(digest(self._mechanism, client_key), credential.stored_key):
             raise AuthenticationFailed(_FAILED)
         verdict = base64.b64encode(mac(self._mechanism, credential.server_key, signed))
-        who = Verified(principal=user_principal(self.user), credential=credential, user=self.user)
+        who = AuthenticatedClient(principal=user_principal(self.user), credential=credential, user=self.user)
         return b"v=" + verdict, who
 
 
@@ -278,7 +278,7 @@ class _Bearer:
         self._authenticator = authenticator
         self.user = ""
 
-    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+    async def step(self, message: bytes) -> tuple[bytes, AuthenticatedClient]:
         """Check the only message of the exchange."""
         try:
             header, *pairs = message.decode().split("\x01")
@@ -305,27 +305,27 @@ class Authenticator:
         self._passwords = passwords
         self._tokens = tokens
 
-    async def verify(self, shown: Password | BearerToken) -> Verified:
+    async def verify(self, credentials: Password | BearerToken) -> AuthenticatedClient:
         """Authenticate the holder of a password or token, or raise `AuthenticationFailed`."""
-        if isinstance(shown, Password):
-            if is_api_token(shown.user):
-                return await self._verify_token(shown.user, shown.secret)
-            return await self._passwords.check(shown.user, shown.secret)
-        if is_api_token(shown.text):
-            return await self._verify_token(*split_token(shown.text))
+        if isinstance(credentials, Password):
+            if is_api_token(credentials.user):
+                return await self._verify_token(credentials.user, credentials.secret)
+            return await self._passwords.check(credentials.user, credentials.secret)
+        if is_api_token(credentials.text):
+            return await self._verify_token(*split_token(credentials.text))
         if self._tokens is None:
             raise AuthenticationFailed("this node trusts no issuer of tokens (--oauth-jwks)")
-        bearer = await self._tokens.check(shown.text)
-        return Verified(principal=bearer.principal, expires_at=bearer.expires_at)
+        bearer = await self._tokens.check(credentials.text)
+        return AuthenticatedClient(principal=bearer.principal, expires_at=bearer.expires_at)
 
-    async def _verify_token(self, token_id: str, secret: str) -> Verified:
+    async def _verify_token(self, token_id: str, secret: str) -> AuthenticatedClient:
         chain = await self._passwords.state.find_token(token_id)
         if not chain or not chain[0].matches(secret):
             raise AuthenticationFailed("authentication failed: the token is wrong, expired or revoked")
         ends_ms = min(token.expires_ms for token in chain)
-        return Verified(principal=chain[0].owner, expires_at=ends_ms / 1000, tokens=chain)
+        return AuthenticatedClient(principal=chain[0].owner, expires_at=ends_ms / 1000, tokens=chain)
 
-    def is_revoked(self, verified: Verified) -> bool:
+    def is_revoked(self, verified: AuthenticatedClient) -> bool:
         """Whether a password or token is no longer valid."""
         state, proved = self._passwords.state, verified.credential
         if verified.tokens and state.token_chain(verified.tokens[0].token_id) != verified.tokens:

@@ -76,18 +76,18 @@ class StoredSecrets:
                 _logger.warning("secrets could not be read again", extra={"error": str(error)})
 
     def _check_sealed(self) -> None:
-        found = {
+        problems = {
             f"{one.noun} {one.name!r}": seal_problem(one.sealed)
             for holder in self._holders
             for one in holder.all()
             if one.sealed
         }
-        for place in sorted(found.keys() - self._problems.keys())[:_NAMED_MAX]:
+        for place in sorted(problems.keys() - self._problems.keys())[:_NAMED_MAX]:
             _logger.warning(
-                "a secret cannot be opened; what needs it is parked", extra={"of": place, "reason": found[place]}
+                "a secret cannot be opened; what needs it is parked", extra={"of": place, "reason": problems[place]}
             )
-        self._problems = found
-        if found:
+        self._problems = problems
+        if problems:
             self._has_problems.set()
         else:
             self._has_problems.clear()

@@ -37,7 +37,7 @@ CREDENTIALS_MAX: Final = 100_000
 TOKENS_MAX: Final = 100_000
 TOKENS_PER_OWNER_MAX: Final = 10_000
 SCOPE_RULES_PER_OWNER_MAX: Final = 10_000
-"""Of all tokens of one owner together: everyone may create tokens, and every node keeps them in memory."""
+"""The limit for all tokens of one owner: everyone may create tokens, and every node keeps them in memory."""
 CHAIN_MAX: Final = 8
 """The maximum length of a chain of tokens, each created with the one before."""
 NO_SNAPSHOT: Final = "users and access rules are not known yet, since the catalog could not be read"
@@ -73,7 +73,7 @@ class SecurityState(Holder):
         self._super_users = frozenset(super_users)
         self._credentials: dict[tuple[str, str], ScramCredential] = {}
         self._tokens: dict[str, ApiToken] = {}
-        self.decoy_key = b""
+        self.cluster_key = b""
         self.is_loaded = False
         """Whether the catalog was ever read; until then, not even the users are known."""
         self._refreshing = asyncio.Lock()
@@ -99,8 +99,8 @@ class SecurityState(Holder):
 
     def credential(self, user: str, mechanisms: Iterable[str]) -> ScramCredential | None:
         """Return the first credential that a user has among some mechanisms."""
-        found = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
-        return next((one for one in found if one is not None), None)
+        credentials = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
+        return next((one for one in credentials if one is not None), None)
 
     @property
     def tokens(self) -> Mapping[str, ApiToken]:
@@ -160,26 +160,26 @@ class SecurityState(Holder):
             raise InvalidRequest(
                 f"this token is the {len(chain)}th of a chain, each created with the one before; use an earlier one"
             )
-        kept = [one for one in self._tokens.values() if one.expires_ms > token.created_ms]
-        if len(kept) >= TOKENS_MAX or sum(one.owner == token.owner for one in kept) >= TOKENS_PER_OWNER_MAX:
+        unexpired = [one for one in self._tokens.values() if one.expires_ms > token.created_ms]
+        if len(unexpired) >= TOKENS_MAX or sum(one.owner == token.owner for one in unexpired) >= TOKENS_PER_OWNER_MAX:
             raise InvalidRequest(
                 f"an owner has {TOKENS_PER_OWNER_MAX} tokens at most, and a cluster {TOKENS_MAX}; revoke some first"
             )
-        rules = sum(len(one.scope) for one in kept if one.owner == token.owner) + len(token.scope)
-        if rules > SCOPE_RULES_PER_OWNER_MAX or sum(len(one.scope) for one in kept) + len(token.scope) > ACLS_MAX:
+        rules = sum(len(one.scope) for one in unexpired if one.owner == token.owner) + len(token.scope)
+        if rules > SCOPE_RULES_PER_OWNER_MAX or sum(len(one.scope) for one in unexpired) + len(token.scope) > ACLS_MAX:
             raise InvalidRequest(
                 f"the scopes of an owner's tokens have {SCOPE_RULES_PER_OWNER_MAX} rules together at most, and those "
                 f"of a cluster {ACLS_MAX}; revoke some first"
             )
-        expired = self._tokens.keys() - {one.token_id for one in kept}
+        expired = self._tokens.keys() - {one.token_id for one in unexpired}
         await self._change(SecurityChange(put_tokens=(token,), delete_tokens=frozenset(expired)))
 
     async def delete_token(self, token_id: str) -> None:
         """Remove a token and those that were created with it, durably."""
-        gone = {token_id}
+        deleted_ids = {token_id}
         for _ in range(CHAIN_MAX):
-            gone |= {one.token_id for one in self._tokens.values() if one.parent in gone}
-        await self._change(SecurityChange(delete_tokens=frozenset(gone)))
+            deleted_ids |= {one.token_id for one in self._tokens.values() if one.parent in deleted_ids}
+        await self._change(SecurityChange(delete_tokens=frozenset(deleted_ids)))
 
     async def add_acls(self, acls: Iterable[Acl]) -> None:
         """Add rules durably; existing ones stay."""
@@ -191,15 +191,15 @@ class SecurityState(Holder):
 
     async def delete_acls(self, selected: AclFilter) -> frozenset[Acl]:
         """Remove the rules that a filter selects durably; return them."""
-        gone = frozenset(acl for acl in self.snapshot.acls if selected.matches(acl))
-        if gone:
-            await self._change(SecurityChange(delete_acls=gone))
-        return gone
+        selected_acls = frozenset(acl for acl in self.snapshot.acls if selected.matches(acl))
+        if selected_acls:
+            await self._change(SecurityChange(delete_acls=selected_acls))
+        return selected_acls
 
-    async def follow(self, rules: Iterable[Acl], gone: Iterable[Acl], sightings: SightingChange) -> None:
+    async def follow(self, rules: Iterable[Acl], to_delete: Iterable[Acl], sightings: SightingChange) -> None:
         """Add and delete rules as at the source of a mirror, in one transaction with its sightings."""
         here = self.snapshot.acls
-        added, removed = frozenset(rules) - here, frozenset(gone) & here
+        added, removed = frozenset(rules) - here, frozenset(to_delete) & here
         if len(here) + len(added) > ACLS_MAX:
             raise InvalidRequest(f"there are {ACLS_MAX} access rules at most; the source of a mirror has more")
         if added or removed:
@@ -231,7 +231,7 @@ class SecurityState(Holder):
 
     def _apply(self, declared: DeclaredSecurity) -> None:
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
-        self.decoy_key = declared.decoy_key
+        self.cluster_key = declared.cluster_key
         self.is_loaded = True
         self._tokens = {one.token_id: one for one in declared.tokens}
         if declared.acls != self.snapshot.acls:

@@ -80,8 +80,8 @@ class TlsFiles:
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Return a value that changes with the files."""
-        found = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
-        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
+        statuses = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
+        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in statuses)
 
     def load(self, *, is_server: bool) -> ssl.SSLContext:
         """Create a context from the current files."""
@@ -228,15 +228,15 @@ class PrincipalRules:
         at = 0
         text = text.strip() or "DEFAULT"
         while at < len(text):
-            found = _RULE.match(text, at)
-            if found is None or found.end() == at:
+            match = _RULE.match(text, at)
+            if match is None or match.end() == at:
                 raise InvalidSetting(
                     "tls-principal-rules takes DEFAULT and RULE:pattern/replacement/[LU], separated by commas, "
                     f"not {text[at:]!r}"
                 )
-            default, pattern, replacement, case = found.groups()
+            default, pattern, replacement, case = match.groups()
             self._rules.append(None if default else _Rule(pattern, replacement, case or ""))
-            at = found.end()
+            at = match.end()
 
     def principal(self, certificate: x509.Certificate) -> str:
         name = subject_of(certificate)

@@ -78,7 +78,7 @@ def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
     if light and header.record_count > LIGHT_RECORDS_MAX:
         raise BatchTooHeavy
     if header.record_count >= COMPILED_RECORDS_MIN:
-        return _open_compiled(records, header, first, with_keys=with_keys, has_delays=has_delays)
+        return _scan_compiled(records, header, first, with_keys=with_keys, has_delays=has_delays)
     offsets: list[int] = []
     delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
@@ -100,7 +100,7 @@ def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
     return BatchScan(absent, delayed, keys, len(section))
 
 
-def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, has_delays: bool) -> BatchScan:
+def _scan_compiled(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, has_delays: bool) -> BatchScan:
     from millstream.protocol.records.decoder import HEADER, KEY, decode_columns
 
     batch = memoryview(records)[header.position : header.end_position]

@@ -30,7 +30,7 @@ BLOCKED: Final = 3
 """Waiting for an earlier message with the same key. Only the leader knows this state; it is stored as available."""
 
 REJECTING: Final = 4
-"""On its way to the dead letter topic."""
+"""Rejected, and not yet written to the dead letter topic."""
 
 DONE: Final = 5
 """Finished: accepted, dead-lettered, dropped, filtered out, or not a message at all."""
@@ -115,13 +115,13 @@ class Columns:
         del self.holders[index:]
         del self.first_delivered[index:]
 
-    def keep(self, kept: npt.NDArray[np.bool_]) -> None:
+    def keep(self, is_kept: npt.NDArray[np.bool_]) -> None:
         """Remove every message that is not marked."""
-        self.states = bytearray(np.frombuffer(self.states, np.uint8)[kept].tobytes())
-        self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[kept].tobytes())
-        self.dues = array("q", np.frombuffer(self.dues, np.int64)[kept].tobytes())
-        self.holders = array("I", np.frombuffer(self.holders, np.uint32)[kept].tobytes())
-        self.first_delivered = array("q", np.frombuffer(self.first_delivered, np.int64)[kept].tobytes())
+        self.states = bytearray(np.frombuffer(self.states, np.uint8)[is_kept].tobytes())
+        self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[is_kept].tobytes())
+        self.dues = array("q", np.frombuffer(self.dues, np.int64)[is_kept].tobytes())
+        self.holders = array("I", np.frombuffer(self.holders, np.uint32)[is_kept].tobytes())
+        self.first_delivered = array("q", np.frombuffer(self.first_delivered, np.int64)[is_kept].tobytes())
 
     def insert(self, index: int) -> None:
         """Insert an available message that was never delivered."""
@@ -339,18 +339,18 @@ class Stragglers(Columns):
     def _compact(self) -> None:
         self.keep_marked(np.frombuffer(self.states, np.uint8) != DONE)
 
-    def keep_marked(self, kept: npt.NDArray[np.bool_]) -> None:
+    def keep_marked(self, is_kept: npt.NDArray[np.bool_]) -> None:
         """Remove every message that is not marked, finished or not."""
-        self.offsets = array("q", np.frombuffer(self.offsets, np.int64)[kept].tobytes())
-        self.keys = array("q", np.frombuffer(self.keys, np.int64)[kept].tobytes())
-        self.keep(kept)
+        self.offsets = array("q", np.frombuffer(self.offsets, np.int64)[is_kept].tobytes())
+        self.keys = array("q", np.frombuffer(self.keys, np.int64)[is_kept].tobytes())
+        self.keep(is_kept)
         self.finished_count = self.states.count(DONE)
         self.front = self.first_unfinished(0)
 
     def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
         """Find the first consecutive messages that are in a state and in the same attempt."""
-        found = super().find_run(start, end, state, count_max)
-        return None if found is None else (found[0], self._contiguous_end(*found))
+        run = super().find_run(start, end, state, count_max)
+        return None if run is None else (run[0], self._contiguous_end(*run))
 
     def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Split a range into runs of consecutive offsets that are equal in state, attempt, due time and holder."""

@@ -26,7 +26,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import LeaderAppender
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import LOST_REASON, POSITION, Rejected
+from millstream.broker.subscriptions.lease import LOST_REASON, POSITION, RejectedMessage
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -90,14 +90,14 @@ class DeadLetterAppender(LeaderAppender):
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic, which is created if it does not exist."""
-        found = self._topics.get(topic)
-        if found is None:
+        described = self._topics.get(topic)
+        if described is None:
             with suppress(TopicExists):
                 await self._topics.create(topic, overrides=_TOPIC_SETTINGS)
-            found = self._topics.get(topic)
-        if found is None:
+            described = self._topics.get(topic)
+        if described is None:
             raise UnknownTopic(f"the dead letter topic {topic!r} is being created; try again")
-        return found.partitions
+        return described.partitions
 
 
 IN_FLIGHT_MAX: Final = 5
@@ -212,16 +212,16 @@ class DeadLetters:
             self._pause_task = None
             self._refused.clear()
 
-    def _next_rejected(self) -> list[Rejected]:
+    def _next_rejected(self) -> list[RejectedMessage]:
         """Return the planned letters, or the next ones to plan if there are none."""
         queue = self._delivery.queue
         planned = queue.planned()
         if planned:
             return planned
-        found = queue.rejecting(IN_FLIGHT_MAX + len(self._refused))
-        return [rejected for rejected in found if rejected.offset not in self._refused][:IN_FLIGHT_MAX]
+        messages = queue.rejecting(IN_FLIGHT_MAX + len(self._refused))
+        return [rejected for rejected in messages if rejected.offset not in self._refused][:IN_FLIGHT_MAX]
 
-    async def _write_letters(self, letters: list[Rejected]) -> None:
+    async def _write_letters(self, letters: list[RejectedMessage]) -> None:
         queue, settings = self._delivery.queue, self._delivery.settings
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters:
@@ -250,7 +250,7 @@ class DeadLetters:
                 await self._write_letter(topic, rejected, plan)
         self._delivery.queue_changed()
 
-    async def _write_letter(self, topic: str, rejected: Rejected, plan: Plan) -> None:
+    async def _write_letter(self, topic: str, rejected: RejectedMessage, plan: Plan) -> None:
         queue, size = self._delivery.queue, 0
         try:
             record = await self._read_message(rejected.offset)
@@ -283,7 +283,7 @@ class DeadLetters:
             where = POSITION.pack(plan.partition, offset) + topic.encode()
             queue.dead_lettered(rejected.offset, where, now_ms=self._clock.now_ms())
 
-    def _record_refusal(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:
+    def _record_refusal(self, topic: str, rejected: RejectedMessage, error: BatchRejected, size: int) -> None:
         """Retry a refused letter later, and log once what to do about it."""
         self._refused.add(rejected.offset)
         delivery = self._delivery
@@ -299,7 +299,7 @@ class DeadLetters:
         delivery.refused_letters.add(rejected.offset)
         delivery.letter_refusal = reason
 
-    def _discard_plan(self, rejected: Rejected) -> None:
+    def _discard_plan(self, rejected: RejectedMessage) -> None:
         """Discard the plan of a letter that is certainly not stored, so that it gets a new number."""
         self._delivery.queue.plan(rejected.offset, b"", now_ms=self._clock.now_ms())
         self._producer_id = None
@@ -307,7 +307,7 @@ class DeadLetters:
     def _log_retry(self, message: str, error: MillstreamError, **context: object) -> None:
         _logger.warning(message, extra={"subscription": self._subscription, "error": str(error), **context})
 
-    async def _plan_for(self, rejected: Rejected, partitions: int) -> Plan | None:
+    async def _plan_for(self, rejected: RejectedMessage, partitions: int) -> Plan | None:
         """Return the plan of a letter, made now if there is none; None if the message is no longer rejected."""
         if rejected.plan:
             return Plan.read(rejected.plan)
@@ -339,7 +339,7 @@ class DeadLetters:
             lambda: next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
         )
 
-    def _build_letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
+    def _build_letter(self, rejected: RejectedMessage, plan: Plan, record: Record) -> bytearray:
         key = self._delivery.key
         source = self._delivery.partition.topic.name
         now_ms = self._clock.now_ms()

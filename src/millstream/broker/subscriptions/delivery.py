@@ -69,7 +69,7 @@ class Waiter(Protocol):
     def current_demand(self) -> Demand | None:
         """Return its current demand; None while it has none, in which case it wakes the queue when that changes."""
 
-    def deliver(self, delivery: Delivery, received: Received) -> None:
+    def deliver(self, delivery: Delivery, received: ReceivedMessages) -> None:
         """Hand over messages."""
 
     def reject(self, reason: MillstreamError) -> None:
@@ -128,14 +128,14 @@ _DAMAGE_WORKER: Final = "millstream/damage"
 _INT64_MAX: Final = 2**63 - 1
 
 
-class Received(NamedTuple):
+class ReceivedMessages(NamedTuple):
     """Leases granted to a worker, and the batches that hold their messages."""
 
     leases: list[Lease]
     batches: list[memoryview]
 
 
-NOTHING: Final = Received([], [])
+NOTHING: Final = ReceivedMessages([], [])
 
 
 class Demand(NamedTuple):
@@ -281,17 +281,17 @@ class Delivery:
 
     # Workers
 
-    def try_receive(self, demand: Demand) -> Received:
+    def try_receive(self, demand: Demand) -> ReceivedMessages:
         """Lease the messages that are available now; `leases_durable` waits until the worker may get a response."""
         self._check_open()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver or self._is_drained(self.last_used_ms):
             return NOTHING
         self._prepare(demand.max_records)
-        found = self._lease(demand, demand.max_records)
+        received = self._lease(demand, demand.max_records)
         self._scanned = None
         self._after_change()
-        return found
+        return received
 
     def park(self, waiter: Waiter) -> None:
         """Let a worker wait for messages, unless too many wait already."""
@@ -424,8 +424,8 @@ class Delivery:
         next_offset = 0
         for offset in sorted(letters):
             if offset >= next_offset:
-                found, next_offset = await keys_in_batch(self.partition, offset)
-                keys.update(found)
+                found_keys, next_offset = await keys_in_batch(self.partition, offset)
+                keys.update(found_keys)
         self._check_open()
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
@@ -561,14 +561,14 @@ class Delivery:
             self.close(NotLeader(f"{self.partition.log.partition} is led by another node"))
             self._check_open()
 
-    def _lease(self, demand: Demand, max_records: int) -> Received:
+    def _lease(self, demand: Demand, max_records: int) -> ReceivedMessages:
         queue = self.queue
         # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
-        found = self._read_oldest(demand, max_records)
-        if found is None:
+        oldest_records = self._read_oldest(demand, max_records)
+        if oldest_records is None:
             return NOTHING
-        oldest, records = found
+        oldest, records = oldest_records
         headers = [header for header in iterate_whole_headers(records) if header.next_offset > oldest]
         if not headers:
             return NOTHING
@@ -587,7 +587,7 @@ class Delivery:
         if leases and leases[-1].attempt == 1:
             for batch in batches:
                 self.latency.observe(max(0, now_ms - batch.max_timestamp_ms) / 1000)
-        return Received(leases, join_adjacent(records, batches))
+        return ReceivedMessages(leases, join_adjacent(records, batches))
 
     def _read_oldest(self, demand: Demand, max_records: int) -> tuple[Offset, Buffer] | None:
         """Read the log from the oldest available message, skipping what the disk has lost."""
@@ -926,10 +926,10 @@ class Delivery:
         if not self._has_available:
             # Earlier workers took more than they asked for, or hold the keys of the scanned messages.
             self._prepare(demand.max_records)
-        found = self._lease(demand, min(demand.max_records, share))
-        if found.leases:
+        received = self._lease(demand, min(demand.max_records, share))
+        if received.leases:
             self._waiting.pop(waiter, None)
-            waiter.deliver(self, found)
+            waiter.deliver(self, received)
             return True
         # This worker may be at its limit while others are not.
         return self._has_available

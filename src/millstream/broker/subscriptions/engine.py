@@ -201,8 +201,8 @@ class Engine:
         return [opened.delivery for opened in self._open.values()]
 
     def opened(self, key: QueueKey) -> Delivery | None:
-        found = self._open.get(key)
-        return None if found is None else found.delivery
+        queue = self._open.get(key)
+        return None if queue is None else queue.delivery
 
     async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
         """Return the queue of a subscription on a partition that this node leads, restoring it if necessary."""
@@ -233,12 +233,12 @@ class Engine:
     def _find_open(self, subscription: Subscription, partition: Partition) -> Delivery | None:
         """Return the queue of a subscription on a partition if it is open; one of an earlier epoch is closed."""
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
-        found = self._open.get(key)
-        if found is None:
+        queue = self._open.get(key)
+        if queue is None:
             return None
-        if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
-            return found.delivery
-        found.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
+        if queue.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
+            return queue.delivery
+        queue.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
         return None
 
     def ready(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery] | None:
@@ -270,10 +270,10 @@ class Engine:
         if self._closed:
             # Nothing would complete the future, and stopping the node would wait for it.
             raise PartitionClosed("the broker is stopping")
-        found = self._opening_waiters.get(subscription.subscription_id)
-        if found is None:
-            found = self._opening_waiters[subscription.subscription_id] = asyncio.get_running_loop().create_future()
-        return found
+        waiter = self._opening_waiters.get(subscription.subscription_id)
+        if waiter is None:
+            waiter = self._opening_waiters[subscription.subscription_id] = asyncio.get_running_loop().create_future()
+        return waiter
 
     def release_worker(self, subscription: Subscription, worker: str) -> None:
         for opened in list(self._open.values()):
@@ -397,10 +397,10 @@ class Engine:
             waiter.set_result(None)
 
     def _queue_closed(self, delivery: Delivery) -> None:
-        found = self._open.get(delivery.key)
-        if found is not None and found.delivery is delivery:
+        queue = self._open.get(delivery.key)
+        if queue is not None and queue.delivery is delivery:
             del self._open[delivery.key]
-            self._spawn(found.letters.close())
+            self._spawn(queue.letters.close())
             self._spawn(self._reopen(delivery))
 
     def _declarations_changed(self) -> None:
@@ -441,8 +441,8 @@ class Engine:
         return QueueFilter(self._dependencies.filter_cache, partition.log.partition, compile_filter(settings.filter))
 
     def _topic_deleted(self, topic: Topic) -> None:
-        gone = PartitionClosed(f"topic {topic.name!r} was deleted")
-        self._close_all(lambda key: key.topic_id == topic.topic_id, gone)
+        error = PartitionClosed(f"topic {topic.name!r} was deleted")
+        self._close_all(lambda key: key.topic_id == topic.topic_id, error)
         self._spawn(self._delete_states(lambda key: key.topic_id == topic.topic_id))
 
     def _watch_leadership(self, topic: str) -> None:
@@ -590,8 +590,8 @@ async def start_offset(settings: SubscriptionSettings, partition: Partition, now
     time_ms = settings.start_time_ms(now_ms)
     if time_ms is None:
         return partition.log_start if settings.start == EARLIEST else end
-    found = await partition.log.find_time(time_ms, up_to=end)
-    return end if found is None else Offset(max(found[0], partition.log_start))
+    result = await partition.log.find_time(time_ms, up_to=end)
+    return end if result is None else Offset(max(result[0], partition.log_start))
 
 
 Count = Callable[[Delivery], float]

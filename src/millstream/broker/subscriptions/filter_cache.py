@@ -35,7 +35,7 @@ class Matches(NamedTuple):
     """What a filter says about a range of offsets."""
 
     bits: Bits
-    """For each offset, whether it matches."""
+    """Whether each offset matches."""
     unreadable: Unreadable
     """The batches that cannot be decoded, or kill the process that does it."""
 
@@ -113,12 +113,12 @@ class FilterCache:
             runs = self._cached_runs(partition, known, filter_, first, next_offset)
             if runs is None:
                 runs = await self._evaluate_missing(partition, known, filter_, records, first, next_offset)
-        found = np.zeros(next_offset - first, np.bool_)
+        bits = np.zeros(next_offset - first, np.bool_)
         for run in runs:
             start, end = max(first, run.start), min(next_offset, run.end)
-            found[start - first : end - first] = run.rows[filter_][start - run.start : end - run.start]
+            bits[start - first : end - first] = run.rows[filter_][start - run.start : end - run.start]
         unreadable = (one for run in runs for one in run.unreadable if one[1] >= first and one[0] < next_offset)
-        return Matches(found, tuple((max(a, first), min(b, next_offset - 1), reason) for a, b, reason in unreadable))
+        return Matches(bits, tuple((max(a, first), min(b, next_offset - 1), reason) for a, b, reason in unreadable))
 
     def _cached_runs(
         self, partition: TopicPartition, known: _Partition, filter_: Filter, first: int, next_offset: int

@@ -94,9 +94,9 @@ class FilterWorker:
         """
         if is_light(messages, len(filters)):
             with suppress(CorruptBatch):
-                found = evaluate_few(messages, filters, decompressed_bytes_max=INLINE_BYTES_MAX)
+                evaluation = evaluate_few(messages, filters, decompressed_bytes_max=INLINE_BYTES_MAX)
                 self.evaluated_inline += 1
-                return found
+                return evaluation
             # Batches that decompress to too much go to the child, which also recognizes corrupt ones.
         request = _encode_request(messages, filters)
         async with self._lock:

@@ -110,8 +110,8 @@ def respond(request: FilterRequest | BatchRequest) -> FilterResponse:
     try:
         if isinstance(request, BatchRequest):
             header = read_header(request.batch)
-            found = scan_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
-            return ScannedBatch.of(found)
+            scan = scan_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
+            return ScannedBatch.of(scan)
         return FilterMatches.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
     except BatchRejected as error:
         return Unreadable(str(error))

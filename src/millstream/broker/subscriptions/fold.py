@@ -64,9 +64,9 @@ class InternTable:
 
     def remove_references(self, number: int, count: int) -> None:
         """Remove references, and free the number when none is left."""
-        left = self._references[number] - count
-        self._references[number] = left
-        if left == 0:
+        remaining = self._references[number] - count
+        self._references[number] = remaining
+        if remaining == 0:
             del self._numbers[self.texts[number]]
             self.texts[number] = ""
             self._free.append(number)
@@ -179,14 +179,14 @@ class Fold:
 
     def unfinished_ranges(self) -> list[tuple[int, int]]:
         """Return the scanned messages that are not done, as ascending ranges [start, end)."""
-        found: list[tuple[int, int]] = []
-        left = np.flatnonzero(np.frombuffer(self.stragglers.states, np.uint8) != DONE)
-        if len(left):
-            found += _consecutive_ranges(np.frombuffer(self.stragglers.offsets, np.int64)[left])
-        left = np.flatnonzero(np.frombuffer(self.window.states, np.uint8) != DONE)
-        if len(left):
-            found += _consecutive_ranges(left + self.window.base)
-        return found
+        ranges: list[tuple[int, int]] = []
+        unfinished = np.flatnonzero(np.frombuffer(self.stragglers.states, np.uint8) != DONE)
+        if len(unfinished):
+            ranges += _consecutive_ranges(np.frombuffer(self.stragglers.offsets, np.int64)[unfinished])
+        unfinished = np.flatnonzero(np.frombuffer(self.window.states, np.uint8) != DONE)
+        if len(unfinished):
+            ranges += _consecutive_ranges(unfinished + self.window.base)
+        return ranges
 
     def apply(self, delta: Delta) -> None:
         _APPLY_BY_NUMBER[delta.kind](self, delta)
@@ -197,13 +197,13 @@ class Fold:
         start = window.start
         if first >= start:
             return [(window, first - window.base, min(last + 1, window.end) - window.base)] if first <= last else []
-        found: list[Part] = []
+        parts: list[Part] = []
         start_index, stop = self.stragglers.indices(first, min(last, start - 1))
         if start_index < stop:
-            found.append((self.stragglers, start_index, stop))
+            parts.append((self.stragglers, start_index, stop))
         if last >= start and window.end > start:
-            found.append((window, start - window.base, min(last + 1, window.end) - window.base))
-        return found
+            parts.append((window, start - window.base, min(last + 1, window.end) - window.base))
+        return parts
 
     def place(self, offset: int) -> tuple[Window | Stragglers, int] | None:
         """Locate one message; None if it is forgotten or not scanned yet."""
@@ -218,15 +218,15 @@ class Fold:
 
     def waiting_runs(self, first: int, last: int) -> list[WaitingRun]:
         """Return the leased and parked messages of a range."""
-        found = []
+        runs = []
         for columns, start, end in self.parts(first, last):
             for state in (LEASED, PARKED):
                 place = columns.states.find(state, start, end)
                 while place >= 0:
                     stop = run_end(columns.states, place, end)
-                    found += [_waiting_run(columns, state, *run) for run in columns.uniform_runs(place, stop)]
+                    runs += [_waiting_run(columns, state, *run) for run in columns.uniform_runs(place, stop)]
                     place = columns.states.find(state, stop, end)
-        return found
+        return runs
 
     def count_due(self, now_ms: int) -> int:
         """Count the parked messages whose time has come; only the leader's queue makes them available."""
@@ -247,7 +247,7 @@ class Fold:
         return self._leased_runs(None) if self.counts[LEASED] else []
 
     def _leased_runs(self, holder: int | None) -> list[WaitingRun]:
-        found: list[WaitingRun] = []
+        runs: list[WaitingRun] = []
         for columns in (self.stragglers, self.window):
             held = np.frombuffer(columns.states, np.uint8) == LEASED
             if holder is not None:
@@ -256,8 +256,8 @@ class Fold:
             del held
             if len(places):
                 for start, end in _consecutive_ranges(places):
-                    found += [_waiting_run(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
-        return found
+                    runs += [_waiting_run(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
+        return runs
 
     def cut_after(self, end: int) -> bool:
         """Forget every message from an offset on, as if it had never been scanned; return whether there was one.
@@ -397,13 +397,13 @@ class Fold:
             return
         before = self.unfinished
         for columns, start, end in self.parts(delta.first, delta.last):
-            left = 0
+            dropped = 0
             for start_index, stop in columns.uniform_runs(start, end):
                 if columns.states[start_index] != DONE:
                     self._uncount_state(columns, start_index, stop - start_index)
                     columns.set_state(start_index, stop, DONE)
-                    left += stop - start_index
-            columns.record_finished(left)
+                    dropped += stop - start_index
+            columns.record_finished(dropped)
         self._drop_plans(delta.first, delta.last)
         for offset in [offset for offset in self.revived if offset <= delta.last]:
             del self.revived[offset]
@@ -530,4 +530,4 @@ _APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
 }
 
 _APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
-"""The same indexed by number, for a look-up on every event."""
+"""The functions of `_APPLY` by the number of the kind, since every event is looked up."""

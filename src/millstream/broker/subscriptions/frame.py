@@ -162,7 +162,7 @@ class LedgerWindow(msgspec.Struct, frozen=True, array_like=True):
 encode_window: Final = msgspec.msgpack.Encoder().encode
 
 PUBLISHED: Final = struct.Struct("<qq")
-"""In the extra of a `SCANNED` delta: the end of a run of messages, and the time of their batches."""
+"""An entry in the extra of a `SCANNED` delta: the end of a run of messages, and the time of their batches."""
 
 
 def read_window(extra: bytes) -> LedgerWindow:

@@ -36,7 +36,7 @@ class DeltaKind(IntEnum):
     EXTENDED = 11
     """The lease was extended until `due_ms`."""
     REJECTING = 12
-    """On its way to the dead letter topic, for `reason`."""
+    """Rejected for `reason`, and not yet written to the dead letter topic."""
     PLANNED = 13
     """The planned dead letter is in `extra`; durable before the letter is written."""
     DEAD_LETTERED = 14
@@ -134,8 +134,8 @@ LOST_REASON: Final = "the log no longer has the message"
 """Why a rejected message is dropped that cannot be written to the dead letter topic any more."""
 
 
-class Rejected(NamedTuple):
-    """A message on its way to the dead letter topic."""
+class RejectedMessage(NamedTuple):
+    """A rejected message that is not yet written to the dead letter topic."""
 
     offset: Offset
     attempts: int

@@ -64,12 +64,14 @@ class ScannedRange(NamedTuple):
         for first, last in self.absent:
             lost[max(first - self.first, 0) + 1 : last - self.first + 2] = 0
         edges = (np.flatnonzero(np.diff(lost)) + int(self.first)).tolist()
-        gone = [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        unreadable_ranges = [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         known = {first for first, _last, _reason in self.unreadable}
         new = tuple(
-            one for one in unreadable if one[0] not in known and any(a <= one[1] and one[0] <= b for a, b in gone)
+            one
+            for one in unreadable
+            if one[0] not in known and any(a <= one[1] and one[0] <= b for a, b in unreadable_ranges)
         )
-        return self._replace(absent=sorted([*self.absent, *gone]), unreadable=(*self.unreadable, *new))
+        return self._replace(absent=sorted([*self.absent, *unreadable_ranges]), unreadable=(*self.unreadable, *new))
 
     def with_batch_scan(self, scan: BatchScan | str) -> ScannedRange:
         """Return the range with its heavy batch scanned, or with the reason why it is unreadable."""
@@ -180,8 +182,8 @@ def scan_log(
     if all_keys is not None:
         for begin, batch_keys in keys:
             all_keys[begin - offset : begin - offset + batch_keys.size] = batch_keys
-    found = ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
-    return found._replace(published=b"".join(times)) if times else found
+    result = ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
+    return result._replace(published=b"".join(times)) if times else result
 
 
 def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:
@@ -210,28 +212,28 @@ async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int,
 
     A batch that is unreadable or no longer stored has no keys. Raises `RepairPending` while it is being repaired.
     """
-    found: dict[int, int] = {}
+    keys: dict[int, int] = {}
     try:
         records = partition.read(offset, max_bytes=1)
     except (OffsetOutOfRange, DamagedRange):
-        return found, Offset(offset + 1)
+        return keys, Offset(offset + 1)
     header = next(iterate_whole_headers(records), None)
     if header is None:
-        return found, Offset(offset + 1)
+        return keys, Offset(offset + 1)
     if not header.is_control:
         with suppress(BatchRejected):
             scan = await asyncio.to_thread(scan_batch, records, header, header.base_offset, with_keys=True, light=False)
             if scan.keys is not None:
-                found = dict(enumerate(scan.keys.tolist(), header.base_offset))
+                keys = dict(enumerate(scan.keys.tolist(), header.base_offset))
             for first, last in scan.absent:
                 for missing in range(first, last + 1):
-                    del found[missing]
-    return found, Offset(max(header.next_offset, offset + 1))
+                    del keys[missing]
+    return keys, Offset(max(header.next_offset, offset + 1))
 
 
 def batches_covering(headers: Iterable[BatchHeader], leased: Iterable[tuple[int, int]]) -> list[BatchHeader]:
     """Return the batches that overlap the given ascending ranges."""
-    found: list[BatchHeader] = []
+    headers_in_ranges: list[BatchHeader] = []
     ranges = iter(leased)
     current = next(ranges, None)
     for header in headers:
@@ -240,21 +242,21 @@ def batches_covering(headers: Iterable[BatchHeader], leased: Iterable[tuple[int,
         if current is None:
             break
         if current[0] <= header.last_offset:
-            found.append(header)
-    return found
+            headers_in_ranges.append(header)
+    return headers_in_ranges
 
 
 def join_adjacent(records: Buffer, batches: Iterable[BatchHeader]) -> list[memoryview]:
     """Return the content of the given batches, adjacent ones together."""
     view = memoryview(records)
-    found: list[memoryview] = []
+    pieces: list[memoryview] = []
     begin = end = 0
     for header in batches:
         if header.position != end:
             if end > begin:
-                found.append(view[begin:end])
+                pieces.append(view[begin:end])
             begin = header.position
         end = header.end_position
     if end > begin:
-        found.append(view[begin:end])
-    return found
+        pieces.append(view[begin:end])
+    return pieces

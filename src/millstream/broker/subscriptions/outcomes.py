@@ -217,15 +217,15 @@ async def message_state(delivery: Delivery, offset: int, *, start: int | None, w
     """
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
-        found = _current_state(delivery, offset, start)
-        if found is None:
+        state = _current_state(delivery, offset, start)
+        if state is None:
             # The outcome may not be written yet, and only the written frame has it.
             await delivery.durable(is_all=True)
             return _recalled_state(delivery, offset)
         left_s = deadline - asyncio.get_running_loop().time()
-        if found.is_final or left_s <= 0:
+        if state.is_final or left_s <= 0:
             await delivery.durable()
-            return found
+            return state
         waiter = delivery.outcomes.wait_for(offset)
         try:
             await asyncio.wait([waiter], timeout=left_s)
@@ -308,13 +308,13 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     """Return the life of a message, once all of it is durable; `start` is where the subscription began, if known."""
     # Only written frames are remembered.
     await delivery.durable(is_all=True)
-    found = _trace_in_queue(delivery, offset, list(delivery.outcomes.frames()), subscription=subscription, start=start)
-    if found.is_complete or not found.ledger:
-        return found
+    trace = _trace_in_queue(delivery, offset, list(delivery.outcomes.frames()), subscription=subscription, start=start)
+    if trace.is_complete or not trace.ledger:
+        return trace
     try:
         stored = list(map(read_frame, await delivery.stored_frames(offset)))
     except MillstreamError as error:
-        return replace(found, unknown=f"its stored events were not searched: {error}; {_advice(delivery)}")
+        return replace(trace, unknown=f"its stored events were not searched: {error}; {_advice(delivery)}")
     # Meanwhile more may have happened.
     await delivery.durable(is_all=True)
     last = max((frame.header.sequence for frame in stored), default=-1)

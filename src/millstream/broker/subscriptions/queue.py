@@ -31,7 +31,7 @@ from millstream.broker.subscriptions.columns import (
 )
 from millstream.broker.subscriptions.fold import Fold, encode_revivals
 from millstream.broker.subscriptions.frame import FrameHeader, LedgerNames, LedgerWindow, encode_window, write_frame
-from millstream.broker.subscriptions.lease import Delta, DeltaKind, Lease, Rejected, Revival, Settlement
+from millstream.broker.subscriptions.lease import Delta, DeltaKind, Lease, RejectedMessage, Revival, Settlement
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, KeyOrder, Supply
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation
@@ -337,8 +337,8 @@ class Queue:
         """The oldest message that `acquire` would lease, apart from the worker's limits."""
         if not self.is_ready or not self._fold.counts[AVAILABLE]:
             return None
-        found = self._supply.peek(_NO_LIMIT)
-        return None if found is None else Offset(found)
+        offset = self._supply.peek(_NO_LIMIT)
+        return None if offset is None else Offset(offset)
 
     def acquire(
         self,
@@ -422,8 +422,10 @@ class Queue:
             elif verb == Verb.RETURN:
                 due_ms = now_ms + (settle.delay_ms or 0)
                 # A message that waits in its first attempt holds its key, also after a restart.
-                left = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
-                self._requeue(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
+                attempts_used = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
+                self._requeue(
+                    Delta(DeltaKind.RELEASED, first, last, attempts_used, due_ms, worker, now_ms, settle.reason)
+                )
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None
@@ -603,28 +605,28 @@ class Queue:
 
     # -- dead letters ----------------------------------------------------------------------------------------
 
-    def rejecting(self, count_max: int) -> list[Rejected]:
+    def rejecting(self, count_max: int) -> list[RejectedMessage]:
         """Return the oldest messages to be written to the dead letter topic."""
-        found: list[Rejected] = []
+        messages: list[RejectedMessage] = []
         if not self._fold.counts[REJECTING]:
-            return found
+            return messages
         for columns in (self._fold.stragglers, self._fold.window):
             place = columns.states.find(REJECTING)
-            while place >= 0 and len(found) < count_max:
-                found.append(self._rejected_at(columns, place))
+            while place >= 0 and len(messages) < count_max:
+                messages.append(self._rejected_at(columns, place))
                 place = columns.states.find(REJECTING, place + 1)
-        return found
+        return messages
 
-    def planned(self) -> list[Rejected]:
+    def planned(self) -> list[RejectedMessage]:
         """Return those for which a letter is planned."""
         places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
         return [self._rejected_at(*place) for place in places if place[0].states[place[1]] == REJECTING]
 
-    def _rejected_at(self, columns: Window | Stragglers, place: int) -> Rejected:
+    def _rejected_at(self, columns: Window | Stragglers, place: int) -> RejectedMessage:
         offset = Offset(columns.offset_at(place))
         reason = self._fold.reasons.texts[columns.holders[place]]
         times = columns.first_delivered[place], columns.dues[place]
-        return Rejected(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
+        return RejectedMessage(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
 
     def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
         """Store the plan of a letter, or discard it; return False if the message is not rejected."""
@@ -652,8 +654,8 @@ class Queue:
                 f"message {min(unwritten)} is still being written to the dead letter topic; try again in a moment"
             )
         pending = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
-        left = self._parked_max - fold.stragglers.unfinished
-        if sum(one.offset < fold.window.start for one in pending) > left:
+        room = self._parked_max - fold.stragglers.unfinished
+        if sum(one.offset < fold.window.start for one in pending) > room:
             raise PolicyViolation(
                 f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
                 "redrive the others when some of these are done"

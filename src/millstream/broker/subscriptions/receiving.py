@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers, Parked
-from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.state_store import PendingWrite
 from millstream.core.errors import MillstreamError
@@ -33,14 +33,14 @@ class Grant(NamedTuple):
     """What one queue has leased to a worker."""
 
     delivery: Delivery
-    received: Received
+    received: ReceivedMessages
     granted_at: float
     """When the leases started, or a moment before, by the monotonic clock."""
     lease_ms: int | None
     """How long they last from then on, as granted; None if nothing is leased."""
 
     @classmethod
-    def now(cls, delivery: Delivery, received: Received, granted_at: float) -> Grant:
+    def now(cls, delivery: Delivery, received: ReceivedMessages, granted_at: float) -> Grant:
         """Build a grant with the current lease length."""
         settings = delivery.settings
         return cls(delivery, received, granted_at, None if settings.delivery == AT_MOST_ONCE else settings.lease_ms)
@@ -60,7 +60,7 @@ class _BudgetShare:
             return None
         return demand if demand.max_bytes <= share_bytes else demand._replace(max_bytes=share_bytes)
 
-    def take(self, received: Received) -> int:
+    def take(self, received: ReceivedMessages) -> int:
         """Account for received messages; return their size."""
         size = sum(map(len, received.batches))
         self.budget.reserve(size)
@@ -116,7 +116,7 @@ class Wait:
             self._share.budget.wait(self, self._budget_freed)
         return fitting
 
-    def deliver(self, delivery: Delivery, received: Received) -> None:
+    def deliver(self, delivery: Delivery, received: ReceivedMessages) -> None:
         self._share.take(received)
         self._complete(Grant.now(delivery, received, self._requested_at))
 
@@ -139,9 +139,9 @@ class Wait:
         for delivery in self._deliveries:
             delivery.forget(self)
 
-    def _complete(self, found: Grant | None) -> None:
+    def _complete(self, grant: Grant | None) -> None:
         self.cancel()
-        self._finish(found)
+        self._finish(grant)
 
     def _budget_freed(self) -> None:
         for delivery in self._deliveries:
@@ -177,7 +177,7 @@ class ParkedLease(Parked):
         respond: Callable[[list[Grant], Exception | None], Buffers | Coroutine[Any, Any, Buffers]],
         refuse: Callable[[BaseException], Buffers],
     ) -> None:
-        """`respond` encodes the leases, or why no queue could be asked, or goes on in a task if nothing is leased."""
+        """`respond` encodes the leases or the error, or continues in a task if nothing is leased."""
         super().__init__()
         self._share = _BudgetShare(budget)
         self._worker = worker
@@ -380,17 +380,17 @@ async def _wait(
 ) -> list[Grant]:
     finished: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
 
-    def finish(found: Grant | None) -> None:
+    def finish(grant: Grant | None) -> None:
         if not finished.done():
-            finished.set_result(found)
-        elif found is not None:
+            finished.set_result(grant)
+        elif grant is not None:
             # The worker has left; its task is about to notice.
-            return_leases([found], demand.worker)
+            return_leases([grant], demand.worker)
 
     wait = Wait(deliveries, demand, share, finish)
     try:
         wait.begin(wait_s, interrupt)
-        found = await finished
+        grant = await finished
     except asyncio.CancelledError:
         # Messages may have arrived at that very moment; otherwise the cancellation has ended the wait.
         if not finished.cancelled() and finished.done() and (late := finished.result()) is not None:
@@ -398,7 +398,7 @@ async def _wait(
         raise
     finally:
         wait.cancel()
-    return [] if found is None else [found]
+    return [] if grant is None else [grant]
 
 
 async def _await_durable(

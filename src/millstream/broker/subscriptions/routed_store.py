@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 from millstream.broker.coordination.peers import Peers, ask_peer
 from millstream.broker.subscriptions.state_shard import (
     LoadQueue,
-    QueuesWritten,
     ReadFrames,
     StateCoordinator,
     WriteQueues,
+    WriteQueuesResponse,
     WriteResult,
     encode_writes,
 )
@@ -313,7 +313,7 @@ class RoutedStateStore:
 
     async def _send_to(self, node: NodeId, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
         body = await self._peers.send_private(node, WriteQueues.KEY, encode_writes(index, writes))
-        response = decode(body, QueuesWritten)
+        response = decode(body, WriteQueuesResponse)
         if response.error:
             raise error_from_code(response.error, response.message, about="the states of queues")
         if len(response.errors) != len(writes):

@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=HasError)
 
 
-class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
+class LoadQueueResponse(msgspec.Struct, frozen=True, array_like=True):
     """The state; `error` is Kafka's code, 0 for success."""
 
     error: int
@@ -59,14 +59,14 @@ class _QueueRequest(Request[R], Generic[R], frozen=True, array_like=True):
         return _key(self.subscription_id, self.topic_id, self.partition)
 
 
-class LoadQueue(_QueueRequest[QueueLoaded], frozen=True, array_like=True):
+class LoadQueue(_QueueRequest[LoadQueueResponse], frozen=True, array_like=True):
     """Asks for a queue's state on behalf of its leader."""
 
     KEY: ClassVar = 32020
     leader_epoch: int
 
 
-class FramesRead(msgspec.Struct, frozen=True, array_like=True):
+class ReadFramesResponse(msgspec.Struct, frozen=True, array_like=True):
     """The frames, in the order in which they were written."""
 
     error: int
@@ -74,7 +74,7 @@ class FramesRead(msgspec.Struct, frozen=True, array_like=True):
     frames: Sequence[bytes] = ()
 
 
-class ReadFrames(_QueueRequest[FramesRead], frozen=True, array_like=True):
+class ReadFrames(_QueueRequest[ReadFramesResponse], frozen=True, array_like=True):
     """Asks for the frames about one message that were written since a time."""
 
     KEY: ClassVar = 32022
@@ -96,7 +96,7 @@ class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
         return QueueWrite(key, Epoch(self.leader_epoch), self.sequence, self.deltas)
 
 
-class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
+class WriteQueuesResponse(msgspec.Struct, frozen=True, array_like=True):
     """The results once the writes are durable: one error for all, or one per write."""
 
     error: int
@@ -104,7 +104,7 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
     errors: Sequence[tuple[int, str | None]] = ()
 
 
-class WriteQueues(Request[QueuesWritten], frozen=True, array_like=True):
+class WriteQueues(Request[WriteQueuesResponse], frozen=True, array_like=True):
     """Writes to one partition of the state topic, in order."""
 
     KEY: ClassVar = 32021
@@ -229,7 +229,7 @@ class _QueueState:
     """Records applied since a snapshot was started."""
 
 
-class Loaded(NamedTuple):
+class LoadedState(NamedTuple):
     """A queue's state for its leader."""
 
     snapshot: Callable[[], bytes] | None
@@ -313,13 +313,13 @@ class StateShard:
     def written(self) -> list[QueueKey]:
         return [key for key, queue in self._queues.items() if queue.has_state]
 
-    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, LoadedState]]:
         """Return the states of selected queues, given the number of their last write, without fencing.
 
         States that cannot be read are left out.
         """
         return [
-            (key, Loaded(queue.image.capture(), queue.sequence, queue.image.is_large))
+            (key, LoadedState(queue.image.capture(), queue.sequence, queue.image.is_large))
             for key, queue in self._queues.items()
             if queue.has_state and is_selected(key, queue.sequence) and not queue.image.is_broken
         ]
@@ -332,7 +332,7 @@ class StateShard:
             if queue.has_state and is_selected(key) and not queue.image.is_broken
         ]
 
-    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
+    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[LoadedState]:
         """Read a queue for its leader; earlier leaders can no longer write once this is durable."""
         queue = self._queues.get(key)
         if queue is not None and queue.leader_epoch > leader_epoch:
@@ -342,9 +342,9 @@ class StateShard:
             sequence = NO_SEQUENCE if queue is None else queue.sequence
             records = [write_record(QueueRecord(DELTAS, key, leader_epoch, sequence, b""))]
         if queue is None:
-            return records, Loaded(None, NO_SEQUENCE, is_large=False)
+            return records, LoadedState(None, NO_SEQUENCE, is_large=False)
         snapshot = queue.image.capture() if queue.has_state else None
-        return records, Loaded(snapshot, queue.sequence, queue.image.is_large)
+        return records, LoadedState(snapshot, queue.sequence, queue.image.is_large)
 
     def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
         """Apply writes of several queues; return the result of each."""
@@ -396,10 +396,10 @@ class StateShard:
         queue.leader_epoch, queue.sequence = read.leader_epoch, read.sequence
 
     def loaded(self) -> None:
-        """Nothing to schedule."""
+        """Do nothing: queue states have no timers."""
 
     def unload(self) -> None:
-        """No requests are parked."""
+        """Do nothing: queue states park no requests."""
 
     def durable_keys(self) -> list[Hashable]:
         return list(self._queues)
@@ -517,13 +517,13 @@ class StateCoordinator(Coordinator[StateShard]):
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
-        found = self._partition_cache.get(key)
-        if found is None:
-            found = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
+        partition = self._partition_cache.get(key)
+        if partition is None:
+            partition = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
             if len(self._partition_cache) >= PARTITION_CACHE_MAX:
                 self._partition_cache.clear()
-            self._partition_cache[key] = found
-        return found
+            self._partition_cache[key] = partition
+        return partition
 
     def leader_of(self, index: PartitionIndex) -> NodeId | None:
         """Return the node that leads a partition of the topic; None without a leader."""
@@ -560,13 +560,13 @@ class StateCoordinator(Coordinator[StateShard]):
 
     async def forget(self, is_gone: Callable[[QueueKey], bool]) -> int:
         """Delete the states of deleted queues that this node stores; return how many."""
-        gone = 0
+        deleted_count = 0
         for shard in self._runtime.shards:
             if shard.state is not None:
-                gone += await shard.run(lambda state: state.forget(is_gone), pure=True)
-        return gone
+                deleted_count += await shard.run(lambda state: state.forget(is_gone), pure=True)
+        return deleted_count
 
-    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
+    def changed(self, is_selected: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, LoadedState]]:
         """Yield the states of selected queues on this node, given the number of their last write."""
         for shard in self._runtime.shards:
             if shard.state is not None:

@@ -281,17 +281,17 @@ class Supply:
         hints = self._hints
         while hints and hints[0][0] < until:
             first, last = hints[0]
-            found = self._find_run(first, min(last, until - 1), 1)
-            if found is not None:
-                return found.first
+            run = self._find_run(first, min(last, until - 1), 1)
+            if run is not None:
+                return run.first
             heappop(hints)
             if last >= until:
                 heappush(hints, (until, last))
         while True:
-            found = self._fresh_run(1, until)
-            if found is None or self._try_enter(found.first):
-                return None if found is None else found.first
-            self._fresh = found.first + 1
+            run = self._fresh_run(1, until)
+            if run is None or self._try_enter(run.first):
+                return None if run is None else run.first
+            self._fresh = run.first + 1
 
     def take(self, count: int, until: int) -> list[Run]:
         """Return up to `count` messages before an offset; the caller leases them at once."""
@@ -299,15 +299,15 @@ class Supply:
         if self._hints:
             count -= self._take_hinted(count, until, runs)
         while count > 0:
-            found = self._fresh_run(count, until)
-            if found is None:
+            run = self._fresh_run(count, until)
+            if run is None:
                 break
-            self._fresh = found.last + 1
+            self._fresh = run.last + 1
             if self.order is None:
-                runs.append(found)
-                count -= found.last - found.first + 1
+                runs.append(run)
+                count -= run.last - run.first + 1
             else:
-                count -= self._take_in_order(self.order, found, runs)
+                count -= self._take_in_order(self.order, run, runs)
         return runs
 
     def _take_hinted(self, count: int, until: int, runs: list[Run]) -> int:
@@ -317,23 +317,23 @@ class Supply:
         floor = 0
         while hints and taken < count and hints[0][0] < until:
             first, last = heappop(hints)
-            found = self._find_run(max(first, floor), min(last, until - 1), count - taken)
-            if found is None:
+            run = self._find_run(max(first, floor), min(last, until - 1), count - taken)
+            if run is None:
                 if last >= until:
                     heappush(hints, (until, last))
                 continue
-            runs.append(found)
-            taken += found.last - found.first + 1
-            floor = found.last + 1
+            runs.append(run)
+            taken += run.last - run.first + 1
+            floor = run.last + 1
             if floor <= last:
                 heappush(hints, (floor, last))
         return taken
 
     def _find_run(self, first: int, last: int, count: int) -> Run | None:
         for columns, start, end in self._fold.parts(first, last):
-            found = columns.find_run(start, end, AVAILABLE, count)
-            if found is not None:
-                return _to_run(columns, *found)
+            run = columns.find_run(start, end, AVAILABLE, count)
+            if run is not None:
+                return _to_run(columns, *run)
         return None
 
     def _fresh_run(self, count: int, until: int) -> Run | None:
@@ -348,11 +348,11 @@ class Supply:
             end = self.order.next_offset
         if fresh >= end:
             return None
-        found = window.find_run(fresh - base, end - base, AVAILABLE, count)
-        if found is None:
+        run = window.find_run(fresh - base, end - base, AVAILABLE, count)
+        if run is None:
             self._fresh = end
             return None
-        start, stop = found
+        start, stop = run
         self._fresh = base + start
         return Run(base + start, base + stop - 1, window.attempts[start])
 
@@ -418,10 +418,10 @@ class Supply:
         """Return the hash of the key of an unfinished message."""
         return order.key_of(offset) if offset >= self._fold.window.start else self._fold.stragglers.key_of(offset)
 
-    def _take_in_order(self, order: KeyOrder, found: Run, runs: list[Run]) -> int:
+    def _take_in_order(self, order: KeyOrder, run: Run, runs: list[Run]) -> int:
         taken = 0
         first = -1
-        for offset, key in enumerate(order.keys(found.first, found.last), found.first):
+        for offset, key in enumerate(order.keys(run.first, run.last), run.first):
             if order.try_enter(key, offset):
                 taken += 1
                 if first < 0:
@@ -429,10 +429,10 @@ class Supply:
                 continue
             self.block(offset)
             if first >= 0:
-                runs.append(Run(first, offset - 1, found.attempts))
+                runs.append(Run(first, offset - 1, run.attempts))
                 first = -1
         if first >= 0:
-            runs.append(Run(first, found.last, found.attempts))
+            runs.append(Run(first, run.last, run.attempts))
         return taken
 
 

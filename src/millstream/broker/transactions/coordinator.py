@@ -16,8 +16,8 @@ from millstream.broker.transactions.records import transaction_tombstone
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import (
     Ending,
-    Initialized,
     InitRequest,
+    InitResponse,
     ProducerRef,
     TransactionDescription,
     TransactionFilter,
@@ -141,7 +141,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         )
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def hold_decisions(self) -> AsyncIterator[None]:
         """Hold back decisions, once every decided transaction has its markers: none is half committed inside."""
         self._holds += 1
         self._may_decide.clear()
@@ -189,7 +189,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     # Producers
 
-    async def init(self, request: InitRequest) -> Initialized:
+    async def init(self, request: InitRequest) -> InitResponse:
         """Start a producer, or restart it."""
         _check_id(request.transactional_id)
         if not 0 < request.timeout_ms <= self._limits.timeout_max_ms:
@@ -212,13 +212,13 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         _check_id(who.transactional_id)
         return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
 
-    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
+    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> InitResponse:
         """Commit or abort; return when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
         await self._reserve.fill()
         await self._may_decide.wait()
 
-        def ended(shard: TransactionShard) -> Outcome[Initialized]:
+        def ended(shard: TransactionShard) -> Outcome[InitResponse]:
             if commit:
                 self._check_writable(shard, who.transactional_id)
             return shard.end(who, commit=commit, version=version)

@@ -94,7 +94,9 @@ class MarkerRoutes:
                 errors[partition] = error
         here = by_leader.pop(self._me, [])
         pending = [self._write_here(marker, partition) for partition in here]
-        pending += [self._enqueue(node, marker, tuple(there)) for node, there in by_leader.items()]
+        pending += [
+            self._enqueue(node, marker, tuple(partitions_there)) for node, partitions_there in by_leader.items()
+        ]
         for written in await asyncio.gather(*pending):
             errors.update(written)
         return errors
@@ -311,20 +313,20 @@ class MarkerSender:
         partition. A coordinator that is fenced but can still write its decision was not replaced: it continues with the
         latest epoch of any coordinator.
         """
-        left = set(ending.partitions)
+        unsettled = set(ending.partitions)
         backoff = Backoff(self._random)
         claimed = int(FIRST_EPOCH)
-        while left:
+        while unsettled:
             if shard.state is None:
                 return False
             epoch = max(shard.epoch, claimed)
-            errors = await self._writer.write(_to_marker(ending, epoch), left)
+            errors = await self._writer.write(_to_marker(ending, epoch), unsettled)
             if any(isinstance(error, TransactionCoordinatorFenced) for error in errors.values()):
                 claimed = self._latest_epoch()
                 if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
                     return False
-            left = {one for one in left if not _is_settled(ending, one, errors.get(one, _NO_RESPONSE))}
-            if left:
+            unsettled = {one for one in unsettled if not _is_settled(ending, one, errors.get(one, _NO_RESPONSE))}
+            if unsettled:
                 self.retries += 1
                 await backoff.pause()
         return True

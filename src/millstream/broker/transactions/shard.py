@@ -33,8 +33,8 @@ from millstream.broker.transactions.transaction import (
     NO_TIME_MS,
     Attempt,
     Ending,
-    Initialized,
     InitRequest,
+    InitResponse,
     LastBatch,
     ProducerRef,
     Transaction,
@@ -159,13 +159,13 @@ class Batches:
 
     def expired(self, *, before_ms: int, limit: int) -> list[StateRecord]:
         """Build the records that remove queries that have committed nothing since a time and have no open attempts."""
-        found: list[StateRecord] = []
+        tombstones: list[StateRecord] = []
         for query, last in self.queries.items():
-            if len(found) >= limit:
+            if len(tombstones) >= limit:
                 break
             if last.updated_ms <= before_ms and query not in self._attempts:
-                found.append(query_tombstone(query))
-        return found
+                tombstones.append(query_tombstone(query))
+        return tombstones
 
     def add_attempt(self, transactional_id: str) -> None:
         attempt = attempt_of(transactional_id)
@@ -227,7 +227,7 @@ _RETRY_MS: Final = 1000
 _WAITING_MAX: Final = 100
 """The maximum number of requests that wait for one transaction to end; further ones are refused."""
 
-_NO_PRODUCER: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
+_NO_PRODUCER: Final = InitResponse(NO_PRODUCER_ID, NO_EPOCH)
 
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
 
@@ -266,7 +266,7 @@ class TransactionShard:
 
     # Producers
 
-    def init(self, request: InitRequest) -> Outcome[Initialized]:
+    def init(self, request: InitRequest) -> Outcome[InitResponse]:
         """Start or restart a producer; the previous owner of the id is fenced."""
         known = self._transactions.get(request.transactional_id)
         self._check_may_begin(request.transactional_id, known)
@@ -289,7 +289,7 @@ class TransactionShard:
         begun = self._initialize(transaction, expected_epoch, request.timeout_ms, now_ms)
         if known is not None and request.expected is None:
             _log_fenced(known, begun, "a new producer uses its transactional id")
-        return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
+        return [transaction_record(begun)], InitResponse(begun.producer_id, begun.epoch)
 
     def add_partitions(self, who: ProducerRef, partitions: Iterable[TopicPartition], *, version: int) -> Outcome[None]:
         """Add partitions to the producer's transaction, which starts with the first of them."""
@@ -324,7 +324,7 @@ class TransactionShard:
         transaction = self._transactions.get(transactional_id)
         return frozenset() if transaction is None or transaction.state in ENDING else transaction.partitions
 
-    def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[Initialized]:
+    def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[InitResponse]:
         """Commit or abort; version 2 of the protocol gets the id and epoch for the next transaction."""
         transaction = self._known(who.transactional_id)
         if version < EPOCH_PER_TRANSACTION:
@@ -351,13 +351,13 @@ class TransactionShard:
     def endings(self, known: Iterable[str] = (), *, limit: int = 1000) -> Outcome[list[Ending]]:
         """Return the decided transactions that need markers, without those that the caller knows of."""
         left_out = set(known)
-        found: list[Ending] = []
+        endings: list[Ending] = []
         for transactional_id in self._ending:
-            if len(found) >= limit:
+            if len(endings) >= limit:
                 break
             if transactional_id not in left_out:
-                found.append(_ending_of(self._transactions[transactional_id]))
-        return [], found
+                endings.append(_ending_of(self._transactions[transactional_id]))
+        return [], endings
 
     def complete(self, ending: Ending) -> Outcome[None]:
         """Complete a transaction whose markers are all written."""
@@ -465,7 +465,7 @@ class TransactionShard:
             return transaction.with_new_producer(fresh, keeps_last_epoch=keeps, timeout_ms=timeout_ms, now_ms=now_ms)
         return transaction.with_epoch_bumped(expected, timeout_ms=timeout_ms, now_ms=now_ms)
 
-    def _end_first_version(self, transaction: Transaction, *, commit: bool) -> Outcome[Initialized]:
+    def _end_first_version(self, transaction: Transaction, *, commit: bool) -> Outcome[InitResponse]:
         state = transaction.state
         if state is TransactionState.ONGOING or (state is TransactionState.PREPARED and not commit):
             ended = transaction.ending(commit=commit, version=0, now_ms=self._clock.now_ms())
@@ -474,7 +474,7 @@ class TransactionShard:
             return [], _NO_PRODUCER
         raise _wrong_state_error(transaction, commit=commit)
 
-    def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[Initialized]:
+    def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[InitResponse]:
         state = transaction.state
         is_retry = _is_retried_end(transaction, who)
         if transaction.producer_id != who.producer_id and not is_retry:
@@ -484,13 +484,13 @@ class TransactionShard:
             raise _fenced_error(transaction, who)
         if not is_current:
             if state is _COMPLETE_FOR[commit]:
-                return [], Initialized(transaction.producer_id, transaction.epoch)
+                return [], InitResponse(transaction.producer_id, transaction.epoch)
             raise _wrong_state_error(transaction, commit=commit)
         if commit and state is not TransactionState.ONGOING:
             raise _wrong_state_error(transaction, commit=commit)
         ended = self._decide(transaction, commit=commit)
         after = ended.complete(now_ms=ended.updated_ms)
-        return [transaction_record(ended)], Initialized(after.producer_id, after.epoch)
+        return [transaction_record(ended)], InitResponse(after.producer_id, after.epoch)
 
     def _decide(self, transaction: Transaction, *, commit: bool) -> Transaction:
         successor = self._take_producer_id() if is_exhausted(transaction.epoch) else NO_PRODUCER_ID
@@ -648,8 +648,8 @@ def _wrong_state_error(transaction: Transaction, *, commit: bool) -> InvalidTran
     )
 
 
-def _refused_response(error: MillstreamError) -> Deferred[Initialized]:
-    later: Deferred[Initialized] = Deferred()
+def _refused_response(error: MillstreamError) -> Deferred[InitResponse]:
+    later: Deferred[InitResponse] = Deferred()
     later.refuse(error)
     return later
 

@@ -37,7 +37,7 @@ class InitRequest:
     expected: tuple[ProducerId, int] | None = None
 
 
-class Initialized(NamedTuple):
+class InitResponse(NamedTuple):
     """The id and epoch of a producer."""
 
     producer_id: ProducerId

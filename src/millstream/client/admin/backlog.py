@@ -37,10 +37,10 @@ class Reader(NamedTuple):
             return topic.name in self.topics
         return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None
 
-    def existing_topics(self, there: ClusterMetadata) -> list[TopicMetadata]:
+    def existing_topics(self, metadata: ClusterMetadata) -> list[TopicMetadata]:
         if self.pattern is None:
-            return [there.topics[name] for name in self.topics if name in there.topics]
-        return [topic for topic in there.topics.values() if self.takes(topic)]
+            return [metadata.topics[name] for name in self.topics if name in metadata.topics]
+        return [topic for topic in metadata.topics.values() if self.takes(topic)]
 
     def begins_at_end(self, topic: str, begun: frozenset[str]) -> bool:
         """Return whether it starts at the end of a topic, given the topics that it has started to read."""
@@ -89,8 +89,8 @@ class Backlogs:
         """
         has_pattern = any(one.pattern is not None for one in readers)
         named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
-        there = await self._client.metadata(named)
-        read = {one: found for one in readers if (found := one.existing_topics(there))}
+        metadata = await self._client.metadata(named)
+        read = {one: found for one in readers if (found := one.existing_topics(metadata))}
         return {name: one.left for name, one in (await self._backlogs_of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
@@ -134,9 +134,9 @@ class Backlogs:
     async def _list_offsets(
         self, partitions: Iterable[TopicPartition], time_ms: int, isolation: int, known: Mapping[TopicPartition, int]
     ) -> dict[TopicPartition, int]:
-        found = await self._client.list_offsets_of(dict.fromkeys(partitions, time_ms), isolation=isolation)
-        held = {where: known[where] for where in found if where in known}
-        return {**held, **{where: one.offset for where, one in found.items() if isinstance(one, ListedOffset)}}
+        listed_offsets = await self._client.list_offsets_of(dict.fromkeys(partitions, time_ms), isolation=isolation)
+        held = {where: known[where] for where in listed_offsets if where in known}
+        return {**held, **{where: one.offset for where, one in listed_offsets.items() if isinstance(one, ListedOffset)}}
 
     def _backlog(self, places: Mapping[TopicPartition, int | None]) -> Backlog | None:
         passed = left = 0

@@ -61,24 +61,24 @@ async def topics_page(
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         node, first = await _first_response(client, nodes, request)
         others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit, partitions=partitions)
-        found = await gather_or_cancel(list_if_reachable(client, one, others) for one in nodes if one != node)
-        summed = _sum([first, *found])
+        responses = await gather_or_cancel(list_if_reachable(client, one, others) for one in nodes if one != node)
+        summed = _sum([first, *responses])
         return ListTopicsResponse(topics=[summed[one.name] for one in first.topics], total=first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
-    found = await gather_or_cancel(list_if_reachable(client, node, every) for node in nodes)
-    topics = sorted(_sum(found).values(), key=lambda one: getattr(one, order), reverse=descending)
-    return ListTopicsResponse(topics=topics[offset : offset + limit], total=max(one.total for one in found))
+    responses = await gather_or_cancel(list_if_reachable(client, node, every) for node in nodes)
+    topics = sorted(_sum(responses).values(), key=lambda one: getattr(one, order), reverse=descending)
+    return ListTopicsResponse(topics=topics[offset : offset + limit], total=max(one.total for one in responses))
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
     """Return which of these topics exist and may be described by the client."""
-    found: list[str] = []
+    existing: list[str] = []
     nodes = sorted((await client.metadata([])).nodes) if names else []
     for at in range(0, len(names), PAGE_MAX):
         request = ListTopicsRequest(names=list(names[at : at + PAGE_MAX]), limit=PAGE_MAX)
         _, response = await _first_response(client, nodes, request)
-        found += [one.name for one in response.topics]
-    return found
+        existing += [one.name for one in response.topics]
+    return existing
 
 
 async def list_if_reachable(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
@@ -103,18 +103,18 @@ async def _first_response(
 
 
 def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
-    found: dict[str, ListedTopic] = {}
+    totals: dict[str, ListedTopic] = {}
     for response in responses:
         for one in response.topics:
-            known = found.get(one.name)
+            known = totals.get(one.name)
             if known is None:
-                found[one.name] = one
+                totals[one.name] = one
             else:
                 counted = ("records", "bytes", "records_in", "bytes_in", "bytes_out")
                 sums = {name: getattr(known, name) + getattr(one, name) for name in counted}
                 sizes = known.partition_bytes | one.partition_bytes
-                found[one.name] = msgspec.structs.replace(known, **sums, partition_bytes=sizes)
-    return found
+                totals[one.name] = msgspec.structs.replace(known, **sums, partition_bytes=sizes)
+    return totals
 
 
 async def node_sums(client: Client) -> list[NodeSumsResponse]:
@@ -136,14 +136,14 @@ async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
 
 
 async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool], str]:
-    """Return the same, and the client's principal; empty where clients are not authorized."""
+    """Return what `allowed_rights` does, and the client's principal, empty where clients are not authorized."""
     allowed: list[bool] = []
     principal = ""
     for at in range(0, len(asked), RIGHTS_MAX):
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
-        found = await request_private(client, None, ListRightsRequest(rights=part))
-        allowed += found.allowed
-        principal = found.principal
+        response = await request_private(client, None, ListRightsRequest(rights=part))
+        allowed += response.allowed
+        principal = response.principal
     return allowed, principal
 
 

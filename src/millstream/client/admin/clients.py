@@ -75,15 +75,15 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
     nodes = sorted((await client.metadata([])).nodes)
     before = {node: await _request(client, node) for node in nodes}
     await asyncio.sleep(interval_s)
-    found: list[ConnectedClient] = []
+    clients: list[ConnectedClient] = []
     omitted = 0
     for node in nodes:
         after = await _request(client, node)
         earlier = {one["connection"]: one for one in before[node]["clients"]}
         elapsed_s = after["clock_s"] - before[node]["clock_s"]
-        found += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
+        clients += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
         omitted += after["omitted"]
-    return Clients(tuple(sorted(found, key=lambda one: (one.client_id, one.node, one.address))), omitted)
+    return Clients(tuple(sorted(clients, key=lambda one: (one.client_id, one.node, one.address))), omitted)
 
 
 async def _request(client: Client, node: NodeId) -> dict[str, Any]:

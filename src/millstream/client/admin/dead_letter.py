@@ -293,8 +293,12 @@ class DeadLetterClient:
             return _NO_OFFSETS, str(error)
         if described["settings"].get(DEAD_LETTER_TOPIC) != self.topic:
             return _NO_OFFSETS, other_letters_error(queue.subscription, self.topic)
-        found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
-        if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
+        topic_metadata = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
+        if (
+            topic_metadata is None
+            or topic_metadata.topic_id != queue.topic_id
+            or queue.partition not in topic_metadata.partitions
+        ):
             return _NO_OFFSETS, _original_gone(queue)
         where = TopicPartition(queue.topic, PartitionIndex(queue.partition))
         epoch, end = await self._client.end_of_epoch(where, queue.leader_epoch)
@@ -346,7 +350,7 @@ class DeadLetterClient:
         closed = self._closed.get(queue, [])[:BATCH]
         place = (queue.topic, queue.topic_id, queue.partition, queue.leader_epoch)
         try:
-            gone = await self._retry_transient(
+            missing_offsets = await self._retry_transient(
                 lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
                 *TRANSIENT,
                 # A range that the disk lost is being fetched from another replica.
@@ -359,7 +363,7 @@ class DeadLetterClient:
                 self.not_authorized = error
             return dict.fromkeys((letter.offset for letter in letters), str(error))
         self._closed.pop(queue, None)
-        return dict.fromkeys(gone, _original_gone(queue))
+        return dict.fromkeys(missing_offsets, _original_gone(queue))
 
     async def check_target(self, topic: str) -> None:
         """Raise `UnknownTopic` if the target topic does not exist."""
@@ -389,8 +393,8 @@ class DeadLetterClient:
     async def _is_at_end(self) -> bool:
         """Return whether all queues responded and none has letters left; during a failover some do not respond."""
         described = await self._describe_subscription(self._name, *_PASSES)
-        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
-        partitions = set() if found is None else set(found.partitions)
+        topic_metadata = (await self._client.metadata([self.topic])).topics.get(self.topic)
+        partitions = set() if topic_metadata is None else set(topic_metadata.partitions)
         self.unreachable = len(partitions - {queue["partition"] for queue in described["queues"]})
         # Letters that another command has skipped are held back as well.
         held = sum(queue["leased"] + queue["parked"] for queue in described["queues"])
@@ -407,18 +411,18 @@ class DeadLetterClient:
         """Settle letters at the current leaders; leases usually survive a failover."""
         listed = list(letters)
         results: list[MillstreamError | None] = [None] * len(listed)
-        left = list(range(len(listed)))
+        unsettled = list(range(len(listed)))
 
         async def attempt() -> None:
-            nonlocal left
-            some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
+            nonlocal unsettled
+            some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in unsettled]
             errors = await self._subscriptions.settle(
                 self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else delay_ms
             )
-            for at, error in zip(left, errors, strict=True):
+            for at, error in zip(unsettled, errors, strict=True):
                 results[at] = error
-            left = [at for at in left if isinstance(results[at], _PASSES)]
-            failed = next((results[at] for at in left), None)
+            unsettled = [at for at in unsettled if isinstance(results[at], _PASSES)]
+            failed = next((results[at] for at in unsettled), None)
             if failed is not None:
                 await self._find_leaders()
                 raise failed
@@ -435,8 +439,8 @@ class DeadLetterClient:
                 await self._settle(letters, verb)
 
     async def _find_leaders(self) -> None:
-        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
-        for one in () if found is None else found.partitions.values():
+        topic_metadata = (await self._client.metadata([self.topic])).topics.get(self.topic)
+        for one in () if topic_metadata is None else topic_metadata.partitions.values():
             if one.leader_id >= 0:
                 self._leaders[one.partition] = one.leader_id
 
@@ -489,9 +493,9 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
-        found = await count_letters(client, await SubscriptionClient(client).describe(without_silent=True))
-        if not any(one.unreachable for one in found) or loop.time() + _PAUSE_S > deadline:
-            return found
+        topics = await count_letters(client, await SubscriptionClient(client).describe(without_silent=True))
+        if not any(one.unreachable for one in topics) or loop.time() + _PAUSE_S > deadline:
+            return topics
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -510,9 +514,9 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
             writers.setdefault(topic, [])
     # Most dead letter topics do not exist before the first letter.
     exist = await existing_topics(client, sorted(writers))
-    found = (await client.metadata(exist)).topics if exist else {}
+    metadata = (await client.metadata(exist)).topics if exist else {}
     counted = [
-        await _count_letters(client, topic, found.get(topic), wrote, opened.get(topic))
+        await _count_letters(client, topic, metadata.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())
     ]
     return [one for one in counted if one.subscriptions or one.letters or one.unreachable]
@@ -521,12 +525,12 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
 async def _count_letters(
     client: Client,
     topic: str,
-    found: TopicMetadata | None,
+    metadata: TopicMetadata | None,
     writers: Sequence[dict[str, Any]],
     queues: Sequence[dict[str, Any]] | None,
 ) -> DeadLetterTopic:
     """Count the letters of a topic, from the queues that track them, if any."""
-    unreachable = set() if found is None else set(found.partitions)
+    unreachable = set() if metadata is None else set(metadata.partitions)
     letters = 0
     if queues is not None:
         letters = sum(queue["backlog"] for queue in queues)
@@ -766,8 +770,8 @@ def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
     return origin.queue.subscription, origin.queue.topic, origin.queue.partition, origin.letter.offset
 
 
-def _add(counts: dict[str, int], found: Iterable[str]) -> None:
-    for one in found:
+def _add(counts: dict[str, int], reasons: Iterable[str]) -> None:
+    for one in reasons:
         counts[one] = counts.get(one, 0) + 1
 
 

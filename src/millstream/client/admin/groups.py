@@ -66,8 +66,8 @@ async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]]
         return summary
 
     selected = await list_groups(client) if listed is None else listed
-    found = await gather_or_cancel(summarize(*one) for one in selected)
-    return [summary for summary in found if summary is not None]
+    summaries = await gather_or_cancel(summarize(*one) for one in selected)
+    return [summary for summary in summaries if summary is not None]
 
 
 async def lag_of_groups(client: Client, names: Sequence[str]) -> int:
@@ -81,11 +81,11 @@ async def lag_of_groups(client: Client, names: Sequence[str]) -> int:
     async def ends_of(topic: str) -> dict[TopicPartition, int]:
         async with turn:
             try:
-                found = await client.list_offsets(topic, dict.fromkeys(partitions[topic], LATEST_TIMESTAMP))
+                listed_offsets = await client.list_offsets(topic, dict.fromkeys(partitions[topic], LATEST_TIMESTAMP))
             except MillstreamError:
                 # It was deleted meanwhile, or has no leader.
                 return {}
-        return {TopicPartition(topic, PartitionIndex(index)): one.offset for index, one in found.items()}
+        return {TopicPartition(topic, PartitionIndex(index)): one.offset for index, one in listed_offsets.items()}
 
     ends = {where: end for found in await gather_or_cancel(map(ends_of, partitions)) for where, end in found.items()}
     return sum(max(0, ends.get(where, 0) - offset) for offsets in committed for where, offset in offsets.items())

@@ -73,9 +73,9 @@ async def find_by_id(
 
     What the disk of a broker has lost of it is noted.
     """
-    found = await find_topic(client, topic)
+    topic_metadata = await find_topic(client, topic)
     places: list[Position] = []
-    for partition in sorted(found.partitions):
+    for partition in sorted(topic_metadata.partitions):
         offset, end = [await _offset_at(client, topic, partition, when) for when in (since, until)]
         while offset < end and len(places) < FOUND_MAX:
             try:
@@ -93,7 +93,9 @@ async def find_by_id(
                 if header.is_control:
                     continue
                 # In a thread: batches may be large and compressed.
-                places += await asyncio.to_thread(_with_id, response.records, header, searched_id, found, partition)
+                places += await asyncio.to_thread(
+                    _with_id, response.records, header, searched_id, topic_metadata, partition
+                )
             if offset == before:
                 break
     return [place for place in places if place.offset >= 0][:FOUND_MAX]
@@ -162,7 +164,7 @@ async def topic_name(client: Client, topic: str) -> str:
         topic_id = UUID(topic)
     except ValueError:
         return topic
-    for found in (await client.metadata()).topics.values():
-        if found.topic_id == topic_id:
-            return found.name
+    for topic_metadata in (await client.metadata()).topics.values():
+        if topic_metadata.topic_id == topic_id:
+            return topic_metadata.name
     return topic

@@ -10,7 +10,14 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from millstream.core.errors import CorruptBatch, MillstreamError, NotFound, OffsetOutOfRange, UnknownTopic
+from millstream.core.errors import (
+    CorruptBatch,
+    MillstreamError,
+    NotFound,
+    OffsetOutOfRange,
+    QuotaExceeded,
+    UnknownTopic,
+)
 from millstream.core.ids import OffsetRange, message_id
 from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
@@ -31,7 +38,10 @@ class DecodedRecord(NamedTuple):
 
 
 async def decode_record(client: Client, topic: str, record: Record) -> DecodedRecord | None:
-    """Decode the value of a record; None if it names no schema, one that is unknown, or does not fit it."""
+    """Decode the value of a record; None if it names no schema, one that is unknown, or does not fit it.
+
+    `QuotaExceeded` says nothing about the value: it can be decoded later.
+    """
     if record.value is None:
         return None
     # Loaded when it is needed: most topics have no schemas.
@@ -45,6 +55,8 @@ async def decode_record(client: Client, topic: str, record: Record) -> DecodedRe
         framed = unframe(record.value, schema_header(record.headers, "value"))
         schema, value = await codecs_of(client).decode_json(framed, f"{topic}-value")
         return DecodedRecord(str(schema.id or schema.guid), value)
+    except QuotaExceeded:
+        raise
     except MillstreamError:
         return None
 

@@ -171,14 +171,14 @@ def _select_copies(described: dict[str, Any], is_selected: Callable[[str], bool]
     return {**described, **_lags(copies, partitions), **changed}
 
 
-def _merge_reports(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
-    newest = max(found, key=lambda one: int(one["version"]))
-    reports = [one["report"] for one in found if one["report"] is not None]
+def _merge_reports(descriptions: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
+    newest = max(descriptions, key=lambda one: int(one["version"]))
+    reports = [one["report"] for one in descriptions if one["report"] is not None]
     partitions = sorted(
         (partition for report in reports for partition in report["partitions"]),
         key=lambda partition: (partition["topic"], partition["partition"]),
     )
-    interrupted = next((text for one in found if (text := one.get("interrupted", ""))), "")
+    interrupted = next((text for one in descriptions if (text := one.get("interrupted", ""))), "")
     errors = sorted({report["error"] for report in reports if report["error"]})
     ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
     states = {report["state"] for report in reports}

@@ -49,7 +49,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 R = TypeVar("R", bound=Response)
 
 _WELL: Final = ("running", "stopped")
-"""In these states, an earlier error is over."""
+"""States in which an earlier error no longer matters."""
 
 _UNCLAIMED: Final = "no node runs it yet; nodes with pipelines-enabled on and Spark installed run pipelines"
 
@@ -100,8 +100,8 @@ class PipelineClient:
         """Delete the offsets of an earlier pipeline of this name; other groups are untouched."""
         group = f"{GROUP_PREFIX}{name}"
         try:
-            found = await describe_group(self._client, group)
-            if found.protocol_type in ("", GROUP_TYPE):
+            described = await describe_group(self._client, group)
+            if described.protocol_type in ("", GROUP_TYPE):
                 await delete_group(self._client, group)
                 return
         except UnknownGroup:
@@ -144,10 +144,10 @@ class PipelineClient:
                 await delete_group(self._client, f"{GROUP_PREFIX}{name}")
 
     async def change_rules(
-        self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
+        self, name: str, rules: Iterable[Rule] = (), *, deleted: Iterable[str] = (), validate_only: bool = False
     ) -> ChangeRulesResponse:
         """Add or replace rules, and delete others."""
-        body = ChangeRulesRequest(name=name, put=NewRule.of(rules), delete=list(gone), validate_only=validate_only)
+        body = ChangeRulesRequest(name=name, put=NewRule.of(rules), delete=list(deleted), validate_only=validate_only)
         return await self._request(None, body)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -158,24 +158,24 @@ class PipelineClient:
         """
         body = ListPipelinesRequest(names=None if names is None else list(names))
         responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         local: dict[str, list[bool]] = defaultdict(list)
         for response in responses:
             for described in response.pipelines:
                 if (is_local := described.get("local_tables")) is not None:
                     local[described["name"]].append(is_local)
-                found[described["name"]] = _merge_reports(found.get(described["name"]), described)
-        if not found and failed:
+                by_name[described["name"]] = _merge_reports(by_name.get(described["name"]), described)
+        if not by_name and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
-        for one in found.values():
+        for one in by_name.values():
             # Another node has to be able to take over, and any of them may.
             one["local_tables"] = len(local[one["name"]]) > 1 and any(local[one["name"]])
             one["state"] = state_of(one)
             one["notes"] = silent if one["report"] is None else []
             if one["state"] == "waiting" and not (one["report"] or silent):
                 one["notes"] = [_UNCLAIMED]
-        return [one for _name, one in sorted(found.items())]
+        return [one for _name, one in sorted(by_name.items())]
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""
@@ -189,10 +189,10 @@ class PipelineClient:
     async def cancel_run(self, name: str) -> int:
         """Cancel the run of a job that is in progress, wherever it runs; return its number."""
         responses = await self._request_all(CancelRunRequest(name=name))
-        found = [response.run for response in responses if response.run]
-        if not found:
+        cancelled = [response.run for response in responses if response.run]
+        if not cancelled:
             raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
-        return found[0]
+        return cancelled[0]
 
     async def run_log(self, name: str, run: int = 0) -> dict[str, Any]:
         """Return the end of a run's output, from the node that has it: `run`, `text` and `is_truncated`.
@@ -200,12 +200,12 @@ class PipelineClient:
         0 is the last run. If several nodes made attempts at it, their outputs are concatenated.
         """
         responses = await self._request_all(RunLogRequest(name=name, run=run))
-        found = [response for response in responses if response.run]
-        if not found:
+        logs = [response for response in responses if response.run]
+        if not logs:
             what = f"run {run}" if run else "the last run"
             raise NotFound(f"no node has a log of {what} of job {name!r}; see `millstream pipeline runs {name}`")
-        newest = max(response.run for response in found)
-        texts = [response for response in found if response.run == newest]
+        newest = max(response.run for response in logs)
+        texts = [response for response in logs if response.run == newest]
         return {
             "run": newest,
             "text": "".join(response.text for response in texts),
@@ -484,7 +484,7 @@ async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTable
             return LandedTables([], notes)
         report = described["report"]
         lake = settings.lake or (await storage_of(client, node=report and report["node"])).lake
-        names = settings.topic_names or await _found(client, settings)
+        names = settings.topic_names or await _existing_topics(client, settings)
     except MillstreamError as error:
         return LandedTables([], [f"The locations of its tables are not known now: {error}"])
     return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], notes)
@@ -494,6 +494,6 @@ def _table(topic: str, location: str, format_name: str) -> LandedTable:
     return LandedTable(topic, location, _READERS[format_name].format(location=location))
 
 
-async def _found(client: Client, settings: LandSettings) -> list[str]:
+async def _existing_topics(client: Client, settings: LandSettings) -> list[str]:
     topics = (await client.metadata()).topics.values()
     return sorted(one.name for one in topics if not one.is_internal and settings.takes(one.name))

@@ -47,11 +47,11 @@ class SchemaClient:
 
     async def register(self, request: RegisterSchemaRequest) -> SchemaMessage:
         """Register a schema as the next version of a subject, unless a version has it already."""
-        return _found((await self._request(request)).schema)
+        return _require_schema((await self._request(request)).schema)
 
     async def lookup(self, request: LookupSchemaRequest) -> SchemaMessage:
         """Find the version of a subject that has a schema."""
-        return _found((await self._request(request)).schema)
+        return _require_schema((await self._request(request)).schema)
 
     async def check(self, request: CheckSchemaRequest) -> list[str]:
         """Return why a schema is incompatible with a subject; empty if it is compatible."""
@@ -69,21 +69,23 @@ class SchemaClient:
 
     async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
         """Return the latest version of each subject that starts with a prefix, however many they are."""
-        found: list[SchemaMessage] = []
+        schemas: list[SchemaMessage] = []
         while True:
             page = await self.subjects(
-                ListSubjectsRequest(prefix=prefix, deleted=deleted, schemas=True, latest_only=True, offset=len(found))
+                ListSubjectsRequest(prefix=prefix, deleted=deleted, schemas=True, latest_only=True, offset=len(schemas))
             )
             if not page.schemas:
-                return found
-            found += page.schemas
+                return schemas
+            schemas += page.schemas
 
     async def subject(self, request: GetSubjectRequest) -> SubjectResponse:
         """Return the versions of a subject, or one of them."""
         return await self._request(request)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
-        return _found((await self.subject(GetSubjectRequest(subject=subject, version=version, deleted=deleted))).schema)
+        return _require_schema(
+            (await self.subject(GetSubjectRequest(subject=subject, version=version, deleted=deleted))).schema
+        )
 
     async def delete(self, request: DeleteSubjectRequest) -> list[int]:
         """Delete a subject or one of its versions; return the numbers of those deleted."""
@@ -104,7 +106,7 @@ class SchemaClient:
         return response
 
 
-def _found(schema: SchemaMessage | None) -> SchemaMessage:
+def _require_schema(schema: SchemaMessage | None) -> SchemaMessage:
     if schema is None:
         raise ProtocolViolation("the registry's response has no schema")
     return schema
@@ -172,15 +174,15 @@ def explain_reasons(reasons: Sequence[str], new: str) -> Incompatibility:
     rule = f"It is incompatible with version {version}: with compatibility level {level}, {_LEVELS.get(level, '')}."
     changes = []
     for reason in reasons:
-        if found := _REASON.fullmatch(reason):
-            changes.append(_explain(found, new, old, version))
+        if match := _REASON.fullmatch(reason):
+            changes.append(_explain(match, new, old, version))
         elif not reason.startswith("{"):
             changes.append(f"{reason}.")
     return Incompatibility(rule, changes)
 
 
 def _part(pattern: re.Pattern[str], reasons: Sequence[str]) -> str:
-    return next((found[1] for one in reasons if (found := pattern.fullmatch(one))), "")
+    return next((match[1] for one in reasons if (match := pattern.fullmatch(one))), "")
 
 
 def _explain(reason: re.Match[str], new: str, old: str, version: str) -> str:

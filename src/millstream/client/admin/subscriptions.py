@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from millstream.client.admin.position import Kind, Position, parse_position
 from millstream.client.admin.topics import offsets_at
 from millstream.core.errors import InvalidRequest
-from millstream.core.subscription import BY_DURATION, PAUSED, START, shown
+from millstream.core.subscription import BY_DURATION, PAUSED, START, without_secrets
 from millstream.protocol.wire.client import Client
 
 
@@ -26,15 +26,15 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
 
 def push_problems(described: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return the subscriptions whose endpoint does not accept messages from some nodes, each with a sentence."""
-    found = []
+    problems = []
     for one in described:
         failing = [row for row in one.get("push", ()) if row["state"] in _PUSH_FAILING]
         if failing:
             states = ", ".join(f"{row['state']} (node {row['node']})" for row in failing)
             text = f"Push of subscription {one['name']} is {states}"
             reason = next((row["last_error"] for row in failing if row["last_error"]), "")
-            found.append((one["name"], f"{text}: {reason[:200]}." if reason else f"{text}."))
-    return found
+            problems.append((one["name"], f"{text}: {reason[:200]}." if reason else f"{text}."))
+    return problems
 
 
 _PUSH_FAILING: Final = ("failing", "down", "parked")
@@ -64,16 +64,16 @@ def differences(
         )
         return f"{spelled[name]} is {before}, not {after}"
 
-    found = [
+    phrases = [
         phrase(name, value)
-        for name, value in sorted(shown(settings).items())
+        for name, value in sorted(without_secrets(settings).items())
         # Its original start is no difference for a subscription that has started.
         if name != START and known.get(name) != value
     ]
     if set(topics) != set(described["topics"]) or described["has_hidden_topics"]:
         known_topics = {**described, "topics": sorted(described["topics"])}
-        found.append(f"its topics are {topics_text(known_topics)}, not {', '.join(sorted(topics))}")
-    return found
+        phrases.append(f"its topics are {topics_text(known_topics)}, not {', '.join(sorted(topics))}")
+    return phrases
 
 
 def start_of(text: str) -> str:

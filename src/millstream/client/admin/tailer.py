@@ -50,7 +50,7 @@ class Fetched(NamedTuple):
     response: FetchedPartition
 
 
-class _Polled(NamedTuple):
+class _PollResult(NamedTuple):
     fetched: list[Fetched]
     has_moved: bool
     """Whether the node no longer leads all requested partitions."""
@@ -138,7 +138,7 @@ class Tailer:
         """
         limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
         loop = asyncio.get_running_loop()
-        polls: dict[NodeId, asyncio.Task[_Polled]] = {}
+        polls: dict[NodeId, asyncio.Task[_PollResult]] = {}
         try:
             by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
             while True:
@@ -159,21 +159,21 @@ class Tailer:
         finally:
             await cancel_and_wait(*polls.values())
 
-    async def _poll(self, places: Sequence[TopicPartition], limits: FetchLimits) -> _Polled:
+    async def _poll(self, places: Sequence[TopicPartition], limits: FetchLimits) -> _PollResult:
         async def fetch() -> _Fetched:
             return await self._fetch({where: self._positions[where] for where in places}, limits)
 
         responses = await self._retry_while_unreachable(fetch)
         fetched = [self._advance(where, response) for where, response in responses.items() if response.records]
-        return _Polled(fetched, has_moved=len(responses) < len(places))
+        return _PollResult(fetched, has_moved=len(responses) < len(places))
 
     async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
         """Return the partitions to fetch from each leader; new partitions are read from their start.
 
         Partitions without a leader are added to another node's, which learns of their leader.
         """
-        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
-        partitions = {} if found is None else found.partitions
+        topic_metadata = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        partitions = {} if topic_metadata is None else topic_metadata.partitions
         if self._is_whole:
             for index in partitions:
                 self._positions.setdefault(TopicPartition(self._topic, PartitionIndex(index)), Offset(0))
@@ -266,9 +266,9 @@ async def step_over_damage(client: Client, topic: str, positions: dict[TopicPart
     from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic
 
-    found = await find_topic(client, topic)
+    topic_metadata = await find_topic(client, topic)
     passed: list[DamagedOffsets] = []
-    for one in await find_damage(client, found, [where.partition for where in positions]) or ():
+    for one in await find_damage(client, topic_metadata, [where.partition for where in positions]) or ():
         where = TopicPartition(one.topic, PartitionIndex(one.partition))
         if one.start <= positions[where] < one.end and not one.is_repaired:
             positions[where] = Offset(one.end)

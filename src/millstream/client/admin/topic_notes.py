@@ -19,7 +19,7 @@ from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
 
 
-class Reading(NamedTuple):
+class ReadingPipeline(NamedTuple):
     """A pipeline that reads a topic, and its backlog; None if unknown."""
 
     reader: Reader
@@ -40,21 +40,23 @@ class Reading(NamedTuple):
         return f"{subject}; every {which} is {done}."
 
 
-async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Reading]:
+async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[ReadingPipeline]:
     """Return the pipelines that read a topic, by name; empty if unknown."""
     # Brokers other than Millstream return nothing readable.
     with suppress(MillstreamError, ValueError):
         pipelines = PipelineClient(client)
-        found = await pipelines.describe()
+        described_pipelines = await pipelines.describe()
         # Rules are returned only for pipelines that are named.
-        routes = [described["name"] for described in found if described["kind"] == PipelineKind.ROUTE]
+        routes = [described["name"] for described in described_pipelines if described["kind"] == PipelineKind.ROUTE]
         ruled = {described["name"]: described for described in await pipelines.describe(routes)} if routes else {}
-        declared = [reader_of(pipeline_of(ruled.get(described["name"], described))) for described in found]
+        declared = [
+            reader_of(pipeline_of(ruled.get(described["name"], described))) for described in described_pipelines
+        ]
         readers = [one for one in declared if one is not None and one.takes(topic)]
         backlogs: Mapping[str, Backlog] = {}
         with suppress(MillstreamError):
             backlogs = await Backlogs(client).in_topic(readers, topic)
-        return [Reading(one, backlogs.get(one.name)) for one in readers]
+        return [ReadingPipeline(one, backlogs.get(one.name)) for one in readers]
     return []
 
 
@@ -97,9 +99,9 @@ async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
 async def topic_readers(client: Client, topic: str) -> list[dict[str, str]] | None:
     """Return the subscriptions, pipelines and consumer groups that read a topic; None if unknown."""
     with suppress(MillstreamError, ValueError):
-        found = await find_topic(client, topic)
+        topic_metadata = await find_topic(client, topic)
         subscribed = [one["name"] for one in await SubscriptionClient(client).describe() if topic in one["topics"]]
-        pipelines = [one.reader.name for one in await pipelines_reading(client, found)]
+        pipelines = [one.reader.name for one in await pipelines_reading(client, topic_metadata)]
         names = [name for name, _, _ in await list_groups(client)]
         committed = await committed_by_group(client, names) if names else {}
         groups = [

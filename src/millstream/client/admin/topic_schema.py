@@ -162,12 +162,14 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
 
 async def _prepare_topic(client: Client, topic: str) -> None:
     try:
-        found = await find_topic(client, topic)
+        topic_metadata = await find_topic(client, topic)
     except NotFound:
         settings = {"cleanup.policy": "compact", "max.message.bytes": str(_MESSAGE_BYTES_MAX)}
         await create_topic(client, topic, partitions=1, replication=-1, settings=settings)
         return
-    if any(start < end for start, end in (await offset_bounds(client, topic, list(found.partitions))).values()):
+    if any(
+        start < end for start, end in (await offset_bounds(client, topic, list(topic_metadata.partitions))).values()
+    ):
         raise Conflict(f"topic {topic!r} has messages; export to a new one")
 
 
@@ -176,7 +178,7 @@ async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
     advice = "name a broker of the cluster that has it with --from, and the topic, if it is not _schemas, with --topic"
     await find_topic(client, topic, advice=advice)
     ((offset, end),) = (await offset_bounds(client, topic, [0])).values()
-    found: dict[str, bytes | None] = {}
+    values: dict[str, bytes | None] = {}
     while offset < end:
         response = await client.fetch(topic, 0, offset, max_bytes=_FETCH_BYTES, max_wait_ms=500)
         if not response.records:
@@ -188,9 +190,9 @@ async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
                 continue
             for record in decode_batch(response.records, header):
                 key = (record.key or b"").decode()
-                found.pop(key, None)
-                found[key] = record.value
-    return found
+                values.pop(key, None)
+                values[key] = record.value
+    return values
 
 
 def _fold(records: Mapping[str, bytes | None]) -> _TopicContents:
@@ -313,11 +315,11 @@ async def try_schema(
     """Check a schema against its subject, and read the messages of a topic with it; nothing is registered."""
     from millstream.protocol.schemas.codec import codec_of
 
-    found = await SchemaClient(client).try_out(new)
-    trial = SchemaTrial(reasons=list(found.reasons))
+    trial_response = await SchemaClient(client).try_out(new)
+    trial = SchemaTrial(reasons=list(trial_response.reasons))
     if topic is None:
         return trial
-    reader = codec_of(new.schema_type, found.compiled)
+    reader = codec_of(new.schema_type, trial_response.compiled)
     described = await find_topic(client, topic)
     partitions = [int(index) for index in described.partitions]
     bounds = await offset_bounds(client, topic, partitions, isolation=READ_COMMITTED)

@@ -86,11 +86,11 @@ _TIMEOUT = timedelta(seconds=30)
 
 async def find_topic(client: Client, name: str, *, advice: str | None = None) -> TopicMetadata:
     """Find a topic, or raise `UnknownTopic` with advice: how to create it, unless other advice is given."""
-    found = await client.metadata([name])
-    if name in found.topics:
-        return found.topics[name]
+    metadata = await client.metadata([name])
+    if name in metadata.topics:
+        return metadata.topics[name]
     needs = "DESCRIBE, which READ and WRITE include"
-    error = error_from_code(found.errors.get(name, 3), None, about=f"topic {name!r}", needs=needs)
+    error = error_from_code(metadata.errors.get(name, 3), None, about=f"topic {name!r}", needs=needs)
     if isinstance(error, UnknownTopic):
         what_to_do = advice or f"create it with: millstream topic create {name}"
         raise UnknownTopic(f"topic {name!r} does not exist; {what_to_do}")
@@ -181,11 +181,11 @@ async def offsets_at(
     if timestamp is None:
         bounds = await offset_bounds(client, topic, partitions, isolation=isolation)
         return {partition: min(max(position.value, start), end) for partition, (start, end) in bounds.items()}
-    found = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp), isolation=isolation)
-    beyond = [partition for partition, listed in found.items() if listed.offset < 0]
+    listed_offsets = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp), isolation=isolation)
+    beyond = [partition for partition, listed in listed_offsets.items() if listed.offset < 0]
     latest = dict.fromkeys(beyond, LATEST_TIMESTAMP)
     ends = await client.list_offsets(topic, latest, isolation=isolation) if beyond else {}
-    return {partition: ends.get(partition, listed).offset for partition, listed in found.items()}
+    return {partition: ends.get(partition, listed).offset for partition, listed in listed_offsets.items()}
 
 
 def _checked(result: Any, about: str) -> Any:

@@ -103,7 +103,7 @@ async def list_transactions(
     """
     filters = {"duration_filter": longer_than_ms, "transactional_id_pattern": matching}
     request = build_request("list_transactions", 2, state_filters=states, **filters)
-    found: list[ListedTransaction] = []
+    transactions: list[ListedTransaction] = []
     for node in (await client.metadata([])).nodes:
         response = await client.send(node, request)
         if response.error_code:
@@ -113,11 +113,11 @@ async def list_transactions(
                 f"there is no state {response.unknown_state_filters[0]!r}; "
                 f"a transaction is in one of {', '.join(STATES)}"
             )
-        found += [
+        transactions += [
             ListedTransaction(one.transactional_id, one.producer_id, one.transaction_state)
             for one in response.transaction_states
         ]
-    return sorted(found, key=lambda one: one.transactional_id)
+    return sorted(transactions, key=lambda one: one.transactional_id)
 
 
 async def describe_transaction(client: Client, transactional_id: str) -> DescribedTransaction:
@@ -163,13 +163,13 @@ async def abort_transaction(client: Client, transactional_id: str) -> str:
 
 
 async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
-    found = await _producers(client, topics)
-    return [_opened(*one) for one in found if one[2].current_txn_start_offset >= 0]
+    producers = await _producers(client, topics)
+    return [_opened(*one) for one in producers if one[2].current_txn_start_offset >= 0]
 
 
 async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
     """Return the producers that the partitions of a topic know, the latest first."""
-    found = [
+    producers = [
         ActiveProducer(
             where=where,
             producer_id=one.producer_id,
@@ -180,7 +180,7 @@ async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
         )
         for where, _leader, one in await _producers(client, [topic])
     ]
-    return sorted(found, key=lambda one: -one.last_timestamp_ms)
+    return sorted(producers, key=lambda one: -one.last_timestamp_ms)
 
 
 async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple[TopicPartition, NodeId, Any]]:
@@ -190,7 +190,7 @@ async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple
         for index, partition in topic.partitions.items():
             if partition.leader_id >= 0:
                 by_leader.setdefault(partition.leader_id, {}).setdefault(name, []).append(index)
-    found: list[tuple[TopicPartition, NodeId, Any]] = []
+    producers: list[tuple[TopicPartition, NodeId, Any]] = []
     for leader, led in by_leader.items():
         asked = [{"name": name, "partition_indexes": indexes} for name, indexes in led.items()]
         for topic in (await client.send(leader, build_request("describe_producers", 0, topics=asked))).topics:
@@ -198,8 +198,8 @@ async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 if one.error_code:
                     raise error_from_code(one.error_code, one.error_message, about=f"the producers of {where}")
-                found += [(where, leader, each) for each in one.active_producers]
-    return found
+                producers += [(where, leader, each) for each in one.active_producers]
+    return producers
 
 
 def _opened(where: TopicPartition, leader: NodeId, producer: Any) -> OpenTransaction:

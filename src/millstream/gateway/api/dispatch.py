@@ -349,9 +349,9 @@ class _Reader:
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}", accepts=[JSON])
         return read_json(self._body, data or b"{}")
 
-    def _convert(self, given: dict[str, Any]) -> Any:
+    def _convert(self, values: dict[str, Any]) -> Any:
         try:
-            return msgspec.convert(given, self._query_type, strict=False)
+            return msgspec.convert(values, self._query_type, strict=False)
         except msgspec.ValidationError as error:
             raise invalid(f"the query is invalid: {plain_problem(error, is_text=True)}") from None
 

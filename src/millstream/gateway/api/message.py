@@ -118,8 +118,8 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
 
 async def decoded_members(client: Client, decode: Decode | None, topic: str, record: Record) -> dict[str, Any]:
     """Return the additional members of a document whose value is requested by schema and decodes."""
-    found = await decode_record(client, topic, record) if decode else None
-    return {} if found is None else {"schema": found.named, "decoded": msgspec.Raw(found.value)}
+    decoded = await decode_record(client, topic, record) if decode else None
+    return {} if decoded is None else {"schema": decoded.named, "decoded": msgspec.Raw(decoded.value)}
 
 
 def decoded_bytes(members: Mapping[str, Any]) -> int:

@@ -92,7 +92,7 @@ class MessageBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: Annotated[list[NewMessage], Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class Placed(NamedTuple):
+class RecordToPublish(NamedTuple):
     """A record to store, and its partition if one was given."""
 
     record: NewRecord
@@ -106,7 +106,7 @@ _OF_REQUEST: Final = (CORRELATION_ID, TRACEPARENT, TRACESTATE, BAGGAGE)
 _KNOWN: Final = {field.encode_name.encode() for field in msgspec.structs.fields(MessageHeaders)}
 
 
-def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
+def from_request(headers: Mapping[bytes, bytes], body: bytes) -> RecordToPublish:
     """Read the message of a request whose body is the value."""
     key = message_id = None
     partition: int | None = None
@@ -139,10 +139,10 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
             stored.append((name.decode(), value))
     if due_ms is not None:
         stored.append((DELIVER_AT, b"%d" % due_ms))
-    return _checked_json(Placed(NewRecord(key, body, tuple(stored)), partition, message_id))
+    return _checked_json(RecordToPublish(NewRecord(key, body, tuple(stored)), partition, message_id))
 
 
-def from_batch(message: NewMessage) -> Placed:
+def from_batch(message: NewMessage) -> RecordToPublish:
     stored: list[tuple[str, bytes | None]] = []
     if message.json is not msgspec.UNSET:
         stored.append((CONTENT_TYPE, b"application/json"))
@@ -160,10 +160,10 @@ def from_batch(message: NewMessage) -> Placed:
         stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
     record = NewRecord(_key(message), _value(message), tuple(stored))
-    return _checked_json(Placed(record, message.partition, message_id))
+    return _checked_json(RecordToPublish(record, message.partition, message_id))
 
 
-def _checked_json(placed: Placed) -> Placed:
+def _checked_json(placed: RecordToPublish) -> RecordToPublish:
     """Return a message; refuse one that is declared as JSON and is not: every reader of it would fail."""
     value = placed.record.value
     if value is not None and declares_json(placed.record.headers):
@@ -177,7 +177,7 @@ def _checked_json(placed: Placed) -> Placed:
     return placed
 
 
-def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
+def with_request(placed: RecordToPublish, headers: Mapping[bytes, bytes]) -> RecordToPublish:
     """Add the request's headers to a message of a batch, unless the message sets them itself."""
     own = {name for name, _ in placed.record.headers}
     shared = [(name, value) for name in _OF_REQUEST if name not in own and (value := headers.get(name.encode()))]
@@ -295,7 +295,7 @@ structured_decoder: Final = msgspec.json.Decoder(_Members)
 batch_decoder: Final = msgspec.json.Decoder(Annotated[list[_Members], Meta(min_length=1, max_length=BATCH_MAX)])
 
 
-def from_headers(headers: Mapping[bytes, bytes], placed: Placed) -> Placed:
+def from_headers(headers: Mapping[bytes, bytes], placed: RecordToPublish) -> RecordToPublish:
     """Read an event in binary mode: the message of the request, with the event's attributes."""
     attributes = {
         name[len(_ATTRIBUTE_PREFIX) :].decode("latin-1"): unquote_to_bytes(value)
@@ -310,7 +310,7 @@ def from_headers(headers: Mapping[bytes, bytes], placed: Placed) -> Placed:
     return _with_attributes(placed, attributes)
 
 
-def from_members(members: _Members) -> Placed:
+def from_members(members: _Members) -> RecordToPublish:
     """Read an event in structured mode."""
     event = _checked(members)
     attributes: dict[str, bytes] = {"specversion": event.specversion.encode()}
@@ -325,7 +325,7 @@ def from_members(members: _Members) -> Placed:
     stored: tuple[tuple[str, bytes | None], ...] = ()
     if content_type is not None:
         stored = ((CONTENT_TYPE, content_type.encode()),)
-    placed = _checked_json(Placed(NewRecord(None, _data(event, content_type), stored), None, None))
+    placed = _checked_json(RecordToPublish(NewRecord(None, _data(event, content_type), stored), None, None))
     return _with_attributes(placed, attributes)
 
 
@@ -371,11 +371,11 @@ def is_json(content_type: str) -> bool:
     return media.endswith(("/json", "+json"))
 
 
-def _with_attributes(placed: Placed, attributes: Mapping[str, bytes]) -> Placed:
+def _with_attributes(placed: RecordToPublish, attributes: Mapping[str, bytes]) -> RecordToPublish:
     record = placed.record
     key = record.key if record.key is not None else attributes.get("partitionkey")
     message_id = placed.id if placed.id is not None else attributes["id"]
     headers = [*record.headers, *((_STORED_PREFIX + name, value) for name, value in attributes.items())]
     if placed.id is None:
         headers.append((MESSAGE_ID, message_id))
-    return Placed(record._replace(key=key, headers=tuple(headers)), placed.partition, message_id)
+    return RecordToPublish(record._replace(key=key, headers=tuple(headers)), placed.partition, message_id)

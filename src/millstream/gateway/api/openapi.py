@@ -120,8 +120,8 @@ class _Schemas:
         for route in routes:
             types += [one for one in (route.body, *route.responses, *route.forms.values()) if _has_schema(one)]
         unique = list(dict.fromkeys(types))
-        found, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
-        self._of = dict(zip(unique, found, strict=True))
+        schemas, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
+        self._of = dict(zip(unique, schemas, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
         schema: dict[str, Any] = self._of[kind]
@@ -166,8 +166,14 @@ def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
         if route.streams:
             response["content"] = {EVENT_STREAM: {"schema": {"type": "string"}}}
         elif route.responses:
-            found = [schemas.of(kind) for kind in route.responses]
-            response["content"] = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
+            schemas_of_responses = [schemas.of(kind) for kind in route.responses]
+            response["content"] = {
+                JSON: {
+                    "schema": schemas_of_responses[0]
+                    if len(schemas_of_responses) == 1
+                    else {"anyOf": schemas_of_responses}
+                }
+            }
         responses[str(int(status))] = response
     for status in sorted([*_REFUSALS, *([] if route.body is NoFields else _BODY_REFUSALS)]):
         responses[str(int(status))] = {"$ref": _REFUSAL_REF + _refusal_name(status)}
@@ -195,12 +201,12 @@ def _parameters(kind: type, where: str) -> list[dict[str, Any]]:
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     required = schema["$defs"][kind.__name__]["required"]
-    found: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] = []
     for name, described in properties.items():
         description = described.pop("description", None)
         parameter = {"name": name, "in": where, "required": name in required, "schema": _without_null(described)}
-        found.append(parameter if description is None else {**parameter, "description": description})
-    return found
+        parameters.append(parameter if description is None else {**parameter, "description": description})
+    return parameters
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:

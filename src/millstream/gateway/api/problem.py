@@ -77,8 +77,8 @@ def status_of(error: errors.MillstreamError) -> HTTPStatus:
     if isinstance(error, errors.SchemaRegistryError):
         # The codes of the registry begin with a status.
         return HTTPStatus(int(str(error.code)[:3]))
-    found = (status for kind, status in _STATUSES if isinstance(error, kind))
-    return next(found, HTTPStatus.INTERNAL_SERVER_ERROR)
+    statuses = (status for kind, status in _STATUSES if isinstance(error, kind))
+    return next(statuses, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def refusal_of(error: errors.MillstreamError) -> Refused:

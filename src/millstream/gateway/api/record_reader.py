@@ -17,7 +17,7 @@ from uuid import UUID
 from millstream.core.errors import CorruptBatch
 from millstream.core.ids import NodeId, Offset, OffsetRange
 from millstream.gateway.api.message import document_bytes, message_bytes
-from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.leasing import LeaseResponse
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, iterate_whole_headers
@@ -87,21 +87,21 @@ class RecordReader:
         )
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
-        found = await self.read(batches, header, [OffsetRange(offset, offset + 1)], 0)
-        if found.oversized:
-            raise CorruptBatch(found.oversized)
-        return found.records[0] if found.records else None
+        records = await self.read(batches, header, [OffsetRange(offset, offset + 1)], 0)
+        if records.oversized:
+            raise CorruptBatch(records.oversized)
+        return records.records[0] if records.records else None
 
-    async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> ReadRecords:
+    async def read_leased(self, node: NodeId | None, leased: LeaseResponse, bytes_max: int) -> ReadRecords:
         """Read the messages that a response leases until they take `bytes_max`, at least one.
 
         What is delivered at most once is read whole, since it cannot be returned.
         """
         unpacked = ReadRecords([], [], [])
-        left = bytes_max
+        remaining_bytes = bytes_max
         for part in leased.response.partitions:
             if part.lease_ms is None:
-                left = sys.maxsize
+                remaining_bytes = sys.maxsize
             place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
             timing = (part.lease_ms, leased.fresh_until(part))
             at = 0
@@ -112,10 +112,12 @@ class RecordReader:
                 if header.is_control or not leases:
                     continue
                 batch = _LeasedBatch(place, leases, timing)
-                if unpacked.messages and left <= 0:
-                    unpacked.surplus.extend(batch.held(leases[0].start))
+                if unpacked.messages and remaining_bytes <= 0:
+                    unpacked.surplus.extend(batch.remaining_leases(leases[0].start))
                 else:
-                    left -= await self._read_leased_batch(part.batches, header, batch, left, unpacked)
+                    remaining_bytes -= await self._read_leased_batch(
+                        part.batches, header, batch, remaining_bytes, unpacked
+                    )
         return unpacked
 
     async def _read_leased_batch(
@@ -127,16 +129,16 @@ class RecordReader:
         try:
             check_crc(batches, header)
             while True:
-                found = await self.read(batches, header, batch.ranges(start), bytes_max - used)
-                unpacked.messages.extend(map(batch.message, found.records))
-                used += sum(map(message_bytes, found.records))
-                start = found.next_offset
-                if not found.oversized:
+                records = await self.read(batches, header, batch.ranges(start), bytes_max - used)
+                unpacked.messages.extend(map(batch.message, records.records))
+                used += sum(map(message_bytes, records.records))
+                start = records.next_offset
+                if not records.oversized:
                     break
-                unpacked.unreadable.append((batch.stub(start - 1), found.oversized))
-            unpacked.surplus.extend(batch.held(start))
+                unpacked.unreadable.append((batch.stub(start - 1), records.oversized))
+            unpacked.surplus.extend(batch.remaining_leases(start))
         except CorruptBatch as error:
-            unpacked.unreadable.extend((one, str(error)) for one in batch.held(start))
+            unpacked.unreadable.extend((one, str(error)) for one in batch.remaining_leases(start))
         return used
 
 
@@ -165,7 +167,7 @@ class _LeasedBatch:
         """Return a leased message without its contents."""
         return self.message(Record(Offset(offset), 0, None, None, ()))
 
-    def held(self, start: int) -> Iterator[LeasedMessage]:
+    def remaining_leases(self, start: int) -> Iterator[LeasedMessage]:
         """Return every leased message from an offset on, without contents."""
         return (self.stub(offset) for offset in self._by_offset if offset >= start)
 

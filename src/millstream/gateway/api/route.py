@@ -32,15 +32,15 @@ ChangedSettings = Annotated[
 ]
 
 
-def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
+def texts_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """Convert settings to text; raise `Refused` that names the one that does not fit."""
-    return {name: _text(name, value, "a string, a number, true or false") for name, value in given.items()}
+    return {name: _text(name, value, "a string, a number, true or false") for name, value in settings.items()}
 
 
-def changes_of(given: Mapping[str, Any]) -> dict[str, str | None]:
+def changes_of(settings: Mapping[str, Any]) -> dict[str, str | None]:
     """Convert changes of settings; null resets one to its default."""
     kinds = "a string, a number, true, false or null"
-    return {name: None if value is None else _text(name, value, kinds) for name, value in given.items()}
+    return {name: None if value is None else _text(name, value, kinds) for name, value in settings.items()}
 
 
 def _text(name: str, value: Any, kinds: str) -> str:

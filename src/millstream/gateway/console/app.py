@@ -27,12 +27,12 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import CallerCredentials, Callers
 from millstream.gateway.console.forms import OUTCOME, show_again
-from millstream.gateway.console.history import History, Recent
+from millstream.gateway.console.history import History, ResponseCache
 from millstream.gateway.console.render import environment, render, static_file
 from millstream.gateway.console.search import Searches
 from millstream.gateway.console.session import Sessions, SignedIn
 from millstream.gateway.console.table import ROUTES
-from millstream.gateway.console.tasks import Acting, Tasks
+from millstream.gateway.console.tasks import Tasks, UserServices
 from millstream.gateway.console.visit import (
     PREFIX,
     Checked,
@@ -112,9 +112,9 @@ class ConsoleApp:
         self._settings = settings or ConsoleSettings()
         self._is_tls = is_tls
         self.history = History(services)
-        self.recent = Recent()
+        self.response_cache = ResponseCache()
         self.searches = Searches()
-        self.tasks = Tasks(self.recent.clear)
+        self.tasks = Tasks(self.response_cache.clear)
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
         for route in ROUTES:
@@ -180,7 +180,7 @@ class ConsoleApp:
                     form=form,
                     memory=memory,
                     history=self.history,
-                    recent=self.recent,
+                    response_cache=self.response_cache,
                     searches=self.searches,
                     tasks=self.tasks,
                     acting=lambda: self._acting_on(exchange, signed_in),
@@ -201,7 +201,7 @@ class ConsoleApp:
                     await self._respond(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
             finally:
                 if route.method == "POST":
-                    self.recent.clear()
+                    self.response_cache.clear()
                 memory.release()
                 pressure.leave(route.lane, principal)
 
@@ -215,14 +215,14 @@ class ConsoleApp:
             yield caller.services, caller.principal
 
     @asynccontextmanager
-    async def _acting_on(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[Acting]:
+    async def _acting_on(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[UserServices]:
         """Act for a user beyond a request, until the session ends."""
         async with self._acting_for(exchange, signed_in) as (services, _):
             lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             if self._callers is not None:
                 lapsed = asyncio.ensure_future(self._callers.until_lapsed(self._credential_of(exchange, signed_in)))
             try:
-                yield Acting(services, lapsed)
+                yield UserServices(services, lapsed)
             finally:
                 await cancel_and_wait(lapsed)
 
@@ -291,7 +291,7 @@ class ConsoleApp:
 
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
         """Serve a stream while the browser is connected and the user may see it."""
-        gone = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
         lapsed: asyncio.Future[bytes] | None = None
         if self._callers is not None:
             lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
@@ -299,11 +299,11 @@ class ConsoleApp:
             response = await route.handle(visit)
             if isinstance(response, Download) and response.content_type == EVENT_STREAM:
                 self._services.pressure.count(HTTPStatus.OK)
-                await send_events(exchange.send, response.pieces, gone, self._services.stopping, lapsed)
+                await send_events(exchange.send, response.pieces, disconnected, self._services.stopping, lapsed)
             else:
-                await self._respond(exchange, visit, signed_in, response, gone)
+                await self._respond(exchange, visit, signed_in, response, disconnected)
         finally:
-            await cancel_and_wait(*(one for one in (gone, lapsed) if one is not None))
+            await cancel_and_wait(*(one for one in (disconnected, lapsed) if one is not None))
 
     async def _until_lapsed(self, exchange: _Exchange, signed_in: SignedIn, callers: Callers) -> bytes:
         await callers.until_lapsed(self._credential_of(exchange, signed_in))
@@ -317,7 +317,7 @@ class ConsoleApp:
         visit: Visit,
         signed_in: SignedIn,
         response: Response,
-        gone: asyncio.Future[None] | None = None,
+        disconnected: asyncio.Future[None] | None = None,
     ) -> None:
         cookies = self._sessions.cookies_of(signed_in)
         if isinstance(response, Done):
@@ -325,7 +325,7 @@ class ConsoleApp:
             headers = [(b"location", response.to.encode()), *cookies]
             await self._send(exchange, HTTPStatus.SEE_OTHER, headers, b"")
         elif isinstance(response, Download):
-            await self._send_download(exchange, response, gone)
+            await self._send_download(exchange, response, disconnected)
         elif isinstance(response, Checked):
             await self._show_form(exchange, visit, signed_in, Refused(HTTPStatus.OK, response.text))
         else:
@@ -400,7 +400,9 @@ class ConsoleApp:
         body = b"" if exchange.scope["method"] == "HEAD" else content
         await exchange.send({"type": "http.response.body", "body": body})
 
-    async def _send_download(self, exchange: _Exchange, response: Download, gone: asyncio.Future[None] | None) -> None:
+    async def _send_download(
+        self, exchange: _Exchange, response: Download, disconnected: asyncio.Future[None] | None
+    ) -> None:
         self._services.pressure.count(HTTPStatus.OK)
         headers = [(b"content-type", response.content_type.encode()), *HEADERS, _NO_STORE]
         if response.file_name:
@@ -409,7 +411,7 @@ class ConsoleApp:
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for piece in response.pieces:
-                if gone is not None and gone.done():
+                if disconnected is not None and disconnected.done():
                     return
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
@@ -417,13 +419,13 @@ class ConsoleApp:
         await exchange.send({"type": "http.response.body", "body": b""})
 
     async def _send_static(self, exchange: _Exchange, name: str) -> None:
-        found = static_file(name) if exchange.scope["method"] in ("GET", "HEAD") else None
-        if found is None:
+        file = static_file(name) if exchange.scope["method"] in ("GET", "HEAD") else None
+        if file is None:
             await self._refuse(
                 exchange, SignedIn(), Refused(HTTPStatus.NOT_FOUND, "there is no such file; the console is at /console")
             )
             return
-        content, kind = found
+        content, kind = file
         self._services.pressure.count(HTTPStatus.OK)
         headers = [
             (b"content-type", f"{kind}; charset=utf-8".encode()),
@@ -470,14 +472,14 @@ def _pairs(text: bytes) -> dict[str, str]:
 async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
     """Prepare a page; stop when the browser has disconnected."""
     working = asyncio.ensure_future(route.handle(visit))
-    gone = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnected
         return working.result()
     finally:
-        await cancel_and_wait(working, gone)
+        await cancel_and_wait(working, disconnected)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -30,11 +30,11 @@ def show_again(page: str, action: str, entered: Mapping[str, str], outcome: str,
     A page that does not offer the form any more, and a form that is only a button, have the outcome at the top of the
     page. Passwords are not shown again. `wrong` names the field that is at fault, if known.
     """
-    found = next((one for one in _FORM.finditer(page) if _is_sent(one, action, entered)), None)
-    if found is None or all(_type(field) == "hidden" for field in _FIELD.findall(found[1])):
+    form = next((one for one in _FORM.finditer(page) if _is_sent(one, action, entered)), None)
+    if form is None or all(_type(field) == "hidden" for field in _FIELD.findall(form[1])):
         return _MAIN.sub(lambda main: main[0] + outcome, page, count=1)
-    filled = _FIELD.sub(lambda field: _filled(field[0], entered, wrong), found[1])
-    return _with_open_details(page[: found.start(1)]) + outcome + filled + page[found.end(1) :]
+    filled = _FIELD.sub(lambda field: _filled(field[0], entered, wrong), form[1])
+    return _with_open_details(page[: form.start(1)]) + outcome + filled + page[form.end(1) :]
 
 
 def _is_sent(form: re.Match[str], action: str, entered: Mapping[str, str]) -> bool:
@@ -49,8 +49,8 @@ def _is_sent(form: re.Match[str], action: str, entered: Mapping[str, str]) -> bo
 
 
 def _attribute(tag: str, name: str) -> str:
-    found = re.search(rf'\s{name}="([^"]*)"', tag.partition(">")[0])
-    return "" if found is None else unescape(found[1])
+    match = re.search(rf'\s{name}="([^"]*)"', tag.partition(">")[0])
+    return "" if match is None else unescape(match[1])
 
 
 def _type(tag: str) -> str:

@@ -129,7 +129,7 @@ class Series:
         return [None if one is None else float(getattr(one, name)) for one in self.rates.shown()]
 
 
-class Recent:
+class ResponseCache:
     """Responses for pages that refresh automatically, shared by all tabs of a session.
 
     The more processor time a response takes and the more pages are open, the longer it is shared, so that all pages
@@ -146,26 +146,26 @@ class Recent:
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
         """Return the cached response for a session and a page, or ask; concurrent requests wait for one response."""
         now = self._clock()
-        kept = self._kept.setdefault(key, _CachedResponse())
-        kept.asked_at = now
+        cached = self._kept.setdefault(key, _CachedResponse())
+        cached.asked_at = now
         self._kept.move_to_end(key)
         for old in [one for one, known in self._kept.items() if known.asked_at < now - RECENT_S]:
             del self._kept[old]
         while len(self._kept) > RECENT_MAX:
             self._kept.popitem(last=False)
-        async with kept.lock:
-            if kept.until <= self._clock():
+        async with cached.lock:
+            if cached.until <= self._clock():
                 used = self._used()
-                kept.value = await ask()
+                cached.value = await ask()
                 shared_s = (self._used() - used) / COST_MAX * len(self._kept)
-                kept.until = self._clock() + min(RECENT_S_MAX, max(RECENT_S_MIN, shared_s))
-            found: T = kept.value
-            return found
+                cached.until = self._clock() + min(RECENT_S_MAX, max(RECENT_S_MIN, shared_s))
+            response: T = cached.value
+            return response
 
     def clear(self) -> None:
         """Discard everything, because something was changed."""
-        for kept in self._kept.values():
-            kept.until = 0.0
+        for cached in self._kept.values():
+            cached.until = 0.0
 
 
 class _CachedResponse:
@@ -196,7 +196,7 @@ class History:
         self._services = services
         self.totals = Series()
         self.topics: dict[str, Series] = {}
-        """By name: the busiest every ten seconds, the others every minute."""
+        """The rates of each topic: the busiest every ten seconds, the others every minute."""
         self.backlog: Samples[float] = Samples()
         self.queues: QueueSums | None = None
         self.group_lag: Samples[float] = Samples()
@@ -268,15 +268,15 @@ class History:
             self._full_cost_s = time.thread_time() - used
 
     def _add(self, listed: Iterable[ListedTopic], now: float, *, is_full: bool) -> None:
-        found: dict[str, Counters] = {}
+        counters: dict[str, Counters] = {}
         for one in listed:
-            known = found.get(one.name, Counters(0, 0, 0))
-            found[one.name] = Counters(
+            known = counters.get(one.name, Counters(0, 0, 0))
+            counters[one.name] = Counters(
                 known.records_in + one.records_in, known.bytes_in + one.bytes_in, known.bytes_out + one.bytes_out
             )
         if is_full:
-            self.topics = {name: one for name, one in self.topics.items() if name in found}
-        for name, counted in found.items():
+            self.topics = {name: one for name, one in self.topics.items() if name in counters}
+        for name, counted in counters.items():
             series = self.topics.get(name)
             if series is None:
                 if len(self.topics) >= SERIES_MAX:

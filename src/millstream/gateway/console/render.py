@@ -19,7 +19,7 @@ from millstream.core.setting import value_text
 from millstream.gateway.console.visit import PREFIX, address, command
 
 SHOWN_BYTES_MAX: Final = 64 * 1024
-"""Of one value; the rest is available as a download."""
+"""The most that is shown of one value; the rest is available as a download."""
 PREVIEW_CHARS: Final = 160
 
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -54,12 +54,14 @@ def age(seconds: float | None) -> str:
     """Show a length of time by its largest unit, and by the next one as long as the first is small."""
     if seconds is None:
         return "–"
-    left = int(seconds)
+    remaining = int(seconds)
     for (unit_s, unit), (next_s, next_unit) in pairwise(_AGES):
-        if left >= unit_s:
-            rest = left % unit_s // next_s
-            return f"{left // unit_s} {unit}" + (f" {rest} {next_unit}" if rest and left < 10 * unit_s else "")
-    return f"{left} s"
+        if remaining >= unit_s:
+            rest = remaining % unit_s // next_s
+            return f"{remaining // unit_s} {unit}" + (
+                f" {rest} {next_unit}" if rest and remaining < 10 * unit_s else ""
+            )
+    return f"{remaining} s"
 
 
 def moment(timestamp_ms: int | None) -> Markup:
@@ -204,6 +206,6 @@ def static_file(name: str) -> tuple[bytes, str] | None:
     """Return a file that pages use, and its content type; None if there is none."""
     if "/" in name or name.startswith("."):
         return None
-    found = files("millstream.gateway.console").joinpath("static", name)
+    file = files("millstream.gateway.console").joinpath("static", name)
     kind = _TYPES.get(name.rpartition(".")[2])
-    return (found.read_bytes(), kind) if kind is not None and found.is_file() else None
+    return (file.read_bytes(), kind) if kind is not None and file.is_file() else None

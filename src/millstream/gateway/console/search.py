@@ -30,7 +30,7 @@ from millstream.protocol.wire.fetch import READ_COMMITTED, FetchedPartition, Fet
 
 FETCH_BYTES: Final = 2 * 1024 * 1024
 FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Of the messages that one step returns."""
+"""The maximum size of the messages that one step returns."""
 SEARCHES_PER_USER_MAX: Final = 4
 SEARCHES_MAX: Final = 32
 TAILS_PER_USER_MAX: Final = 8
@@ -101,7 +101,7 @@ class Searches:
             if start < end
         }
         progress.total = progress.read + sum(end - start for start, end in ranges.values())
-        left = limit
+        remaining = limit
         while open_places:
             try:
                 responses = await _fetch(services, open_places)
@@ -123,7 +123,13 @@ class Searches:
             for where, response in responses.items():
                 start, end = open_places[where], ranges[where.partition].end
                 step = await self.matching(
-                    services, topic, Fetched(where.partition, start, response), condition, progress, end=end, limit=left
+                    services,
+                    topic,
+                    Fetched(where.partition, start, response),
+                    condition,
+                    progress,
+                    end=end,
+                    limit=remaining,
                 )
                 has_moved = has_moved or step.next_offset > start
                 progress.read += step.next_offset - start
@@ -133,9 +139,9 @@ class Searches:
                 if step.next_offset >= end:
                     del open_places[where]
                 yield step.matches
-                if left is not None:
-                    left -= len(step.matches)
-                    if left <= 0:
+                if remaining is not None:
+                    remaining -= len(step.matches)
+                    if remaining <= 0:
                         return
             if not has_moved:
                 # The rest can no longer be read, its transaction is open, or its leader has moved.
@@ -186,8 +192,8 @@ class Searches:
             ranges = [OffsetRange(offset, offset + 1) for offset in matching.tolist()]
         if not ranges:
             return Step([], stop)
-        found, next_offset = await self._records(services, topic, fetched, ranges, progress, limit)
-        return Step(found, stop if next_offset is None else next_offset)
+        matches, next_offset = await self._records(services, topic, fetched, ranges, progress, limit)
+        return Step(matches, stop if next_offset is None else next_offset)
 
     async def _records(
         self,
@@ -200,7 +206,7 @@ class Searches:
     ) -> tuple[list[Message], int | None]:
         """Read the records at some offsets, ascending; also return where to continue if there are too many."""
         batches, aborted = fetched.response.records, AbortedBatches(fetched.response.aborted)
-        found: list[Message] = []
+        messages: list[Message] = []
         size = at = 0
         for header in iterate_whole_headers(batches):
             is_aborted = aborted.holds(header.last_offset, header.attributes, header.producer_id)
@@ -224,15 +230,15 @@ class Searches:
                 if read.oversized:
                     progress.skip(f"{topic.name}-{fetched.partition} at {read.next_offset - 1}: {read.oversized}")
                 for record in read.records:
-                    found.append(Message(fetched.partition, record))
+                    messages.append(Message(fetched.partition, record))
                     size += message_bytes(record)
-                    if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
-                        return found, record.offset + 1
+                    if (limit is not None and len(messages) >= limit) or size > FOUND_BYTES_MAX:
+                        return messages, record.offset + 1
                 if read.next_offset <= start:
                     # The rest of the batch cannot be read; skip it, or the loop would not end.
                     break
                 start = read.next_offset
-        return found, None
+        return messages, None
 
 
 async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) -> dict[TopicPartition, FetchedPartition]:

@@ -333,23 +333,25 @@ class Sessions:
     async def _discover(self) -> dict[str, Any]:
         if self._provider is None:
             issuer = self._settings.oidc_issuer.rstrip("/")
-            found = await self._request_provider("GET", f"{issuer}/.well-known/openid-configuration", None)
-            if str(found.get("issuer", "")).rstrip("/") != issuer or "token_endpoint" not in found:
+            document = await self._request_provider("GET", f"{issuer}/.well-known/openid-configuration", None)
+            if str(document.get("issuer", "")).rstrip("/") != issuer or "token_endpoint" not in document:
                 raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider at {issuer} describes another issuer")
-            self._provider = found
+            self._provider = document
         return self._provider
 
     async def _request_provider(self, method: str, url: str, form: dict[str, str] | None) -> dict[str, Any]:
         try:
             async with httpx.AsyncClient(timeout=OIDC_S, follow_redirects=False) as client:
                 response = await client.request(method, url, data=form)
-                found = json.loads(response.content[:OIDC_BYTES_MAX])
+                document = json.loads(response.content[:OIDC_BYTES_MAX])
         except (httpx.HTTPError, ValueError) as error:
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
-        if response.is_error or not isinstance(found, dict):
-            refusal = found.get("error", response.status_code) if isinstance(found, dict) else response.status_code
+        if response.is_error or not isinstance(document, dict):
+            refusal = (
+                document.get("error", response.status_code) if isinstance(document, dict) else response.status_code
+            )
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider refused the request: {refusal}")
-        return found
+        return document
 
     def _callback(self, exchange: Any) -> str:
         host = exchange.headers.get(b"host", b"").decode("latin-1")
@@ -360,10 +362,10 @@ def _claims(token: str) -> dict[str, Any]:
     """Read the claims of a token that came straight from the provider; a node checks its signature later."""
     try:
         part = token.split(".")[1]
-        found = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+        document = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
     except (IndexError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _own_page(to: str) -> str:

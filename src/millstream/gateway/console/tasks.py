@@ -33,21 +33,21 @@ SOON_S: Final = 1.0
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
 
 
-class Measured(NamedTuple):
+class TaskProgress(NamedTuple):
     """The progress of a task, from 0 to 1, and in words."""
 
     share: float
     text: str
 
 
-class Acting(NamedTuple):
+class UserServices(NamedTuple):
     """Services with a user's rights, and a future that completes when they have lapsed."""
 
     services: Services
     lapsed: asyncio.Future[Any]
 
 
-Start = Callable[[], AbstractAsyncContextManager[Acting]]
+Start = Callable[[], AbstractAsyncContextManager[UserServices]]
 Act = Callable[["Task", Services], Awaitable[str]]
 
 
@@ -67,7 +67,7 @@ class Task:
         """What it said when it ended."""
         self.result: Any = None
         """What the page shows of it in addition to the text."""
-        self.measure: Callable[[], Measured | None] = lambda: None
+        self.measure: Callable[[], TaskProgress | None] = lambda: None
         self.on_stop: Callable[[], None] | None = None
         """Asks the task to end at the next opportunity; without it, the task is cancelled."""
         self.is_stopping = False
@@ -155,14 +155,14 @@ class Tasks:
         return task
 
     def find(self, task_id: str, user: str) -> Task:
-        found = self._tasks.get(task_id)
-        if found is None or found.user != user:
+        task = self._tasks.get(task_id)
+        if task is None or task.user != user:
             raise Refused(
                 HTTPStatus.NOT_FOUND,
                 "this node does not know this task: it ended more than an hour ago, the node has restarted, or another "
                 "node runs it",
             )
-        return found
+        return task
 
     def running(self, user: str) -> list[Task]:
         return [one for one in self._tasks.values() if one.is_running and one.user == user]

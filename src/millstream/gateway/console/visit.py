@@ -21,7 +21,7 @@ from millstream.protocol.private.browse_messages import NoteReadingRequest
 from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
-    from millstream.gateway.console.history import History, Recent
+    from millstream.gateway.console.history import History, ResponseCache
     from millstream.gateway.console.search import Searches
     from millstream.gateway.console.tasks import Start, Tasks
 
@@ -62,7 +62,7 @@ class Visit:
     form: Mapping[str, str]
     memory: RequestMemory
     history: History
-    recent: Recent
+    response_cache: ResponseCache
     searches: Searches
     tasks: Tasks
     acting: Start
@@ -71,7 +71,7 @@ class Visit:
     principal: str = ""
     """Who is signed in; empty where everyone may do everything."""
     host: str = ""
-    """Where the browser is."""
+    """The address of the browser."""
     site: str = ""
     """The gateway's address, as the browser uses it: `http://localhost:8080`."""
     is_refresh: bool = False
@@ -85,10 +85,10 @@ class Visit:
 
     def text(self, name: str, default: str = "", *, length_max: int = 4096) -> str:
         """Return a parameter of the query, or a field of the form."""
-        found = (self.form if self.method == "POST" else self.query).get(name, default)
-        if len(found) > length_max:
+        value = (self.form if self.method == "POST" else self.query).get(name, default)
+        if len(value) > length_max:
             raise _field_error(name, f"{name} has more than {length_max} characters")
-        return found.strip() if name != "value" else found
+        return value.strip() if name != "value" else value
 
     def number(self, name: str, default: int, *, low: int = 0, high: int = 2**31 - 1) -> int:
         """Return a number within bounds."""
@@ -101,10 +101,10 @@ class Visit:
 
     def choice(self, name: str, allowed: Sequence[str]) -> str:
         """Return one of some values; the first is the default."""
-        found = self.text(name, allowed[0]) or allowed[0]
-        if found not in allowed:
-            raise _field_error(name, f"{name} must be one of {', '.join(allowed)}, not {found!r}")
-        return found
+        value = self.text(name, allowed[0]) or allowed[0]
+        if value not in allowed:
+            raise _field_error(name, f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        return value
 
     @property
     def search(self) -> str:
@@ -132,8 +132,8 @@ class Visit:
         query = {**self.query, **{name: str(value) for name, value in changes.items() if value is not None}}
         for name in [name for name, value in changes.items() if value is None]:
             query.pop(name, None)
-        kept = {name: value for name, value in query.items() if value != ""}
-        return f"{self.path}?{urlencode(kept)}" if kept else self.path
+        parameters = {name: value for name, value in query.items() if value != ""}
+        return f"{self.path}?{urlencode(parameters)}" if parameters else self.path
 
     @property
     def kafka(self) -> str:
@@ -159,7 +159,7 @@ class Visit:
         if not self.is_refresh or (self.principal and not self.can_sign_out):
             return await ask()
         # By session, since the rights of a token are a part of its owner's.
-        return await self.recent.get((self.csrf if self.principal else "", self.path), ask)
+        return await self.response_cache.get((self.csrf if self.principal else "", self.path), ask)
 
     # -- rights ---------------------------------------------------------------------------------------------
 

@@ -86,10 +86,10 @@ class Addresses:
         if self._known and loop.time() < self._until:
             return self._known
         try:
-            found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            resolved = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         except UnicodeError as error:
             raise OSError(f"{self._host} is not a valid host name") from error
-        listed = dict.fromkeys(str(entry[4][0]) for entry in found)
+        listed = dict.fromkeys(str(entry[4][0]) for entry in resolved)
         allowed = [one for one in listed if self._private_allowed or is_public(one)]
         if not allowed:
             # The reason of a dead letter must not reveal what names resolve to in this network.

@@ -136,7 +136,7 @@ class PushChild(SupervisedChild):
 
     def _refresh(self) -> None:
         """Follow a change of the subscriptions."""
-        found, parked = [], {}
+        subscriptions, parked = [], {}
         for declared in self._declared.all():
             try:
                 settings = self._declared.settings_of(declared)
@@ -149,12 +149,12 @@ class PushChild(SupervisedChild):
             if refusal:
                 parked[declared.name] = refusal
             elif pushed is not None:
-                found.append(pushed)
+                subscriptions.append(pushed)
             elif settings.push_url:
                 parked[declared.name] = seal_problem(declared.sealed)
         self._board.park(parked)
-        if found != self._pushed:
-            self._pushed = found
+        if subscriptions != self._pushed:
+            self._pushed = subscriptions
             self._news.set()
 
     def _refusal(self, subscription: Subscription) -> str:

@@ -61,12 +61,12 @@ def content_of(message: LeasedMessage, layout: str) -> Content:
 def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -> dict[str, str]:
     """Return the event's attributes, its own first."""
     record = message.record
-    found = {
+    attributes = {
         name[len(_STORED) :]: _text(value)
         for name, value in headers.items()
         if name.startswith(_STORED) and _is_attribute(name[len(_STORED) :])
     }
-    found.pop("datacontenttype", None)
+    attributes.pop("datacontenttype", None)
     made = {
         "specversion": "1.0",
         "id": _text(message_id),
@@ -78,16 +78,16 @@ def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: b
         "traceparent": _text(headers.get(TRACEPARENT, b"")),
     }
     for name, text in made.items():
-        if text and not found.get(name):
-            found[name] = text
-    found["specversion"] = "1.0"
-    found.update(
+        if text and not attributes.get(name):
+            attributes[name] = text
+    attributes["specversion"] = "1.0"
+    attributes.update(
         topic=message.topic,
         partition=str(message.partition),
         offset=str(record.offset),
         attempt=str(message.attempt),
     )
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in attributes.items() if text}
 
 
 def _raw(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -> Headers:
@@ -156,10 +156,10 @@ def _trace(headers: dict[str, bytes]) -> Headers:
 
 def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
     """Map headers by name; the first of several with the same name wins, as everywhere here."""
-    found: dict[str, bytes] = {}
+    values: dict[str, bytes] = {}
     for name, value in headers:
-        found.setdefault(name, value or b"")
-    return found
+        values.setdefault(name, value or b"")
+    return values
 
 
 def _is_attribute(name: str) -> bool:

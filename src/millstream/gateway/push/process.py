@@ -30,7 +30,7 @@ from millstream.gateway.push.push_messages import (
     PushSubscription,
 )
 from millstream.gateway.push.pusher import Pusher, Settler
-from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
+from millstream.gateway.push.sender import Sender, Target, mark_sniffio_missing, trusted
 from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
@@ -201,7 +201,7 @@ def main() -> None:
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
     adopt_node_credentials()
-    spare_lookups()
+    mark_sniffio_missing()
     freeze_heap()
     asyncio.run(push(options))
 

@@ -46,7 +46,7 @@ def signature(keys: Iterable[bytes], message_id: bytes, timestamp_s: int, body: 
 IDLE_S: Final = 30.0
 
 
-def spare_lookups() -> None:
+def mark_sniffio_missing() -> None:
     """Mark sniffio as missing, for a process that only sends.
 
     httpcore searches the whole module path for it with every lock that it takes.
@@ -233,12 +233,12 @@ class Sender:
         )
 
     def _with_address(self, url: httpx.URL, address: str) -> httpx.URL:
-        found = self._placed.get((url, address))
-        if found is None:
+        placed = self._placed.get((url, address))
+        if placed is None:
             if len(self._placed) >= PLACED_MAX:
                 self._placed.clear()
-            found = self._placed[url, address] = url.copy_with(host=address)
-        return found
+            placed = self._placed[url, address] = url.copy_with(host=address)
+        return placed
 
 
 def trusted() -> ssl.SSLContext:

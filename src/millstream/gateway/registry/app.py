@@ -237,13 +237,13 @@ def _by_id(request: RegistryRequest) -> GetSchemaRequest:
 
 
 async def _schema(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(_by_id(request))
-    if found.schema is None:
+    response = await client.get(_by_id(request))
+    if response.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-    document = found.schema.as_confluent()
+    document = response.schema.as_confluent()
     if request.flag("fetchMaxId"):
-        document["maxId"] = found.max_id
-    document["guid"] = found.schema.guid
+        document["maxId"] = response.max_id
+    document["guid"] = response.schema.guid
     return document
 
 
@@ -270,15 +270,15 @@ async def _schema_versions(client: SchemaClient, request: RegistryRequest) -> An
 
 
 async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(GetSchemaRequest(guid=request.names["guid"].lower(), format=_format(request)))
-    if found.schema is None:
+    response = await client.get(GetSchemaRequest(guid=request.names["guid"].lower(), format=_format(request)))
+    if response.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-    return {**found.schema.as_confluent(), "guid": found.schema.guid}
+    return {**response.schema.as_confluent(), "guid": response.schema.guid}
 
 
 async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(GetSchemaRequest(guid=request.names["guid"].lower()))
-    return [{"context": context, "id": number} for context, number in found.ids]
+    response = await client.get(GetSchemaRequest(guid=request.names["guid"].lower()))
+    return [{"context": context, "id": number} for context, number in response.ids]
 
 
 async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -295,12 +295,12 @@ async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _versions(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.subject(
+    response = await client.subject(
         GetSubjectRequest(
             subject=request.subject, deleted=request.flag("deleted"), deleted_only=request.flag("deletedOnly")
         )
     )
-    return request.page(found.versions)
+    return request.page(response.versions)
 
 
 async def _find_version(client: SchemaClient, request: RegistryRequest, *, deleted: bool) -> Any:
@@ -332,10 +332,10 @@ async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
         deleted=request.flag("deleted"),
         format=_format(request),
     )
-    found = (await client.subject(asked)).schema
-    if found is None:
+    schema = (await client.subject(asked)).schema
+    if schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
-    return _version_document(found)
+    return _version_document(schema)
 
 
 async def _delete_subject(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -371,13 +371,13 @@ async def _check(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _config(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
-    if found.config is None:
+    settings = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
+    if settings.config is None:
         raise SchemaRegistryError(
             f"Subject '{request.subject}' does not have subject-level compatibility configured",
             code=RegistryCode.CONFIG_NOT_FOUND,
         )
-    return found.config
+    return settings.config
 
 
 async def _set_config(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -402,13 +402,13 @@ async def _reset_config(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _mode(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
-    if found.mode is None:
+    settings = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
+    if settings.mode is None:
         raise SchemaRegistryError(
             f"Subject '{request.subject}' does not have subject-level mode configured",
             code=RegistryCode.MODE_NOT_FOUND,
         )
-    return {"mode": found.mode}
+    return {"mode": settings.mode}
 
 
 async def _set_mode(client: SchemaClient, request: RegistryRequest) -> Any:

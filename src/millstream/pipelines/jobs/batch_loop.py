@@ -216,7 +216,7 @@ class BatchLoop:
             otherwise = (latest if at_end else first)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
         _check_reached(start, latest)
-        return skipping(start, earliest) if skips else (start, 0)
+        return skip_deleted(start, earliest) if skips else (start, 0)
 
     def _at_time(self, resolver: OffsetResolver, partitions: Partitions, offsets: Offsets, *, is_end: bool) -> Offsets:
         """Return the start or end of a backfill within the log; the offsets given for a run without limits."""
@@ -475,7 +475,7 @@ def is_refused(error: BaseException) -> bool:
     return kind is not None and issubclass(kind, TransactionRejected)
 
 
-def skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
+def skip_deleted(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
     """Return where to start after deleted offsets, and how many were skipped."""
     moved = {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}

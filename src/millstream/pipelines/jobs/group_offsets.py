@@ -28,7 +28,7 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
         response = (await client.send(node, request)).groups[0]
         if response.error_code:
             raise error_from_code(response.error_code, None, about=f"offsets of group {group!r}")
-        found: dict[str, dict[int, int]] = {}
+        offsets: dict[str, dict[int, int]] = {}
         for topic in response.topics:
             for one in topic.partitions:
                 if one.error_code == _UNSTABLE:
@@ -39,8 +39,8 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
                 if one.error_code:
                     raise error_from_code(one.error_code, None, about=f"offsets of group {group!r}")
                 if one.committed_offset >= 0:
-                    found.setdefault(topic.name, {})[one.partition_index] = one.committed_offset
-        return found
+                    offsets.setdefault(topic.name, {})[one.partition_index] = one.committed_offset
+        return offsets
 
     return await client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 

@@ -71,7 +71,7 @@ class RunContext:
 
 
 @dataclass(slots=True)
-class _Written:
+class _WrittenNames:
     names: set[str] = field(default_factory=set)
     streams: dict[str, StreamingQuery] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class JobApi:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._pin: Pin = context.pin or {"batch": context.run, "topics": {}}
-        self._written = _Written()
+        self._written = _WrittenNames()
         self._progress: dict[str, Any] = {}
         self._connecting = {BROKERS: context.brokers, **context.access.as_options()}
         self.log = logging.getLogger(f"job.{context.name}")

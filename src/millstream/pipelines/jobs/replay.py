@@ -89,7 +89,7 @@ class Progress(NamedTuple):
     """Offsets that are not examined yet."""
 
 
-class Pace:
+class RateLimiter:
     """Bounds the messages of any second, not their average: after a stall, only `STEP_S` of it is made up for."""
 
     def __init__(self, rate: float, now_s: float) -> None:
@@ -133,14 +133,14 @@ class Replay:
         self._topic_id = str(topics[self.order.topic].topic_id)
         if self.order.from_table:
             self._table = self._find_table(link)
-        number, position = self._known(link)
+        number, position = self._load_position(link)
         first, end = self._bounds(link, dry=dry)
         at = {
             topic: {n: max(offset, position.get(topic, {}).get(n, 0)) for n, offset in numbers.items()}
             for topic, numbers in first.items()
         }
         examined = written = refusals = 0
-        pace = Pace(self.order.rate, time.monotonic())
+        pace = RateLimiter(self.order.rate, time.monotonic())
         while ranges_between(at, end):
             until = admitted(at, end, self._step_size)
             rows = self._rows(at, until)
@@ -152,7 +152,7 @@ class Replay:
                 refusals += 1
                 if refusals > REFUSALS_MAX:
                     raise InvalidRequest(f"replay {self.order.title!r} is being run by another process")
-                number, position = self._known(link)
+                number, position = self._load_position(link)
                 at = {topic: {**numbers, **position.get(topic, {})} for topic, numbers in at.items()}
                 continue
             number, refusals = number + 1, 0
@@ -171,7 +171,7 @@ class Replay:
         """Short steps when the rate is bounded, so that messages arrive evenly."""
         return min(STEP_MESSAGES, max(1, round(self.order.rate * STEP_S))) if self.order.rate else STEP_MESSAGES
 
-    def _known(self, link: Link) -> tuple[int, Offsets]:
+    def _load_position(self, link: Link) -> tuple[int, Offsets]:
         """Return the number of the next step and the position, after aborting open transactions of an earlier run."""
         transactions = Transactions(link.client)
         while True:

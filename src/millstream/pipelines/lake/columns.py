@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from millstream.core.errors import ColumnMismatch, StalePlan
 from millstream.core.payload_columns import DAY, HOUR
 
-Place = tuple[str, ...]
+FieldPath = tuple[str, ...]
 ELEMENT: Final = "[]"
 """The step from an array to its elements."""
 
@@ -28,45 +28,47 @@ def inexact_reason(number: int) -> str:
     return f"it has {number}, which doubles cannot hold exactly"
 
 
-def places_of(schema: pa.DataType | pa.Schema, target: pa.DataType, above: Place = ()) -> Iterator[Place]:
+def paths_of_type(schema: pa.DataType | pa.Schema, target: pa.DataType, above: FieldPath = ()) -> Iterator[FieldPath]:
     """Yield the paths that have a type."""
     kind = _kind(schema)
     if pa.types.is_struct(kind):
         for field in kind:
-            yield from places_of(field.type, target, (*above, field.name))
+            yield from paths_of_type(field.type, target, (*above, field.name))
     elif pa.types.is_list(kind):
-        yield from places_of(kind.value_type, target, (*above, ELEMENT))
+        yield from paths_of_type(kind.value_type, target, (*above, ELEMENT))
     elif kind == target:
         yield above
 
 
-def leaf_places(schema: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
+def leaf_paths(schema: pa.DataType | pa.Schema, above: FieldPath = ()) -> Iterator[FieldPath]:
     """Yield the paths of plain values, of any type; those that have only been null or empty are left out."""
     kind = _kind(schema)
     if pa.types.is_struct(kind):
         for field in kind:
-            yield from leaf_places(field.type, (*above, field.name))
+            yield from leaf_paths(field.type, (*above, field.name))
     elif pa.types.is_list(kind):
-        yield from leaf_places(kind.value_type, (*above, ELEMENT))
+        yield from leaf_paths(kind.value_type, (*above, ELEMENT))
     elif not pa.types.is_null(kind):
         yield above
 
 
-def narrower(known: pa.DataType | pa.Schema, target: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
+def widened_paths(
+    known: pa.DataType | pa.Schema, target: pa.DataType | pa.Schema, above: FieldPath = ()
+) -> Iterator[FieldPath]:
     """Yield the paths that are long in the known type and double in the target."""
     one, other = _kind(known), _kind(target)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         for field in one:
             position = other.get_field_index(field.name)
             if position >= 0:
-                yield from narrower(field.type, other.field(position).type, (*above, field.name))
+                yield from widened_paths(field.type, other.field(position).type, (*above, field.name))
     elif pa.types.is_list(one) and pa.types.is_list(other):
-        yield from narrower(one.value_type, other.value_type, (*above, ELEMENT))
+        yield from widened_paths(one.value_type, other.value_type, (*above, ELEMENT))
     elif pa.types.is_int64(one) and pa.types.is_float64(other):
         yield above
 
 
-def retyped(schema: pa.Schema, places: Collection[Place], kind: pa.DataType) -> pa.Schema:
+def retyped(schema: pa.Schema, places: Collection[FieldPath], kind: pa.DataType) -> pa.Schema:
     """Return a schema with a type at some of its paths; unknown paths are ignored."""
     if not places:
         return schema
@@ -74,26 +76,26 @@ def retyped(schema: pa.Schema, places: Collection[Place], kind: pa.DataType) -> 
     return pa.schema([field.with_type(_retyped(field.type, paths, kind, (field.name,))) for field in schema])
 
 
-def _retyped(known: pa.DataType, places: frozenset[Place], kind: pa.DataType, above: Place) -> pa.DataType:
-    if above in places:
+def _retyped(known: pa.DataType, paths: frozenset[FieldPath], kind: pa.DataType, above: FieldPath) -> pa.DataType:
+    if above in paths:
         return kind
     if pa.types.is_struct(known):
-        fields = [field.with_type(_retyped(field.type, places, kind, (*above, field.name))) for field in known]
+        fields = [field.with_type(_retyped(field.type, paths, kind, (*above, field.name))) for field in known]
         return pa.struct(fields)
     if pa.types.is_list(known):
-        inner = _retyped(known.value_type, places, kind, (*above, ELEMENT))
+        inner = _retyped(known.value_type, paths, kind, (*above, ELEMENT))
         return pa.list_(known.value_field.with_type(inner))
     return known
 
 
-def values_at(column: pa.Array, way: Place) -> pa.Array | None:
+def values_at(column: pa.Array, path: FieldPath) -> pa.Array | None:
     """Return the values at a path of a column; None if the column has no such path."""
-    if not way:
+    if not path:
         return column
-    if pa.types.is_list(column.type) and way[0] == ELEMENT:
-        return values_at(column.flatten(), way[1:])
-    position = column.type.get_field_index(way[0]) if pa.types.is_struct(column.type) else -1
-    return None if position < 0 else values_at(column.flatten()[position], way[1:])
+    if pa.types.is_list(column.type) and path[0] == ELEMENT:
+        return values_at(column.flatten(), path[1:])
+    position = column.type.get_field_index(path[0]) if pa.types.is_struct(column.type) else -1
+    return None if position < 0 else values_at(column.flatten()[position], path[1:])
 
 
 def is_inexact(integers: pa.Array) -> bool:
@@ -106,18 +108,22 @@ def completed(rows: pa.StructArray | pa.RecordBatch | pa.Table, schema: pa.Schem
     """Return the columns of a schema; those that the rows do not have are null."""
     arrays = rows.flatten() if isinstance(rows, pa.StructArray) else rows.columns
     names = [field.name for field in (rows.type if isinstance(rows, pa.StructArray) else rows.schema)]
-    there = dict(zip(names, arrays, strict=True))
+    arrays_by_name = dict(zip(names, arrays, strict=True))
     return [
-        (there[field.name] if there[field.name].type == field.type else there[field.name].cast(field.type))
-        if field.name in there
+        (
+            arrays_by_name[field.name]
+            if arrays_by_name[field.name].type == field.type
+            else arrays_by_name[field.name].cast(field.type)
+        )
+        if field.name in arrays_by_name
         else pa.nulls(len(rows), field.type)
         for field in schema
     ]
 
 
-def path_text(place: Place) -> str:
+def path_text(path: FieldPath) -> str:
     """Format a path for messages to users."""
-    return ".".join(place).replace(f".{ELEMENT}", ELEMENT)
+    return ".".join(path).replace(f".{ELEMENT}", ELEMENT)
 
 
 def _kind(what: pa.DataType | pa.Schema) -> pa.DataType:
@@ -210,27 +216,27 @@ def widest(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def extended(schema: pa.Schema, found: pa.Schema) -> pa.Schema:
+def extended(schema: pa.Schema, inferred: pa.Schema) -> pa.Schema:
     """Add inferred columns, each under its widest type.
 
     The first type wins: an inferred column of another type changes nothing, and the decoder reports values that do not
     fit. Fields of structs are added like columns.
     """
     columns = {field.name: field for field in schema}
-    for field in found:
+    for field in inferred:
         known = columns.get(field.name)
         kind = widest(field.type) if known is None else _joined(known.type, field.type)
         columns[field.name] = pa.field(field.name, kind)
     return pa.schema(list(columns.values()))
 
 
-def _joined(known: pa.DataType, found: pa.DataType) -> pa.DataType:
+def _joined(known: pa.DataType, inferred: pa.DataType) -> pa.DataType:
     """Add the struct fields of another type."""
-    if pa.types.is_struct(known) and pa.types.is_struct(found):
-        inner = extended(pa.schema(list(known)), pa.schema(list(found)))
+    if pa.types.is_struct(known) and pa.types.is_struct(inferred):
+        inner = extended(pa.schema(list(known)), pa.schema(list(inferred)))
         return pa.struct(list(inner))
-    if pa.types.is_list(known) and pa.types.is_list(found):
-        return pa.list_(pa.field(known.value_field.name, _joined(known.value_type, found.value_type)))
+    if pa.types.is_list(known) and pa.types.is_list(inferred):
+        return pa.list_(pa.field(known.value_field.name, _joined(known.value_type, inferred.value_type)))
     return known
 
 

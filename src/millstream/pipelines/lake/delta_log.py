@@ -23,7 +23,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.pipelines.lake.columns import added_columns, partition_columns
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table_file import BOUNDED, Written
+from millstream.pipelines.lake.table_file import BOUNDED, WrittenFile
 
 CONFIGURATION: Final[Mapping[str, str]] = {
     # Checkpoints keep opening a table fast; old commits are deleted once a checkpoint covers them.
@@ -39,7 +39,7 @@ FIXED: Final = "millstream.fixedTypes"
 """The property of a table that lists the fields whose columns never become double, with the reasons."""
 
 COMMITS_KEPT: Final[Mapping[str, str]] = {**CONFIGURATION, "delta.logRetentionDuration": "interval 36500 days"}
-"""For tables whose commits are evidence."""
+"""The configuration of tables whose commits are kept as evidence."""
 
 
 class DeltaLog:
@@ -152,7 +152,7 @@ class DeltaLog:
         )
         return self._write(table, actions, "append", table.schema(), properties)
 
-    def replace_all(self, files: Iterable[Written], schema: pa.Schema) -> bool:
+    def replace_all(self, files: Iterable[WrittenFile], schema: pa.Schema) -> bool:
         """Replace all files that the table had when it was read, under other columns; False if it is too late.
 
         It is one commit, for exactly that version: the library removes only the files that the handle knows.
@@ -210,7 +210,7 @@ class DeltaLog:
         actions = [json.loads(line) for line in lines if line.strip()]
         return next((dict(action["commitInfo"]) for action in actions if "commitInfo" in action), {})
 
-    def holds(self, files: Iterable[Written]) -> bool:
+    def holds(self, files: Iterable[WrittenFile]) -> bool:
         """Whether the table has any of these files."""
         return bool({file.path for file in files} & set(self.paths()))
 
@@ -229,6 +229,6 @@ def schema_of(table: deltalake.DeltaTable) -> pa.Schema:
     return pa.schema(table.schema().to_arrow())
 
 
-def added(files: Iterable[Written], *, data_change: bool = True) -> list[AddAction]:
+def added(files: Iterable[WrittenFile], *, data_change: bool = True) -> list[AddAction]:
     now = int(time.time() * 1000)
     return [AddAction(file.path, file.bytes, file.partition_values, now, data_change, file.stats) for file in files]

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from deltalake.transaction import RemoveAction
 
 from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
-from millstream.pipelines.lake.columns import APPEND_DAY, Place, values_at
+from millstream.pipelines.lake.columns import APPEND_DAY, FieldPath, values_at
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog, added
 from millstream.pipelines.lake.merging import (
     DELETED,
@@ -37,7 +37,7 @@ from millstream.pipelines.lake.merging import (
     ORDER,
     ROOT,
     Bucket,
-    Merged,
+    MergedBucket,
     MergeRule,
     bucket_of,
     canonical_keys,
@@ -45,7 +45,7 @@ from millstream.pipelines.lake.merging import (
     key_hashes,
     tombstone_schema,
 )
-from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, compact
+from millstream.pipelines.lake.rewriting import SMALL_BYTES, CompactionResult, Run, compact
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import (
     GRACE,
@@ -56,7 +56,7 @@ from millstream.pipelines.lake.table import (
     next_offset_key,
     next_offsets,
 )
-from millstream.pipelines.lake.table_file import ActiveFile, Written
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile
 from millstream.pipelines.lake.task_writer import (
     GROUP_BYTES,
     FileWriter,
@@ -138,11 +138,11 @@ class KeyedTable(LakeTable):
     def route(self, incoming_bytes: float, bucket_bytes: int) -> None:
         """Choose the buckets for the next step's changes: those of the table, split where they grow too large."""
         sizes = {one.bucket: one.bytes for one in self.stored()}
-        there = completed(sizes)
+        buckets = completed(sizes)
         # Rows take about a quarter of their JSON in Parquet.
         share = incoming_bytes / 4
         routes = []
-        for bucket in there:
+        for bucket in buckets:
             expected = sizes.get(bucket, 0) + share * (bucket.end - bucket.start) / ROOT.end
             levels = max(0, math.ceil(math.log2(expected / bucket_bytes))) if expected > 0 else 0
             routes += bucket.divided(min(levels, max(0, DEPTH_MAX - bucket.depth)))
@@ -154,7 +154,7 @@ class KeyedTable(LakeTable):
         return StagedWriter(self._staged, schema, topic_id, tuple(self.routes), attempt=attempt)
 
     def begin_merge(
-        self, staged: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]], schema: pa.Schema
+        self, staged: Sequence[WrittenFile], offsets: Mapping[TopicPartition, tuple[int, int]], schema: pa.Schema
     ) -> list[MergeUnit]:
         """Return the merges that apply staged changes to the table; the commit is for its current version.
 
@@ -189,11 +189,11 @@ class KeyedTable(LakeTable):
 
     def commit(
         self,
-        files: Sequence[Written],
+        files: Sequence[WrittenFile],
         offsets: Mapping[TopicPartition, tuple[int, int]],
         *,
         schema: pa.Schema,
-        quarantined: Sequence[Written] = (),
+        quarantined: Sequence[WrittenFile] = (),
         requarantined: Sequence[ActiveFile] = (),
         mark: Mark | None = None,
     ) -> bool:
@@ -223,20 +223,20 @@ class KeyedTable(LakeTable):
             return True
         raise StalePlan(f"another run has changed the table at {self.storage.url}")
 
-    def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
+    def discard(self, files: Iterable[WrittenFile], quarantined: Iterable[WrittenFile] = ()) -> None:
         for file in files:
             delete_written(self.storage, file)
         super().discard((), quarantined)
 
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
-    ) -> Compacted:
+    ) -> CompactionResult:
         """Compact only the quarantine: a bucket has one file."""
         if self.recover() is None:
-            return Compacted()
+            return CompactionResult()
         return compact(self.quarantine, before=before, small_bytes=small_bytes, progress=progress)
 
-    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+    def widen(self, places: Sequence[FieldPath], *, run: Run, bytes_max: int) -> dict[FieldPath, str]:
         """Widen nothing."""
         return dict.fromkeys(places, KEEPS_TYPES)
 
@@ -318,7 +318,7 @@ class StagedWriter(FileWriter):
             self._batches += 1
         self._count += len(ordered)
 
-    def close(self) -> list[Written]:
+    def close(self) -> list[WrittenFile]:
         """Finish the file, if there is one. It need not survive a crash, which restarts the step."""
         self._flush()
         if self._writer is None:
@@ -327,7 +327,7 @@ class StagedWriter(FileWriter):
         size = int(self._stream.tell())
         self._stream.close()
         index = json.dumps(self._index)
-        written = Written(self._path, self._count, size, index, {})
+        written = WrittenFile(self._path, self._count, size, index, {})
         self._writer = None
         self._index, self._batches, self._count = {}, 0, 0
         return [written]
@@ -367,7 +367,7 @@ class MergeUnit:
 class MergeResult(NamedTuple):
     """The result of one unit, as it is sent to the driver."""
 
-    files: list[Written]
+    files: list[WrittenFile]
     upserted: int
     deleted: int
     late: int
@@ -385,9 +385,9 @@ class BucketMerge:
     schema: pa.Schema
     """The columns of the table."""
     rule: MergeRule
-    key: tuple[Place, ...]
+    key: tuple[FieldPath, ...]
     """Where the key is in a stored row."""
-    order: Place | None
+    order: FieldPath | None
     """Where the order value is in a stored row."""
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
@@ -431,7 +431,7 @@ class BucketMerge:
         groups = row_groups(source, [unit.stored.path])
         tables = [read_group(source, group, self.schema) for group in groups] or [self.schema.empty_table()]
         rows = pa.concat_tables(tables).combine_chunks()
-        whole = pa.StructArray.from_arrays([_whole(column) for column in rows.columns], fields=list(rows.schema))
+        whole = pa.StructArray.from_arrays([_combine(column) for column in rows.columns], fields=list(rows.schema))
         keys = canonical_keys([_value_at(whole, place) for place in self.key])
         # Without a row, a table has no column for it yet.
         found = None if self.order is None else values_at(whole, self.order)
@@ -445,7 +445,7 @@ class BucketMerge:
             return rows, tombstones
         return _of_bucket(rows, unit.bucket), _of_bucket(tombstones, unit.bucket)
 
-    def _write(self, bucket: Bucket, merged: Merged) -> Written:
+    def _write(self, bucket: Bucket, merged: MergedBucket) -> WrittenFile:
         ending = _REMEMBERS if len(merged.tombstones) else ".parquet"
         name = f"{bucket.stem}{self.attempt}{uuid.uuid4().hex[len(self.attempt) :]}{ending}"
         path = f"{BUCKETS}/{name}"
@@ -466,7 +466,7 @@ class BucketMerge:
             raise
 
 
-def delete_written(storage: Storage, file: Written) -> None:
+def delete_written(storage: Storage, file: WrittenFile) -> None:
     """Delete a file of a keyed table that was never committed, with its file of remembered deletes."""
     if file.path.startswith(f"{STAGED}/"):
         storage.staged().delete(file.path)
@@ -484,19 +484,21 @@ def _tombstones_path(path: str) -> str:
 def _of_bucket(rows: pa.Table, bucket: Bucket) -> pa.Table:
     if not len(rows):
         return rows
-    hashes = key_hashes(_whole(rows.column(KEY)))
+    hashes = key_hashes(_combine(rows.column(KEY)))
     return rows.filter(pa.array((hashes >= bucket.start) & (hashes < bucket.end)))
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    found = column.combine_chunks()
-    return found if isinstance(found, pa.Array) else pa.concat_arrays(found.chunks or [pa.array([], column.type)])
+def _combine(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return (
+        combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks or [pa.array([], column.type)])
+    )
 
 
-def _value_at(rows: pa.StructArray, place: Place) -> pa.Array:
-    found = values_at(rows, place)
+def _value_at(rows: pa.StructArray, path: FieldPath) -> pa.Array:
+    found = values_at(rows, path)
     if found is None:
-        raise InvalidSetting(f"the table has no column {'.'.join(place)}")
+        raise InvalidSetting(f"the table has no column {'.'.join(path)}")
     return found
 
 
@@ -504,10 +506,10 @@ def _delete_old(storage: Storage, folder: str, before: datetime, *, kept: set[st
     """Delete files of a folder that were written before a time, except some."""
     selector = pyarrow.fs.FileSelector(folder, allow_not_found=True)
     old = [
-        found
-        for found in storage.files().get_file_info(selector)
-        if found.type == pyarrow.fs.FileType.File and found.base_name not in kept and found.mtime < before
+        entry
+        for entry in storage.files().get_file_info(selector)
+        if entry.type == pyarrow.fs.FileType.File and entry.base_name not in kept and entry.mtime < before
     ]
-    for found in old:
-        storage.delete(found.path)
+    for entry in old:
+        storage.delete(entry.path)
     return len(old)

@@ -75,22 +75,22 @@ ROOT: Final = Bucket(0, 0)
 
 def bucket_of(path: str) -> Bucket | None:
     """Return the bucket that a file holds, from its name; None for files of other programs."""
-    found = _NAME.match(path.rpartition("/")[2])
-    return None if found is None else Bucket(int(found[1]), int(found[2], 16))
+    match = _NAME.match(path.rpartition("/")[2])
+    return None if match is None else Bucket(int(match[1]), int(match[2], 16))
 
 
 def completed(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Return disjoint buckets in order, with others in the gaps, so that every key has one."""
-    there = sorted(set(buckets), key=lambda bucket: bucket.start)
-    return list(_completed(ROOT, there))
+    ordered = sorted(set(buckets), key=lambda bucket: bucket.start)
+    return list(_completed(ROOT, ordered))
 
 
-def _completed(around: Bucket, there: Sequence[Bucket]) -> Iterable[Bucket]:
-    if not there or around in there:
+def _completed(around: Bucket, buckets: Sequence[Bucket]) -> Iterable[Bucket]:
+    if not buckets or around in buckets:
         yield around
         return
     for half in around.divided(1):
-        yield from _completed(half, [bucket for bucket in there if half.holds(bucket)])
+        yield from _completed(half, [bucket for bucket in buckets if half.holds(bucket)])
 
 
 def key_hashes(keys: pa.Array) -> npt.NDArray[np.int32]:
@@ -115,7 +115,7 @@ def canonical_keys(columns: Sequence[pa.Array]) -> pa.Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergedBucket:
     """A bucket after a merge."""
 
     rows: pa.Table
@@ -157,20 +157,20 @@ class MergeRule:
     now_ms: int
     remembered_ms: int
 
-    def merge(self, schema: pa.Schema, stored: pa.Table, tombstones: pa.Table, changes: pa.Table) -> Merged:
+    def merge(self, schema: pa.Schema, stored: pa.Table, tombstones: pa.Table, changes: pa.Table) -> MergedBucket:
         """Merge changes into a bucket.
 
         `schema` has the columns of the table's files. Stored rows and changes have `KEY` and `ORDER` in addition,
         changes also `DELETED`.
         """
         # Most rows of a bucket have keys without changes and stay as they are.
-        met, recalled = _named(stored, changes), _named(tombstones, changes)
+        met, recalled = _rows_with_changed_keys(stored, changes), _rows_with_changed_keys(tombstones, changes)
         present, gone, new = len(met), len(recalled), len(changes)
         shared = [KEY, ORDER, TOPIC_ID, "partition", "offset"]
         rivals = (stored.select(shared).take(met), tombstones.select(shared).take(recalled), changes.select(shared))
         every = pa.concat_tables(rivals)
         if not len(every):
-            return Merged(rows=stored.select(schema.names), tombstones=self._remembered(tombstones))
+            return MergedBucket(rows=stored.select(schema.names), tombstones=self._remembered(tombstones))
         codes = _codes(every.column(KEY))
         offsets = every.column("offset").to_numpy()
         partitions = every.column("partition").to_numpy()
@@ -201,10 +201,12 @@ class MergeRule:
         deletes = deletes.append_column(DELETED_MS, moments)
         of_stored, of_tombstones, of_changes = np.split(has_won, [present, present + gone])
         is_delete = deleted[present + gone :]
-        return Merged(
-            rows=_kept(schema.names, (stored, met, of_stored), (changes, of_changes & ~is_delete)),
+        return MergedBucket(
+            rows=_merge_rows(schema.names, (stored, met, of_stored), (changes, of_changes & ~is_delete)),
             tombstones=self._remembered(
-                _kept(tombstones.schema.names, (tombstones, recalled, of_tombstones), (deletes, of_changes & is_delete))
+                _merge_rows(
+                    tombstones.schema.names, (tombstones, recalled, of_tombstones), (deletes, of_changes & is_delete)
+                )
             ),
             upserted=int(np.count_nonzero(of_changes & ~is_delete)),
             deleted=int(np.count_nonzero(deletes_row[present + gone :])),
@@ -238,21 +240,21 @@ class MergeRule:
         )
 
 
-def _named(rows: pa.Table, changes: pa.Table) -> npt.NDArray[np.int64]:
+def _rows_with_changed_keys(rows: pa.Table, changes: pa.Table) -> npt.NDArray[np.int64]:
     """Return the positions of rows whose keys changes name."""
     return np.flatnonzero(pc.is_in(rows.column(KEY), changes.column(KEY).combine_chunks()).to_numpy())
 
 
-def _kept(
+def _merge_rows(
     names: list[str],
-    there: tuple[pa.Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+    compared: tuple[pa.Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
     new: tuple[pa.Table, npt.NDArray[np.bool_]],
 ) -> pa.Table:
     """Return the rows that stay, in their order, followed by the new ones.
 
-    `there` are rows, the positions of those that were compared with changes, and which of these have won.
+    `compared` are rows, the positions of those that were compared with changes, and which of these have won.
     """
-    rows, met, has_won = there
+    rows, met, has_won = compared
     stays = np.ones(len(rows), np.bool_)
     stays[met] = has_won
     kept = rows.select(names).filter(pa.array(stays))

@@ -13,12 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
-from millstream.pipelines.lake.columns import Place
+from millstream.pipelines.lake.columns import FieldPath
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog
-from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, first_name
+from millstream.pipelines.lake.rewriting import SMALL_BYTES, CompactionResult, Run, Widening, first_name
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, LakeTable, TopicPartition
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 
 
 class FallbackFiles:
@@ -53,7 +53,9 @@ class ParquetTable(LakeTable):
         self._publish()
         return found
 
-    def commit(self, files: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]], **more: Any) -> bool:
+    def commit(
+        self, files: Sequence[WrittenFile], offsets: Mapping[TopicPartition, tuple[int, int]], **more: Any
+    ) -> bool:
         """Commit as a Delta table does, and move the files."""
         is_mine = super().commit(files, offsets, **more)
         self._publish()
@@ -61,11 +63,11 @@ class ParquetTable(LakeTable):
 
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
-    ) -> Compacted:
+    ) -> CompactionResult:
         """Do nothing: a reader that lists files while they are replaced would see rows twice, or not at all."""
-        return Compacted()
+        return CompactionResult()
 
-    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+    def widen(self, places: Sequence[FieldPath], *, run: Run, bytes_max: int) -> dict[FieldPath, str]:
         """Make long columns double.
 
         A rewritten file takes the original's name when it is moved into place, atomically: readers see every row once

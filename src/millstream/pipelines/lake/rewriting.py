@@ -27,16 +27,16 @@ from deltalake.transaction import RemoveAction
 from millstream.core.errors import Conflict
 from millstream.pipelines.lake.columns import (
     EXACT_MAX,
-    Place,
+    FieldPath,
     file_schema,
     inexact_reason,
-    narrower,
     retyped,
     values_at,
+    widened_paths,
 )
 from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table_file import ActiveFile, Written, active_files, from_json, to_json
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile, active_files, from_json, to_json
 from millstream.pipelines.lake.task_writer import (
     BATCH_ROWS,
     FILE_BYTES,
@@ -100,12 +100,12 @@ class InexactIntegers:
     """Finds integers that a double cannot hold, at the paths that are to become double."""
 
     source: Files
-    places: tuple[Place, ...]
+    places: tuple[FieldPath, ...]
     attempt: str = ""
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
-        """Nothing is written."""
+        """Return no folders: nothing is written."""
         return []
 
     def __call__(self, file: ActiveFile) -> str:
@@ -119,7 +119,7 @@ class InexactIntegers:
             return json.dumps([None] * len(self.places))
 
     def discard(self, results: Iterable[str]) -> None:
-        """Nothing to undo."""
+        """Do nothing: no files were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Rewrite:
 
     source: Files
     storage: Storage
-    """Where the new files go."""
+    """The storage of the new files."""
     schema: pa.Schema
     may_be_deleted: bool = False
     """Whether missing files were deleted on purpose."""
@@ -163,7 +163,7 @@ class Rewrite:
         for result in results:
             self.delete(from_json(result))
 
-    def delete(self, files: Iterable[Written]) -> None:
+    def delete(self, files: Iterable[WrittenFile]) -> None:
         """Delete files that no commit names."""
         for file in files:
             self.storage.delete(file.path)
@@ -189,17 +189,17 @@ def first_name(path: str) -> str:
     return f"{folder}{slash}{name.partition('.')[0]}.parquet"
 
 
-def _inexact(file: pq.ParquetFile, place: Place) -> int | None:
+def _inexact(file: pq.ParquetFile, path: FieldPath) -> int | None:
     """Return a number in a file that a double cannot hold; None if doubles hold all of them."""
-    if place[0] not in file.schema_arrow.names:
+    if path[0] not in file.schema_arrow.names:
         return None
-    position = file.schema_arrow.get_field_index(place[0])
+    position = file.schema_arrow.get_field_index(path[0])
     for index in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(index)
-        bounds = _bounds(group, place[0]) if pa.types.is_int64(file.schema_arrow.field(position).type) else None
+        bounds = _bounds(group, path[0]) if pa.types.is_int64(file.schema_arrow.field(position).type) else None
         if bounds is None:
-            batches = file.iter_batches(BATCH_ROWS, [index], [place[0]])
-            found = [_farthest(batch.column(0), place[1:]) for batch in batches]
+            batches = file.iter_batches(BATCH_ROWS, [index], [path[0]])
+            found = [_farthest(batch.column(0), path[1:]) for batch in batches]
         else:
             found = [max(bounds, key=abs)]
         for number in found:
@@ -219,9 +219,9 @@ def _bounds(group: Any, column: str) -> tuple[int, int] | None:
     return None
 
 
-def _farthest(column: pa.Array, way: Place) -> int | None:
+def _farthest(column: pa.Array, path: FieldPath) -> int | None:
     """Return the number farthest from zero at a path of a column."""
-    values = values_at(column, way)
+    values = values_at(column, path)
     if values is None or not pa.types.is_integer(values.type):
         return None
     bounds = pc.min_max(values)
@@ -235,35 +235,35 @@ ROUND_FILES_MAX: Final = 1000
 COMPACTION_ATTEMPTS_MAX: Final = 100
 
 
-class Compacted(NamedTuple):
+class CompactionResult(NamedTuple):
     """The result of a compaction."""
 
     files_before: int = 0
     files_after: int = 0
     rows: int = 0
 
-    def plus(self, other: Compacted) -> Compacted:
+    def plus(self, other: CompactionResult) -> CompactionResult:
         """Return the sum of both."""
-        return Compacted(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return CompactionResult(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 def compact(
     log: DeltaLog, *, before: datetime, small_bytes: int, progress: Callable[[], None] = lambda: None
-) -> Compacted:
+) -> CompactionResult:
     """Compact the files of hours that ended before a time; `progress` is called from time to time.
 
     There is one commit of removes and adds per partition of the table, for exactly the version of the log in which all
     replaced files were seen. Concurrent compactions replace them once, and files landed meanwhile are left alone.
     """
     table = log.refresh()
-    total = Compacted()
+    total = CompactionResult()
     if table is None:
         return total
     schema = log.schema()
     for files in list(_rounds(list(active_files(table)), before, small_bytes)):
         written = _rewritten(log, files, schema, progress)
         if _replaced(log, files, written):
-            total = total.plus(Compacted(len(files), len(written), sum(file.rows for file in written)))
+            total = total.plus(CompactionResult(len(files), len(written), sum(file.rows for file in written)))
     return total
 
 
@@ -286,7 +286,7 @@ def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iter
 
 def _rewritten(
     log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
-) -> list[Written]:
+) -> list[WrittenFile]:
     """Write the rows of files, in order, to new ones."""
     writer = TaskWriter(log.storage, schema, files[0].topic_id, values=dict(files[0].values))
     source = log.storage.files()
@@ -300,7 +300,7 @@ def _rewritten(
         raise
 
 
-def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:
+def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[WrittenFile]) -> bool:
     """Replace files; False if one of them is no longer part of the table."""
     paths = {file.path for file in files}
     for _attempt in range(COMPACTION_ATTEMPTS_MAX):
@@ -332,10 +332,10 @@ class Widening:
         self._run = run
         self._bytes_max = bytes_max
         self._may_be_deleted = may_be_deleted
-        self._written: dict[str, list[Written]] = {}
+        self._written: dict[str, list[WrittenFile]] = {}
         """The rewritten files, by the path of the original."""
 
-    def widen(self, places: Sequence[Place]) -> dict[Place, str]:
+    def widen(self, places: Sequence[FieldPath]) -> dict[FieldPath, str]:
         """Make long paths double; return the reasons for those that stay long."""
         table = self._log.refresh()
         if table is None:
@@ -356,37 +356,37 @@ class Widening:
             "raise widen.max.bytes of the pipeline to widen it"
         )
 
-    def _inexact(self, files: Sequence[ActiveFile], places: Sequence[Place]) -> dict[Place, str]:
+    def _inexact(self, files: Sequence[ActiveFile], places: Sequence[FieldPath]) -> dict[FieldPath, str]:
         """Return the paths with numbers that doubles cannot hold, with the reasons."""
         look = InexactIntegers(source=self._source, places=tuple(places))
-        refused: dict[Place, str] = {}
+        refused: dict[FieldPath, str] = {}
         for found in self._run(look, files).values() if files else ():
             for place, number in zip(places, decode_numbers(found), strict=True):
                 if number is not None:
                     refused[place] = inexact_reason(number)
         return refused
 
-    def _replace(self, places: Sequence[Place]) -> None:
+    def _replace(self, places: Sequence[FieldPath]) -> None:
         for _attempt in range(WIDENING_ATTEMPTS_MAX):
             table = self._log.refresh()
             if table is None or not self._needs_widening(table, places):
                 # Another run widened the columns, or deleted the table.
-                self._discard(kept=self._log.paths())
+                self._discard(committed=self._log.paths())
                 return
             files = list(active_files(table))
             schema = retyped(schema_of(table), places, pa.float64())
             self._rewrite([file for file in files if file.path not in self._written], schema)
             present = [new for file in files for new in self._written[file.path]]
             if self._log.replace_all(present, schema):
-                self._discard(kept=[file.path for file in present])
+                self._discard(committed=[file.path for file in present])
                 return
         self._log.refresh()
-        self._discard(kept=self._log.paths())
+        self._discard(committed=self._log.paths())
         raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers keep committing")
 
-    def _needs_widening(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
+    def _needs_widening(self, table: deltalake.DeltaTable, places: Sequence[FieldPath]) -> bool:
         schema = schema_of(table)
-        return any(narrower(schema, retyped(schema, places, pa.float64())))
+        return any(widened_paths(schema, retyped(schema, places, pa.float64())))
 
     def _rewrite(self, files: Sequence[ActiveFile], schema: pa.Schema) -> None:
         rewrite = Rewrite(
@@ -396,13 +396,13 @@ class Widening:
             done = self._run(rewrite, files) if files else {}
         except BaseException:
             # The commit of an earlier attempt was refused, and this one was not tried.
-            self._discard(kept=self._log.paths())
+            self._discard(committed=self._log.paths())
             raise
         self._written.update({path: from_json(result) for path, result in done.items()})
 
-    def _discard(self, kept: Sequence[str]) -> None:
+    def _discard(self, committed: Sequence[str]) -> None:
         """Delete written files that are not part of the table: the commit that named them was refused."""
-        held = set(kept)
+        held = set(committed)
         for files in self._written.values():
             for file in files:
                 if file.path not in held:

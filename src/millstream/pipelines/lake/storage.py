@@ -91,15 +91,15 @@ class Storage:
         """Return the data files of all hours, or of one folder."""
         files = self.files()
         if folder:
-            for found in files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
-                if found.type == pyarrow.fs.FileType.File:
-                    yield found.path
+            for entry in files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+                if entry.type == pyarrow.fs.FileType.File:
+                    yield entry.path
             return
         for day in files.get_file_info(pyarrow.fs.FileSelector("", allow_not_found=True)):
             if day.type == pyarrow.fs.FileType.Directory and not day.base_name.startswith("_"):
-                for found in files.get_file_info(pyarrow.fs.FileSelector(day.path, recursive=True)):
-                    if found.type == pyarrow.fs.FileType.File:
-                        yield found.path
+                for entry in files.get_file_info(pyarrow.fs.FileSelector(day.path, recursive=True)):
+                    if entry.type == pyarrow.fs.FileType.File:
+                        yield entry.path
 
     def files(self) -> Any:
         """Return an Arrow file system rooted here."""

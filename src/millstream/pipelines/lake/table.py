@@ -34,13 +34,13 @@ from millstream.pipelines.lake.columns import (
     PARTITION_COLUMNS,
     QUARANTINE,
     TOPIC_ID,
-    Place,
+    FieldPath,
     file_schema,
 )
 from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, FIXED, DeltaLog, added, schema_of
-from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, compact
+from millstream.pipelines.lake.rewriting import SMALL_BYTES, CompactionResult, Run, Widening, compact
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table_file import ActiveFile, Written, active_files, from_json, to_json, topic_of
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile, active_files, from_json, to_json, topic_of
 from millstream.pipelines.lake.task_writer import EventTimeWriter, RowGroup, RowWriter, TaskWriter, ordered, row_groups
 
 GRACE: Final = timedelta(days=7)
@@ -169,11 +169,11 @@ class LakeTable:
         table = self.log.loaded or self.log.refresh()
         return None if table is None else table.metadata().configuration.get(EVENT_TIME, "")
 
-    def fix(self, fixed: Mapping[Place, str]) -> None:
+    def fix(self, fixed: Mapping[FieldPath, str]) -> None:
         """Remember fields whose columns never become double, with the reasons, if the table does not exist yet."""
         self.log.configure(FIXED, json.dumps(list(fixed.items())) if fixed else None)
 
-    def fixed(self) -> dict[Place, str]:
+    def fixed(self) -> dict[FieldPath, str]:
         """Return what `fix` has stored with the table."""
         table = self.log.loaded or self.log.refresh()
         text = "[]" if table is None else table.metadata().configuration.get(FIXED, "[]")
@@ -187,12 +187,12 @@ class LakeTable:
         """
         asked = set(partitions)
         table = self.recover()
-        found = {} if table is None else next_offsets(table, asked)
-        self._known = (self._known - asked) | found.keys()
-        return found
+        offsets_in_table = {} if table is None else next_offsets(table, asked)
+        self._known = (self._known - asked) | offsets_in_table.keys()
+        return offsets_in_table
 
     def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the same for readers: nothing is written, and half-done work is not completed."""
+        """Return the next offsets for readers: nothing is written, and unfinished commits are not completed."""
         table = self.log.refresh()
         return {} if table is None else next_offsets(table, partitions)
 
@@ -214,11 +214,11 @@ class LakeTable:
 
     def commit(
         self,
-        files: Sequence[Written],
+        files: Sequence[WrittenFile],
         offsets: Mapping[TopicPartition, tuple[int, int]],
         *,
         schema: pa.Schema,
-        quarantined: Sequence[Written] = (),
+        quarantined: Sequence[WrittenFile] = (),
         requarantined: Sequence[ActiveFile] = (),
         mark: Mark | None = None,
     ) -> bool:
@@ -272,7 +272,7 @@ class LakeTable:
 
     def _commit_with(
         self,
-        quarantined: Sequence[Written],
+        quarantined: Sequence[WrittenFile],
         actions: Sequence[AddAction | RemoveAction],
         versions: Mapping[str, int],
         table: deltalake.DeltaTable,
@@ -291,7 +291,7 @@ class LakeTable:
         self._add_missing_quarantined(table)
         return True
 
-    def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
+    def discard(self, files: Iterable[WrittenFile], quarantined: Iterable[WrittenFile] = ()) -> None:
         """Delete files for which no commit was ever tried, if possible."""
         for file in files:
             self.storage.delete(file.path)
@@ -300,17 +300,17 @@ class LakeTable:
 
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
-    ) -> Compacted:
+    ) -> CompactionResult:
         """Compact the small files of hours that ended before a time, in both tables; readers see no difference.
 
         It may take long; `progress` is called after each piece.
         """
         if self.recover() is None:
-            return Compacted()
+            return CompactionResult()
         done = compact(self.log, before=before, small_bytes=small_bytes, progress=progress)
         return done.plus(compact(self.quarantine, before=before, small_bytes=small_bytes, progress=progress))
 
-    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+    def widen(self, places: Sequence[FieldPath], *, run: Run, bytes_max: int) -> dict[FieldPath, str]:
         """Make long columns, or fields in them, double; return the reasons for those that stay long.
 
         `run` rewrites all files, and one commit replaces the originals. Nothing else changes: rows, folders and offsets
@@ -390,7 +390,7 @@ class LakeTable:
             if file.path in paths
         ]
 
-    def _waiting(self, table: deltalake.DeltaTable, quarantine: deltalake.DeltaTable | None) -> list[Written]:
+    def _waiting(self, table: deltalake.DeltaTable, quarantine: deltalake.DeltaTable | None) -> list[WrittenFile]:
         """Return the quarantined files that the table names but the quarantine lacks.
 
         Every run adds them before it commits, so they can only be those of the last such commit.
@@ -442,7 +442,7 @@ def is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartiti
     return False
 
 
-def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Written]:
+def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[WrittenFile]:
     """Return the quarantined files that a commit names; none if the commit is so old that it may have been deleted."""
     properties = log.commit_info(version)
     if _MANIFEST not in properties:

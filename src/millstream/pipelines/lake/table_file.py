@@ -20,7 +20,7 @@ import pyarrow as pa
 from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """One file; it is sent to the driver through Arrow and JSON."""
 
     path: str
@@ -32,13 +32,13 @@ class Written(NamedTuple):
     partition_values: dict[str, str]
 
 
-def to_json(files: Iterable[Written]) -> str:
+def to_json(files: Iterable[WrittenFile]) -> str:
     return json.dumps([list(file) for file in files])
 
 
-def from_json(text: str) -> list[Written]:
+def from_json(text: str) -> list[WrittenFile]:
     """Decode files; raise `msgspec.ValidationError` if the text is malformed."""
-    return msgspec.json.decode(text, type=list[Written])
+    return msgspec.json.decode(text, type=list[WrittenFile])
 
 
 BOUNDED: Final = ("partition", "offset", "timestamp")
@@ -158,9 +158,9 @@ def _moment(added: datetime | int) -> datetime:
     return added.replace(tzinfo=UTC) if added.tzinfo is None else added.astimezone(UTC)
 
 
-def _column(found: pa.Table, name: str) -> list[int | None]:
+def _column(statistics: pa.Table, name: str) -> list[int | None]:
     """Return a column of bounds, which is missing if no file has any."""
-    if name in found.schema.names:
-        values: list[int | None] = found.column(name).to_pylist()
+    if name in statistics.schema.names:
+        values: list[int | None] = statistics.column(name).to_pylist()
         return values
-    return [None] * len(found)
+    return [None] * len(statistics)

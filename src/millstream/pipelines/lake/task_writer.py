@@ -28,7 +28,7 @@ from millstream.pipelines.lake.columns import (
     partition_columns,
 )
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table_file import Written, has_group_bounds, stats_json, topic_of
+from millstream.pipelines.lake.table_file import WrittenFile, has_group_bounds, stats_json, topic_of
 
 _LOWEST: Final = -(2**62)
 
@@ -94,7 +94,7 @@ def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterat
     """
     for together in _overlapping(groups):
         if len(together) > 1:
-            yield from _merged(files, together, schema)
+            yield from _merge_groups(files, together, schema)
         else:
             yield from _sorted_group(files, together[0], schema)
 
@@ -107,7 +107,7 @@ def _sorted_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa
     yield from table.to_batches(max_chunksize=BATCH_ROWS)
 
 
-def _merged(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _merge_groups(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Merge groups, given by their lower bounds; only a few rows of each are held."""
     waiting = deque(groups)
     begun: list[_Cursor] = []
@@ -116,7 +116,7 @@ def _merged(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterat
             begun.append(_cursor(files, waiting.popleft(), schema))
         while waiting and waiting[0].low <= min(cursor.last for cursor in begun):
             if len(begun) >= MERGED_MAX:
-                begun = _fewer(begun, schema)
+                begun = _merge_by_level(begun, schema)
             else:
                 begun.append(_cursor(files, waiting.popleft(), schema))
         yield from _next_rows(begun, schema)
@@ -126,7 +126,7 @@ def _cursor(files: Any, group: RowGroup, schema: pa.Schema) -> _Cursor:
     """Begin with a group; one that has to be sorted is held as a whole only until it is."""
     if group.is_in_order:
         return _Cursor(streamed_group(files, group, schema))
-    return _Cursor(_spilled(_sorted_group(files, group, schema), schema))
+    return _Cursor(_spill(_sorted_group(files, group, schema), schema))
 
 
 def _next_rows(cursors: list[_Cursor], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -140,7 +140,7 @@ def _next_rows(cursors: list[_Cursor], schema: pa.Schema) -> Iterator[pa.RecordB
     yield from table.to_batches(max_chunksize=BATCH_ROWS)
 
 
-def _fewer(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
+def _merge_by_level(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
     """Merge the remaining files of the most common merge level into a temporary file; all if no two share a level."""
     ((passes, count),) = Counter(cursor.passes for cursor in cursors).most_common(1)
     merged = [cursor for cursor in cursors if count == 1 or cursor.passes == passes]
@@ -150,10 +150,10 @@ def _fewer(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
         while merged:
             yield from _next_rows(merged, schema)
 
-    return [*others, _Cursor(_spilled(rows(), schema), passes + 1)]
+    return [*others, _Cursor(_spill(rows(), schema), passes + 1)]
 
 
-def _spilled(rows: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _spill(rows: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Write rows to a temporary file, at once, and return what yields them from there."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open until its rows were read
     with pa.ipc.new_stream(file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
@@ -227,8 +227,8 @@ def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
     """Read one row group; columns added later are null in it."""
     with files.open_input_file(group.path) as source:
         file = pq.ParquetFile(source)
-        there = [name for name in schema.names if name in file.schema_arrow.names]
-        table = file.read_row_group(group.index, columns=there)
+        names = [name for name in schema.names if name in file.schema_arrow.names]
+        table = file.read_row_group(group.index, columns=names)
     return pa.Table.from_arrays(completed(table, schema), schema=schema)
 
 
@@ -237,10 +237,10 @@ def streamed_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[p
     with files.open_input_file(group.path) as source:
         # The defaults would read the whole group before the first row.
         file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES)
-        there = [name for name in schema.names if name in file.schema_arrow.names]
+        names = [name for name in schema.names if name in file.schema_arrow.names]
         stored = file.metadata.row_group(group.index)
         count = _merged_rows(stored.total_byte_size, stored.num_rows)
-        for batch in file.iter_batches(count, [group.index], there):
+        for batch in file.iter_batches(count, [group.index], names):
             yield pa.RecordBatch.from_arrays(completed(batch, schema), schema=schema)
 
 
@@ -271,13 +271,13 @@ class RowWriter(Protocol):
     def write(self, batch: pa.RecordBatch) -> None:
         """Write rows in the order of their offsets."""
 
-    def close(self) -> list[Written]:
+    def close(self) -> list[WrittenFile]:
         """Finish and return the files, which are durable but invisible until committed."""
 
     def abort(self) -> None:
         """Delete what was written, as far as possible."""
 
-    def discard(self, written: Iterable[Written]) -> None:
+    def discard(self, written: Iterable[WrittenFile]) -> None:
         """Delete returned files that will not be committed."""
 
 
@@ -290,7 +290,7 @@ class FileWriter:
         self._topic_id = topic_id
         self._attempt = attempt
 
-    def discard(self, written: Iterable[Written]) -> None:
+    def discard(self, written: Iterable[WrittenFile]) -> None:
         """Delete returned files that will not be committed, which would otherwise fill the disk."""
         for file in written:
             self.storage.delete(file.path)
@@ -321,7 +321,7 @@ class TaskWriter(FileWriter):
         self._rows_bytes = 0
         self._partition: int | None = None
         self._file: OpenFile | None = None
-        self._written: list[Written] = []
+        self._written: list[WrittenFile] = []
 
     @property
     def folder(self) -> str:
@@ -370,7 +370,7 @@ class TaskWriter(FileWriter):
         self._end_group()
         self._end_file()
 
-    def close(self) -> list[Written]:
+    def close(self) -> list[WrittenFile]:
         """Finish and return the files, which are durable but invisible until committed. More may be written after."""
         self.end_file()
         written, self._written = self._written, []
@@ -433,8 +433,8 @@ class EventTimeWriter(FileWriter):
         self._held_max = held_bytes
         self._open_max = open_files
         self._writers: dict[int, TaskWriter] = {}
-        """By the number of hours since 1970; those with an open file are in the order of their last use."""
-        self._written: list[Written] = []
+        """The writers by hours since 1970; those with an open file are in the order of their last use."""
+        self._written: list[WrittenFile] = []
 
     @property
     def folder(self) -> str:
@@ -489,7 +489,7 @@ class EventTimeWriter(FileWriter):
         for other in opened[: max(0, len(opened) - self._open_max)]:
             other.end_file()
 
-    def close(self) -> list[Written]:
+    def close(self) -> list[WrittenFile]:
         """Finish and return the files, which are durable but invisible until committed. More may be written after."""
         for hour in list(self._writers):
             self._written.extend(self._writers[hour].close())
@@ -544,14 +544,14 @@ class OpenFile:
     def write_group(self, rows: pa.Table) -> None:
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
 
-    def close(self, values: dict[str, str]) -> Written:
+    def close(self, values: dict[str, str]) -> WrittenFile:
         """Finish it durably; `values` are those of its folders."""
         self._writer.close()
         size = self.bytes
         self._stream.close()
         self._storage.sync(self._path)
         (footer,) = self._footers
-        return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
+        return WrittenFile(self._path, footer.num_rows, size, stats_json(footer), dict(values))
 
     def abort(self) -> None:
         # The footer is not needed, and could not be written on a full disk.

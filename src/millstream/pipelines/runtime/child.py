@@ -180,11 +180,11 @@ class PipelineChild(SupervisedChild):
         await self._owner.resign()
 
     @property
-    def _is_called_for(self) -> bool:
+    def _is_needed(self) -> bool:
         return bool(self._due) and self._owner.is_this_node and not self._idle_reason and not self._stopping.is_set()
 
     async def _wait_until_needed(self) -> None:
-        while not self._is_called_for and not self._stopping.is_set():
+        while not self._is_needed and not self._stopping.is_set():
             self._news.clear()
             if not await wait_up_to(CHECK_INTERVAL_S if self._idle_reason else None, self._news):
                 self._refresh()
@@ -199,7 +199,7 @@ class PipelineChild(SupervisedChild):
         return await self._start(self._options)
 
     async def _start(self, options: Options) -> Process:
-        environment = {**(child_environment() or os.environ), **options.environment}
+        environment = child_environment() | options.environment
         return await spawn_module(self._module, options.argument, limit=LINE_BYTES_MAX, env=environment)
 
     async def _maintain_spare(self) -> None:
@@ -268,7 +268,7 @@ class PipelineChild(SupervisedChild):
         if process.stdin is None:
             return
         with suppress(ConnectionError):
-            while self._is_called_for:
+            while self._is_needed:
                 self._news.clear()
                 command = DriverCommand([self._assign(one) for one in self._due])
                 process.stdin.write(msgspec.json.encode(command) + b"\n")
@@ -297,7 +297,7 @@ class PipelineChild(SupervisedChild):
                     self._park(report.name, report.last_error)
             if event.reports is not None:
                 self._update_board(is_running=True)
-                self._lags.look()
+                self._lags.measure_soon()
 
     async def _read_line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
         """Return the driver's next line; kill a driver that stays silent."""
@@ -333,7 +333,7 @@ class PipelineChild(SupervisedChild):
         self._warn()
         self._update_board(is_running=self._process is not None)
         self._news.set()
-        self._lags.look()
+        self._lags.measure_soon()
 
     @property
     def _reports_here(self) -> bool:
@@ -364,10 +364,10 @@ class PipelineChild(SupervisedChild):
 
     def _park(self, name: str, reason: str) -> None:
         """Stop running a pipeline, and record it in the catalog."""
-        found = next((one for one in self._due if one.name == name), None)
-        if found is not None:
+        pipeline = next((one for one in self._due if one.name == name), None)
+        if pipeline is not None:
             self._attempts[name] += 1
-            self._parked[name] = (found, reason)
+            self._parked[name] = (pipeline, reason)
             self._to_park.set()
             self._refresh()
 
@@ -436,7 +436,7 @@ class LagWatch:
         self._read: dict[tuple[UUID, int], Reader | None] = {}
         """The readers of each version of a pipeline; statements and rules may be long."""
 
-    def look(self) -> None:
+    def measure_soon(self) -> None:
         """Measure soon, since something has changed."""
         self._news.set()
 
@@ -458,10 +458,10 @@ class LagWatch:
         backlogs = Backlogs(client)
         while declared := self._declared():
             started = time.monotonic()
-            found = await backlogs.lags(self._readers(declared))
+            lags = await backlogs.lags(self._readers(declared))
             names = {one.name for one in declared}
             # Keep the last known lag of pipelines that could not be measured.
-            self._lags = {name: lag for name, lag in {**self._lags, **found}.items() if name in names}
+            self._lags = {name: lag for name, lag in {**self._lags, **lags}.items() if name in names}
             if self._declared():
                 # Otherwise another node reports the lag by now.
                 self._take(dict(self._lags))
@@ -537,12 +537,12 @@ class LeftoverGroups:
         if self._is_declared(name):
             return True
         try:
-            found = await describe_group(client, f"{GROUP_PREFIX}{name}")
+            group = await describe_group(client, f"{GROUP_PREFIX}{name}")
         except UnknownGroup:
             return True
-        if found.members:
+        if group.members:
             # A manual run of an undeclared pipeline keeps its progress.
-            return not all(one.client_id.startswith(DRIVER_CLIENT) for one in found.members)
+            return not all(one.client_id.startswith(DRIVER_CLIENT) for one in group.members)
         await PipelineClient(client).forget_deleted(name)
         return True
 
@@ -570,7 +570,7 @@ class DriverReports:
         self._stuck = ""
         self._ended = ("", 0)
         self._down_ms = 0
-        """Since when drivers have been dying without reporting anything."""
+        """The time since which drivers have died without reporting anything."""
 
     def apply(self, event: DriverEvent) -> None:
         if event.reports is not None:

@@ -127,10 +127,10 @@ def exit_now() -> None:
     os._exit(0)
 
 
-class _Running:
+class _RunningPipeline:
     """A runner with its thread."""
 
-    def __init__(self, runner: Runner, attempt: int, *, after: _Running | None) -> None:
+    def __init__(self, runner: Runner, attempt: int, *, after: _RunningPipeline | None) -> None:
         self.runner = runner
         self.attempt = attempt
         self._after = after
@@ -173,8 +173,8 @@ class Driver:
         self._report_s = report_s
         self._backoff_s = backoff_s
         self._leave = leave
-        self._running: dict[str, _Running] = {}
-        self._ending: dict[str, _Running] = {}
+        self._running: dict[str, _RunningPipeline] = {}
+        self._ending: dict[str, _RunningPipeline] = {}
         self._turns = Turns()
         self._thread = threading.local()
         self._news = threading.Event()
@@ -221,7 +221,7 @@ class Driver:
         if one.is_suspect:
             self._turns.suspect(name)
         runner = Runner(one.pipeline, self._context_for(one.pipeline), node=self._options.node)
-        running = _Running(runner, one.attempt, after=self._ending.pop(name, None))
+        running = _RunningPipeline(runner, one.attempt, after=self._ending.pop(name, None))
         self._running[name] = running
         running.thread.start()
 
@@ -303,7 +303,7 @@ class Driver:
             self._over.wait(self._report_s)
 
 
-def _is_another(running: _Running, one: AssignedPipeline) -> bool:
+def _is_another(running: _RunningPipeline, one: AssignedPipeline) -> bool:
     """Whether a pipeline was deleted and declared again under its name, or has to be retried."""
     return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
 
@@ -322,13 +322,13 @@ def _warm_up(spark: Any, folder: str) -> None:
     from millstream.pipelines.jobs.transform.prepared_query import try_statement
 
     try_statement(spark, folder)
-    numbers = spark.range(0, 2, 1, 2).mapInArrow(_same, "id long")
+    numbers = spark.range(0, 2, 1, 2).mapInArrow(_identity, "id long")
     numbers.createOrReplaceTempView("warm")
     spark.sql("SELECT id + 1 AS id, to_json(struct(id)) AS value FROM warm WHERE id >= 0").collect()
     spark.catalog.dropTempView("warm")
 
 
-def _same(batches: Iterator[Any]) -> Iterator[Any]:
+def _identity(batches: Iterator[Any]) -> Iterator[Any]:
     import millstream.pipelines.jobs.land.task
     import millstream.pipelines.source.row_producer  # noqa: F401
 

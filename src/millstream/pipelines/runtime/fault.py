@@ -120,7 +120,7 @@ def kind_in(error: BaseException) -> type[BaseException] | None:
     return _kind_named(marks[-1][1]) if marks else None
 
 
-class Marked:
+class MarkedTask:
     """A task that adds the cause to its errors, in a line that `fault_of` reads on the driver."""
 
     def __init__(self, task: Task) -> None:
@@ -197,5 +197,5 @@ def _named_in(text: str) -> Iterator[type[BaseException]]:
 
 
 def _kind_named(name: str) -> type[BaseException] | None:
-    found = getattr(errors, name, None) or getattr(builtins, name, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None

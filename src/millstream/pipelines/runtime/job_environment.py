@@ -48,9 +48,9 @@ async def resolve(requirements: str) -> str:
         fixed.write_text("".join(f"{name}=={number}\n" for name, number in sorted(have.items())), encoding="utf-8")
         more = ["--dry-run", "--ignore-installed", "--report", str(report), "-c", str(fixed), "-r", str(given)]
         await _pip(["install", *more])
-        found = json.loads(report.read_text(encoding="utf-8"))["install"]
+        document = json.loads(report.read_text(encoding="utf-8"))["install"]
     locked = []
-    for one in found:
+    for one in document:
         name, number = one["metadata"]["name"], one["metadata"]["version"]
         if have.get(_normalize_name(name)) == number:
             continue
@@ -111,20 +111,20 @@ def _discard_unused(root: Path, used: Path, needed: Collection[str]) -> None:
 
 def _installed() -> dict[str, str]:
     """Return Millstream's own dependencies by name: a job shares their versions."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     waiting = ["millstream", "pyspark", "pyarrow", "pandas", "deltalake"]
     while waiting:
         name = _normalize_name(waiting.pop())
-        if name in found:
+        if name in versions:
             continue
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
             for line in requires(name) or ():
                 needed = _NAME.match(line)
                 if needed is not None and "extra ==" not in line:
                     waiting.append(needed[0])
-    found.pop("millstream", None)
-    return found
+    versions.pop("millstream", None)
+    return versions
 
 
 def _normalize_name(name: str) -> str:
@@ -167,10 +167,10 @@ _REQUESTED: Final = "The user requested "
 
 def _find_conflict(output: str) -> str:
     """Return, as a sentence, which requirements conflict according to pip; empty if none do."""
-    found = _CONFLICT.search(output)
-    if found is None:
+    match = _CONFLICT.search(output)
+    if match is None:
         return ""
-    lines = [line.strip() for line in found[1].splitlines()]
+    lines = [line.strip() for line in match[1].splitlines()]
     fixed = [line.removeprefix(_CONSTRAINED) for line in lines if line.startswith(_CONSTRAINED)]
     named = [
         f"requirements name {line.removeprefix(_REQUESTED)}" if line.startswith(_REQUESTED) else line

@@ -57,7 +57,7 @@ _logger = logging.getLogger(__name__)
 
 MODULE: Final = "millstream.pipelines.runtime.job_driver"
 FOLDER: Final = "jobs"
-"""In the data folder: the output of runs, and the packages of jobs."""
+"""The folder, below the data folder, of the output of runs and the packages of jobs."""
 PACKAGES: Final = "packages"
 STOP_S: Final = 5.0
 CHECK_INTERVAL_S: Final = 5.0
@@ -68,7 +68,7 @@ PROGRESS_S: Final = 10.0
 PROGRESS_BYTES_MAX: Final = 1024 * 1024
 LINE_BYTES_MAX: Final = 8 * 1024 * 1024
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
-"""At least this much of a run's output is kept, the end of it."""
+"""At least the last this many bytes of a run's output are kept."""
 RETRY_S_MAX: Final = 300.0
 INTERRUPTIONS_MAX: Final = 3
 """How many attempts beyond its retries a run gets when nodes die during it."""
@@ -110,16 +110,16 @@ class _Log:
             file.write(data)
 
     def read(self, bytes_max: int) -> JobLog | None:
-        found, is_truncated = b"", False
+        content, is_truncated = b"", False
         for path in (self._path, self._earlier):
             with suppress(FileNotFoundError), open(path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                length = min(size, bytes_max - len(found))
+                length = min(size, bytes_max - len(content))
                 file.seek(size - length)
-                found, is_truncated = file.read(length) + found, length < size
-        if not found and not self._path.exists():
+                content, is_truncated = file.read(length) + content, length < size
+        if not content and not self._path.exists():
             return None
-        return JobLog(found.decode(errors="replace"), is_truncated)
+        return JobLog(content.decode(errors="replace"), is_truncated)
 
     def remove(self) -> None:
         for path in (self._path, self._earlier):
@@ -319,22 +319,22 @@ class _Job:
         progress = {} if run is None else run.progress
         if self._driver_report is not None:
             # A transform with functions: report the counts of its driver, while it runs and afterwards.
-            found = self._driver_report
+            report = self._driver_report
             return msgspec.structs.replace(
-                found,
-                state=found.state if self._state == "running" else self._state,
-                restarts=found.restarts + self._restarts,
-                last_error=self._error or found.last_error,
-                last_error_ms=self._error_ms or found.last_error_ms,
-                failing_ms=self._failing_ms or found.failing_ms,
+                report,
+                state=report.state if self._state == "running" else self._state,
+                restarts=report.restarts + self._restarts,
+                last_error=self._error or report.last_error,
+                last_error_ms=self._error_ms or report.last_error_ms,
+                failing_ms=self._failing_ms or report.failing_ms,
                 node=self._child.options.node,
                 run=0 if run is None else run.number,
             )
         return PipelineReport(
             name=self.pipeline.name,
             state=self._state,
-            rows=_whole(progress.get("rows", progress.get(ROWS_READ))) or 0,
-            lag=_whole(progress.get(LAG)) if self._state == "running" else None,
+            rows=_as_integer(progress.get("rows", progress.get(ROWS_READ))) or 0,
+            lag=_as_integer(progress.get(LAG)) if self._state == "running" else None,
             batches=0 if run is None else run.number - (run.state is RunState.RUNNING),
             restarts=self._restarts,
             last_error=self._error,
@@ -616,7 +616,7 @@ class _Job:
             log_level=options.log_level,
         )
         process = await spawn_module(self._child.module, stderr=PIPE, limit=LINE_BYTES_MAX, env=clean_environment())
-        watching = _Watching(self, process, settings)
+        watching = _AttemptWatch(self, process, settings)
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[Any]] = [
             loop.create_task(watching.read_events(), name="events of a job"),
@@ -711,11 +711,11 @@ class _Job:
         self._child.changed()
 
 
-def _whole(value: object) -> int | None:
+def _as_integer(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class _Watching:
+class _AttemptWatch:
     """Follows the process of an attempt."""
 
     def __init__(self, job: _Job, process: Process, settings: JobSettings) -> None:

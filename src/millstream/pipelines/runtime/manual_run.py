@@ -38,7 +38,7 @@ class ManualRun:
         """The claim sets `context.stopping` when it is lost; `cancel` cancels Spark's jobs."""
         self._pipeline = pipeline
         self.progress = Progress()
-        self._context = replace(context, rules=pipeline.rules, member=claim.member, progress=self.progress.sign)
+        self._context = replace(context, rules=pipeline.rules, member=claim.member, progress=self.progress.record)
         self._claim = claim
         self._on_step = on_step
         self._cancel = cancel
@@ -67,7 +67,7 @@ class ManualRun:
                 job.close()
 
     def _steps(self, job: Job, *, once: bool) -> None:
-        there: int | None = None
+        remaining: int | None = None
         stopping = self._context.stopping
         while not stopping.is_set():
             step = job.step()
@@ -75,11 +75,11 @@ class ManualRun:
             if step.is_open and self._given_up:
                 raise Stalled(self._given_up)
             if not step.is_open:
-                self.progress.sign()
-            if there is None:
-                there = step.rows + step.lag
+                self.progress.record()
+            if remaining is None:
+                remaining = step.rows + step.lag
             self._on_step(self.tally)
-            if once and (not step.lag or self.tally.rows >= there > 0):
+            if once and (not step.lag or self.tally.rows >= remaining > 0):
                 return
             self._pause(step.wait_s)
         if not self._claim.is_held:

@@ -96,24 +96,24 @@ class Progress:
     def __init__(self) -> None:
         self.is_working = False
         """False while it waits for messages, for its turn, or for a pause to end."""
-        self.signs = 0
+        self.count = 0
         self.stalled_s = 0.0
         """How long it has worked without a sign of progress, as the watch has seen."""
 
-    def sign(self) -> None:
+    def record(self) -> None:
         """Record progress; may be called by any thread."""
         # Of two concurrent increments one may be lost, and the number still changes.
-        self.signs += 1
+        self.count += 1
 
     def work(self) -> None:
         """Expect progress from now on."""
         self.is_working = True
-        self.sign()
+        self.record()
 
     def rest(self) -> None:
         """Expect no progress from now on."""
         self.is_working = False
-        self.sign()
+        self.record()
 
 
 FAILURES_MAX: Final = 10
@@ -161,7 +161,7 @@ class HeldClaim(Protocol):
         """Take the claim, or raise `GroupNotEmpty`."""
 
     def leave(self) -> None:
-        """Release it."""
+        """Release the claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +350,7 @@ class Runner:
             if self._given_up:
                 raise Stalled(self._given_up)
             return step.wait_s
-        self.progress.sign()
+        self.progress.record()
         self._given_up = ""
         self._failures = self._tries = self._failing_ms = 0
         self._set_state("running")
@@ -369,7 +369,7 @@ class Runner:
         if self._given_up:
             # A cancelled step's own error explains nothing.
             error, self._given_up = Stalled(self._given_up), ""
-        self.progress.sign()
+        self.progress.record()
         self._record_error(error)
         if isinstance(error, UnknownTopic):
             # The topic may be created later.
@@ -412,7 +412,7 @@ class Runner:
             stopping=stopping,
             member=lambda: self._claim.member(),
             idle=lambda: self._end_step(has_succeeded=True),
-            progress=self.progress.sign,
+            progress=self.progress.record,
         )
 
     def _end_job(self) -> None:

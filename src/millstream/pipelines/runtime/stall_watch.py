@@ -47,13 +47,13 @@ def activity_of(spark: SparkSession) -> Activity:
     """Ask Spark. Executors report the progress of tasks every ten seconds, unless configured otherwise."""
     context: Any = spark.sparkContext
     store = context._jsc.sc().statusStore()
-    stages = {stage.stageId(): stage for stage in _each(store.activeStages())}
+    stages = {stage.stageId(): stage for stage in _elements(store.activeStages())}
     seen: dict[str, set[Hashable]] = {}
     tasks: dict[str, int] = {}
     for job in context.statusTracker().getActiveJobsIds():
         job_and_sql = store.jobWithAssociatedSql(job)
         # A stage that several jobs wait for is run by one of them.
-        mine = [stages.pop(number) for number in _each(job_and_sql._1().stageIds()) if number in stages]
+        mine = [stages.pop(number) for number in _elements(job_and_sql._1().stageIds()) if number in stages]
         if mine:
             pool = mine[0].schedulingPool()
             tasks[pool] = tasks.get(pool, 0) + sum(stage.numActiveTasks() for stage in mine)
@@ -67,13 +67,13 @@ def _orphaned_tasks(spark: SparkSession, store: Any) -> dict[str, int]:
     jvm, gateway = session._jvm, session.sparkContext._gateway
     failed = jvm.java.util.List.of(jvm.org.apache.spark.status.api.v1.StageStatus.FAILED)
     details = (False, False, gateway.new_array(jvm.double, 0), jvm.java.util.List.of())
-    found: dict[str, int] = {}
-    for stage in _each(store.stageList(failed, *details)):
+    tasks_by_pool: dict[str, int] = {}
+    for stage in _elements(store.stageList(failed, *details)):
         running = stage.numActiveTasks()
         if running:
             pool = stage.schedulingPool()
-            found[pool] = found.get(pool, 0) + running
-    return found
+            tasks_by_pool[pool] = tasks_by_pool.get(pool, 0) + running
+    return tasks_by_pool
 
 
 def _stage_progress(stage: Any) -> tuple[int, ...]:
@@ -96,11 +96,11 @@ def _query_metrics(spark: SparkSession, number: Any) -> Hashable:
     if plan.isEmpty():
         return ()
     values = plans.executionMetrics(number.get())
-    metrics = [one.accumulatorId() for one in _each(plan.get().metrics()) if one.metricType() in _COUNTED]
+    metrics = [one.accumulatorId() for one in _elements(plan.get().metrics()) if one.metricType() in _COUNTED]
     return tuple((metric, values.apply(metric)) for metric in sorted(metrics) if values.contains(metric))
 
 
-def _each(sequence: Any) -> Iterator[Any]:
+def _elements(sequence: Any) -> Iterator[Any]:
     """Yield the elements of a Scala sequence."""
     iterator = sequence.iterator()
     while iterator.hasNext():
@@ -144,7 +144,7 @@ class _Observation:
     """The last observations of one pipeline."""
 
     def __init__(self) -> None:
-        self.signs = -1
+        self.count = -1
         self.spark: Hashable = None
         self.is_given_up = False
 
@@ -185,17 +185,17 @@ class Watch:
     def run(self, over: threading.Event) -> None:
         """Watch until `over` is set."""
         while not over.wait(self._check_interval_s):
-            self.look()
+            self.check()
         self._asking.shutdown(wait=False)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check all pipelines once."""
         now = self._clock()
         # A process or machine that was suspended has not hung for that long.
         passed_s = min(now - self._looked, 2 * self._check_interval_s)
         self._looked = now
         self._seen = {one: self._seen.get(one, _Observation()) for one in self._working()}
-        if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
+        if any(one.progress.is_working and one.progress.count == seen.count for one, seen in self._seen.items()):
             self._refresh_activity(passed_s)
             self._check_orphans(passed_s)
         for one, seen in self._seen.items():
@@ -221,9 +221,9 @@ class Watch:
 
     def _check_progress(self, one: WatchedPipeline, seen: _Observation, passed_s: float) -> None:
         progress = one.progress
-        now = (progress.signs, self._known.seen.get(one.name))
-        if not progress.is_working or now != (seen.signs, seen.spark):
-            seen.signs, seen.spark = now
+        now = (progress.count, self._known.seen.get(one.name))
+        if not progress.is_working or now != (seen.count, seen.spark):
+            seen.count, seen.spark = now
             seen.is_given_up = False
             progress.stalled_s = 0.0
             return

@@ -267,9 +267,9 @@ def _rule(operation: Operation, kind: ResourceType, name: str) -> Acl:
     return Acl(resource_type=kind, resource_name=name, principal=EVERYONE, operation=operation)
 
 
-def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> Access:
+def parse_access(raw_options: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> Access:
     """Read the credentials from options, by the names of `ACCESS_OPTIONS`, or else from the environment."""
-    options = {name: text.strip() for name, text in given.items() if text.strip()}
+    options = {name: text.strip() for name, text in raw_options.items() if text.strip()}
     if not options:
         return _from_environment(environment)
     if _NAMES in options and options[_NAMES].lower() != "https":
@@ -312,13 +312,13 @@ def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.e
 
 
 def _from_environment(environment: Mapping[str, str]) -> Access:
-    found = {
+    options = {
         name: environment.get(f"MILLSTREAM_{name.upper()}", "") for name in ("tls_ca", "user", "password", "token")
     }
-    ca = _read("MILLSTREAM_TLS_CA", found["tls_ca"]) if found["tls_ca"] else ""
-    if found["user"]:
-        return Access(tls=bool(ca), ca=ca, user=found["user"], password=found["password"])
-    return Access(tls=bool(ca), ca=ca, token=found["token"])
+    ca = _read("MILLSTREAM_TLS_CA", options["tls_ca"]) if options["tls_ca"] else ""
+    if options["user"]:
+        return Access(tls=bool(ca), ca=ca, user=options["user"], password=options["password"])
+    return Access(tls=bool(ca), ca=ca, token=options["token"])
 
 
 def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
@@ -339,14 +339,16 @@ def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
 
 def _parse_jaas(text: str) -> tuple[str, str, str]:
     module = _MODULE.match(text)
-    found = {} if module is None else {one[1]: one[2] or one[3] or one[4] for one in _MODULE_OPTION.finditer(module[2])}
-    if module is None or not module[1].endswith(("PlainLoginModule", "ScramLoginModule")) or "username" not in found:
+    options = (
+        {} if module is None else {one[1]: one[2] or one[3] or one[4] for one in _MODULE_OPTION.finditer(module[2])}
+    )
+    if module is None or not module[1].endswith(("PlainLoginModule", "ScramLoginModule")) or "username" not in options:
         # The text itself is not repeated: it holds a password.
         raise InvalidSetting(
             f"option {_JAAS} is supported for PlainLoginModule and ScramLoginModule with username and password; "
             "for anything else, set the options user and password, or token"
         )
-    user, password = (re.sub(r"\\(.)", r"\1", found.get(name, "")) for name in ("username", "password"))
+    user, password = (re.sub(r"\\(.)", r"\1", options.get(name, "")) for name in ("username", "password"))
     return module[1], user, password
 
 

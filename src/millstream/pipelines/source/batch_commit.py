@@ -113,11 +113,11 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
         return True
     pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
     try:
-        left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
+        undecided = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
     except (BrokerUnreachable, RequestTimedOut):
         # A node is unavailable. Fetching offsets reports those that are still blocked.
         return False
-    found = (re.fullmatch(pattern, one.transactional_id) for one in left)
+    found = (re.fullmatch(pattern, one.transactional_id) for one in undecided)
     for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
         with suppress(InvalidTransactionState):
             # Otherwise it has just been committed.

@@ -45,21 +45,21 @@ class LandedHistory:
         self._options = options
         self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
 
-    def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
+    def lowered(self, start: Offsets, partitions: Partitions) -> dict[str, dict[int, int]]:
         """Return the start offsets including landed messages: never later than in the log alone."""
         position = self._options.starting
-        lowered = self._lower(start, there, position)
+        lowered = self._lower(start, partitions, position)
         if isinstance(position, StartingTimestamp | Timestamps) and not position.or_latest:
             self._check_some(start, lowered)
         return lowered
 
-    def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
+    def lowered_end(self, end: dict[str, dict[int, int]], partitions: Partitions) -> dict[str, dict[int, int]]:
         """Return the end offsets: for a time before the log start, the table knows the offset."""
         position = self._options.ending
-        return self._lower(end, there, position) if isinstance(position, StartingTimestamp | Timestamps) else end
+        return self._lower(end, partitions, position) if isinstance(position, StartingTimestamp | Timestamps) else end
 
-    def _lower(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
-        first = self._resolver.earliest(there)
+    def _lower(self, places: Offsets, partitions: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
+        first = self._resolver.earliest(partitions)
         lowered = {topic: dict(offsets) for topic, offsets in places.items()}
         for topic, offsets in lowered.items():
             landed = self._landed(topic)
@@ -88,9 +88,9 @@ class LandedHistory:
         """Take the messages before the log start from the tables that have them."""
         first = self._resolver.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
-        left: dict[str, dict[int, int]] = {}
+        not_landed: dict[str, dict[int, int]] = {}
         for topic, offsets in starts.items():
-            left[topic] = dict(offsets)
+            not_landed[topic] = dict(offsets)
             early = [number for number, offset in offsets.items() if offset < first[topic][number]]
             landed = self._landed(topic) if early else None
             if landed is None:
@@ -101,8 +101,8 @@ class LandedHistory:
                 reached = min(nexts.get((table.topic_id, number), 0), first[topic][number], ends[topic][number])
                 if reached > offsets[number]:
                     ranges.append(Range(topic, number, offsets[number], reached, table))
-                    left[topic][number] = reached
-        return LandedParts(ranges, left)
+                    not_landed[topic][number] = reached
+        return LandedParts(ranges, not_landed)
 
     # -- internals ------------------------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ class LandedHistory:
 
     @cached_property
     def _topic_ids(self) -> Mapping[str, str]:
-        found = self._link.call(self._link.client.metadata(list(self._resolver.partitions())))
-        return {name: str(topic.topic_id) for name, topic in found.topics.items()}
+        metadata = self._link.call(self._link.client.metadata(list(self._resolver.partitions())))
+        return {name: str(topic.topic_id) for name, topic in metadata.topics.items()}
 
     def _landed(self, topic: str) -> tuple[Table, LakeTable] | None:
         """Return the table of a topic; None if no pipeline lands it, or nothing is landed yet."""
@@ -166,7 +166,7 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
     client = link.client
     if not await client.serves(ListPipelinesRequest.KEY):
         return []
-    found = []
+    landings = []
     root = lake
     for described in await PipelineClient(client).describe():
         if described["kind"] != PipelineKind.LAND:
@@ -174,8 +174,8 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
         settings = LandSettings.from_strings(described["overrides"])
         if not settings.lake and root is None:
             root = (await storage_of(client)).lake
-        found.append((settings, (lake or settings.lake or root or "").rstrip("/")))
-    return found
+        landings.append((settings, (lake or settings.lake or root or "").rstrip("/")))
+    return landings
 
 
 def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
@@ -206,8 +206,8 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     try:
         opened = open_table(table.url, format=table.format)
         place = (table.topic_id, one.partition, one.start, one.end)
-        odd = tuple(name for name in dict.fromkeys((*columns, "reason")) if name in QUARANTINE.names)
-        sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, odd)))
+        quarantine_columns = tuple(name for name in dict.fromkeys((*columns, "reason")) if name in QUARANTINE.names)
+        sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, quarantine_columns)))
         yield from _merge_by_offset([_add_missing_columns(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(

@@ -16,7 +16,7 @@ from millstream.pipelines.source.options import (
     OFFSET_LATEST,
     End,
     FromLake,
-    Named,
+    NamedOffsets,
     Offsets,
     Position,
     ReadOptions,
@@ -55,10 +55,10 @@ class OffsetResolver:
         if options.pattern is None:
             return self._named(options.subscribe)
         pattern = re.compile(options.pattern)
-        found = self.link.call(self.link.client.metadata(None))
+        metadata = self.link.call(self.link.client.metadata(None))
         return {
             name: sorted(topic.partitions)
-            for name, topic in sorted(found.topics.items())
+            for name, topic in sorted(metadata.topics.items())
             if not topic.is_internal and pattern.fullmatch(name)
         }
 
@@ -90,23 +90,25 @@ class OffsetResolver:
     # -- internals ------------------------------------------------------------------------------------------------
 
     def _named(self, names: Sequence[str]) -> dict[str, list[int]]:
-        found = self.link.call(self.link.client.metadata(names))
+        metadata = self.link.call(self.link.client.metadata(names))
         for name in names:
-            if name in found.errors:
-                error = error_from_code(found.errors[name], None, about=f"topic {name!r}")
+            if name in metadata.errors:
+                error = error_from_code(metadata.errors[name], None, about=f"topic {name!r}")
                 if isinstance(error, UnknownTopic):
                     hint = f"create it with: millstream topic create {name}"
                     raise UnknownTopic(f"topic {name!r} does not exist at {self._options.brokers}; {hint}")
                 raise error
-        return {name: sorted(found.topics[name].partitions) for name in names}
+        return {name: sorted(metadata.topics[name].partitions) for name in names}
 
-    def _check_assigned(self, there: Partitions, assigned: Partitions) -> None:
+    def _check_assigned(self, partitions: Partitions, assigned: Partitions) -> None:
         for topic, numbers in assigned.items():
-            missing = sorted(set(numbers) - set(there[topic]))
+            missing = sorted(set(numbers) - set(partitions[topic]))
             if missing:
-                raise UnknownTopic(f"topic {topic!r} has {len(there[topic])} partitions, but no partition {missing[0]}")
+                raise UnknownTopic(
+                    f"topic {topic!r} has {len(partitions[topic])} partitions, but no partition {missing[0]}"
+                )
 
-    def _resolve_named(self, position: Named, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+    def _resolve_named(self, position: NamedOffsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         _check_names_all(position.offsets, partitions, option)
         ends = {
             topic: {number: offset for number, offset in offsets.items() if offset < 0}
@@ -116,14 +118,14 @@ class OffsetResolver:
         found = {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
         return self._within_log(found, partitions, option)
 
-    def _within_log(self, found: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+    def _within_log(self, requested: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         """Refuse offsets beyond the end of a log; without failOnDataLoss, lower them to it."""
         latest = {topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()}
         # An open transaction is part of the log, and a query may start after it.
         ends = self._look_up(latest, isolation=READ_UNCOMMITTED)
         beyond = [
             f"{topic}-{number} ends at {ends[topic][number]}, not {offset}"
-            for topic, offsets in found.items()
+            for topic, offsets in requested.items()
             for number, offset in offsets.items()
             if offset > ends[topic][number]
         ]
@@ -138,7 +140,7 @@ class OffsetResolver:
             _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", problem)
         return {
             topic: {number: min(offset, ends[topic][number]) for number, offset in offsets.items()}
-            for topic, offsets in found.items()
+            for topic, offsets in requested.items()
         }
 
     def _look_up(
@@ -218,10 +220,10 @@ def no_messages_since_error(topic: str, number: int, time_ms: int) -> InvalidSet
     )
 
 
-def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
+def _check_names_all(offsets: Offsets, partitions: Partitions, option: str) -> None:
     """Apply Spark's rule that offsets name every partition that is read, and no other."""
     queried = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
-    named = {(topic, number) for topic, numbers in given.items() for number in numbers}
+    named = {(topic, number) for topic, numbers in offsets.items() for number in numbers}
     for what, difference in (
         ("does not name", queried - named),
         ("names, but the query does not read,", named - queried),

@@ -27,7 +27,7 @@ OFFSET_EARLIEST: Final = -2
 """Kafka's codes for the two ends of a partition, in JSON offsets and in lookups."""
 
 Offsets = Mapping[str, Mapping[int, int]]
-"""By topic and partition."""
+"""Offsets by topic and partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Timestamps:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedOffsets:
     """An offset for every partition; -2 is the earliest and -1 the latest."""
 
     offsets: Offsets
@@ -65,7 +65,7 @@ class FromLake:
     """The first message in the log or the landed table."""
 
 
-Position = End | StartingTimestamp | Timestamps | Named | FromLake
+Position = End | StartingTimestamp | Timestamps | NamedOffsets | FromLake
 
 EARLIEST: Final = End(OFFSET_EARLIEST)
 LATEST: Final = End(OFFSET_LATEST)
@@ -318,45 +318,45 @@ class WriteOptions:
         return replace(self, access=self.access.for_tasks(self.brokers, scope))
 
 
-def read_options(given: Mapping[str, str], access: Access | None = None) -> ReadOptions:
+def read_options(raw_options: Mapping[str, str], access: Access | None = None) -> ReadOptions:
     """Validate the options of a reader; raise `InvalidSetting` for unknown, missing or invalid ones.
 
     Without an access, the credentials come from the options and the environment.
     """
-    found = _OptionReader(_with_defaults(given), _READ, "read")
-    topics = _topics(found)
-    isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
+    reader = _OptionReader(_with_defaults(raw_options), _READ, "read")
+    topics = _topics(reader)
+    isolation = reader.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
     options = ReadOptions(
-        brokers=found.text(BROKERS) or DEFAULT_BROKERS,
-        access=found.access() if access is None else access,
-        client_id=found.text("kafka.client.id") or "millstream-spark",
-        timeout_s=found.number("kafka.request.timeout.ms", 60_000, minimum=100) / 1000,
+        brokers=reader.text(BROKERS) or DEFAULT_BROKERS,
+        access=reader.access() if access is None else access,
+        client_id=reader.text("kafka.client.id") or "millstream-spark",
+        timeout_s=reader.number("kafka.request.timeout.ms", 60_000, minimum=100) / 1000,
         subscribe=topics.subscribe,
         pattern=topics.pattern,
         assign=topics.assign,
-        starting=_position(found, "starting"),
-        ending=_position(found, "ending") or LATEST,
-        fail_on_data_loss=(fails := found.flag("failOnDataLoss", True)),
-        fail_on_unreadable=found.flag("failOnUnreadable", fails),
-        offsets_max=found.maybe_number("maxOffsetsPerTrigger"),
-        offsets_min=found.maybe_number("minOffsetsPerTrigger"),
+        starting=_position(reader, "starting"),
+        ending=_position(reader, "ending") or LATEST,
+        fail_on_data_loss=(fails := reader.flag("failOnDataLoss", True)),
+        fail_on_unreadable=reader.flag("failOnUnreadable", fails),
+        offsets_max=reader.maybe_number("maxOffsetsPerTrigger"),
+        offsets_min=reader.maybe_number("minOffsetsPerTrigger"),
         trigger_delay_ms=parse_duration_ms(
-            found.text("maxTriggerDelay") or "15m", name="option maxTriggerDelay", unit="ms"
+            reader.text("maxTriggerDelay") or "15m", name="option maxTriggerDelay", unit="ms"
         ),
-        min_partitions=found.maybe_number("minPartitions"),
-        records_per_task_max=found.maybe_number("maxRecordsPerPartition"),
-        include_headers=found.flag("includeHeaders", False),
-        group_id=found.text("groupId") or found.text("kafka.group.id") or None,
+        min_partitions=reader.maybe_number("minPartitions"),
+        records_per_task_max=reader.maybe_number("maxRecordsPerPartition"),
+        include_headers=reader.flag("includeHeaders", False),
+        group_id=reader.text("groupId") or reader.text("kafka.group.id") or None,
         isolation=READ_UNCOMMITTED if isolation == "read_uncommitted" else READ_COMMITTED,
-        fetch_bytes=found.number("kafka.max.partition.fetch.bytes", 8 * 1024 * 1024, minimum=1024),
-        filter=found.text("filter") or "",
-        columns=None if (columns := _columns(found.text("columns"))) is None else tuple(columns),
+        fetch_bytes=reader.number("kafka.max.partition.fetch.bytes", 8 * 1024 * 1024, minimum=1024),
+        filter=reader.text("filter") or "",
+        columns=None if (columns := _columns(reader.text("columns"))) is None else tuple(columns),
         text_columns=frozenset(name for name, is_text in (columns or {}).items() if is_text),
-        value_format=_value_format(found),
-        subject=found.text("schemaSubject"),
-        message=found.text("schemaMessage"),
-        ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
-        lake=found.text("lake"),
+        value_format=_value_format(reader),
+        subject=reader.text("schemaSubject"),
+        message=reader.text("schemaMessage"),
+        ranges=reader.choice("mode", ("rows", "ranges")) == "ranges",
+        lake=reader.text("lake"),
     )
     is_shaped = options.ranges or options.filter or options.value_format == BY_SCHEMA
     if isinstance(options.starting, FromLake) and is_shaped:
@@ -364,23 +364,23 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
             "startingOffsets=earliest-landed cannot be combined with mode=ranges, decode=schema or a filter"
         )
     for name in ("schemaSubject", "schemaMessage"):
-        if found.text(name) is not None and options.value_format != BY_SCHEMA:
+        if reader.text(name) is not None and options.value_format != BY_SCHEMA:
             raise InvalidSetting(f"the option {name} needs decode=schema")
     return options
 
 
-def _value_format(found: _OptionReader) -> str:
-    given = found.choice("valueFormat", ("bytes", "string", "json"))
-    if found.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
+def _value_format(reader: _OptionReader) -> str:
+    given = reader.choice("valueFormat", ("bytes", "string", "json"))
+    if reader.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
         return given or "bytes"
     if given is not None:
         raise InvalidSetting("set the option decode=schema or valueFormat, not both")
     return BY_SCHEMA
 
 
-def refuse_ending(given: Mapping[str, str]) -> None:
+def refuse_ending(raw_options: Mapping[str, str]) -> None:
     """Raise `InvalidSetting` if the options of a stream name an end, which it does not have."""
-    for name in given:
+    for name in raw_options:
         if name.lower() in ("endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp"):
             raise InvalidSetting(
                 f"option {name} is for batch queries; a stream has no end: use spark.read, or "
@@ -388,26 +388,26 @@ def refuse_ending(given: Mapping[str, str]) -> None:
             )
 
 
-def write_options(given: Mapping[str, str]) -> WriteOptions:
-    found = _OptionReader(_with_defaults(given), _WRITE, "write")
-    application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
+def write_options(raw_options: Mapping[str, str]) -> WriteOptions:
+    reader = _OptionReader(_with_defaults(raw_options), _WRITE, "write")
+    application, version = reader.text("txnAppId"), reader.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
         raise InvalidSetting("the options txnAppId and txnVersion go together: set both or neither")
-    if (found.text("kafka.acks") or "all") not in ("all", "-1"):
+    if (reader.text("kafka.acks") or "all") not in ("all", "-1"):
         warnings.warn("option kafka.acks is not used: rows are written with acks=all", stacklevel=2)
     codecs = ("none", "gzip", "snappy", "lz4", "zstd")
     return WriteOptions(
-        brokers=found.text(BROKERS) or DEFAULT_BROKERS,
-        access=found.access(),
-        client_id=found.text("kafka.client.id") or "millstream-spark",
-        timeout_s=found.number("kafka.request.timeout.ms", 120_000, minimum=100) / 1000,
-        topic=found.text("topic") or None,
-        schema=found.text("schema"),
-        compression=found.choice("compression", codecs, other="kafka.compression.type") or "none",
+        brokers=reader.text(BROKERS) or DEFAULT_BROKERS,
+        access=reader.access(),
+        client_id=reader.text("kafka.client.id") or "millstream-spark",
+        timeout_s=reader.number("kafka.request.timeout.ms", 120_000, minimum=100) / 1000,
+        topic=reader.text("topic") or None,
+        schema=reader.text("schema"),
+        compression=reader.choice("compression", codecs, other="kafka.compression.type") or "none",
         application=application,
         version=version,
-        source=_source(found),
-        checkpoint=next((text for name, text in given.items() if name.lower() == "checkpointlocation"), None),
+        source=_source(reader),
+        checkpoint=next((text for name, text in raw_options.items() if name.lower() == "checkpointlocation"), None),
     )
 
 
@@ -417,18 +417,18 @@ def sample_size() -> int | None:
     return int(text) if text else None
 
 
-def _with_defaults(given: Mapping[str, str]) -> Mapping[str, str]:
+def _with_defaults(raw_options: Mapping[str, str]) -> Mapping[str, str]:
     """Add the options of the process, unless other brokers are named: its credentials are for its own."""
     text = os.environ.get(DEFAULTS_VARIABLE, "")
-    if not text or any(name.lower() == BROKERS for name in given):
-        return given
-    named = {name.lower() for name in given}
-    return {**{name: value for name, value in json.loads(text).items() if name.lower() not in named}, **given}
+    if not text or any(name.lower() == BROKERS for name in raw_options):
+        return raw_options
+    named = {name.lower() for name in raw_options}
+    return {**{name: value for name, value in json.loads(text).items() if name.lower() not in named}, **raw_options}
 
 
-def _source(found: _OptionReader) -> SourceOffsets | None:
-    group, text = found.text("sourceGroup"), found.text("sourceOffsets")
-    member, generation = found.text("sourceMember"), found.maybe_number("sourceGeneration", minimum=0)
+def _source(reader: _OptionReader) -> SourceOffsets | None:
+    group, text = reader.text("sourceGroup"), reader.text("sourceOffsets")
+    member, generation = reader.text("sourceMember"), reader.maybe_number("sourceGeneration", minimum=0)
     if (group is None) != (text is None) or (member is None) != (generation is None):
         raise InvalidSetting(
             "the options sourceGroup and sourceOffsets go together, and so do sourceMember and sourceGeneration"
@@ -446,11 +446,11 @@ def _source(found: _OptionReader) -> SourceOffsets | None:
 class _OptionReader:
     """The given options; names are case-insensitive."""
 
-    def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
+    def __init__(self, raw_options: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
         self._texts: dict[str, str] = {}
         by_lower = {name.lower(): name for name in known}
         ignored = {name.lower(): reason for name, reason in _WITHOUT_EFFECT.items()}
-        for name, text in given.items():
+        for name, text in raw_options.items():
             lower = name.lower()
             if lower in by_lower:
                 self._texts[by_lower[lower]] = str(text)
@@ -522,17 +522,17 @@ class _Topics:
     assign: Mapping[str, tuple[int, ...]] | None = None
 
 
-def _topics(found: _OptionReader) -> _Topics:
+def _topics(reader: _OptionReader) -> _Topics:
     names = ("subscribe", "subscribePattern", "assign")
-    given = [name for name in names if found.text(name) is not None]
-    path = found.text("path")
+    given = [name for name in names if reader.text(name) is not None]
+    path = reader.text("path")
     if not given and path is not None:
         # `.load("orders")` and `SELECT * FROM millstream.orders` name the topic this way.
         return _Topics(subscribe=_names(path))
     if len(given) != 1:
         choice = f"{' and '.join(given)} were given" if given else "none was given"
         raise InvalidSetting(f"set exactly one of the options {', '.join(names)}: {choice}")
-    text = found.text(given[0]) or ""
+    text = reader.text(given[0]) or ""
     if given[0] == "subscribe":
         return _Topics(subscribe=_names(text))
     if given[0] == "subscribePattern":
@@ -569,12 +569,12 @@ def _partition(number: object) -> int:
     return number
 
 
-def _position(found: _OptionReader, side: str) -> Position | None:
+def _position(reader: _OptionReader, side: str) -> Position | None:
     """Return the start or end: the most general option wins, in Spark's order."""
-    stamp = found.maybe_number(f"{side}Timestamp", minimum=0)
-    by_time = found.text(f"{side}OffsetsByTimestamp")
-    offsets = found.text(f"{side}Offsets")
-    strategy = found.choice("startingOffsetsByTimestampStrategy", ("error", "latest")) or "error"
+    stamp = reader.maybe_number(f"{side}Timestamp", minimum=0)
+    by_time = reader.text(f"{side}OffsetsByTimestamp")
+    offsets = reader.text(f"{side}Offsets")
+    strategy = reader.choice("startingOffsetsByTimestampStrategy", ("error", "latest")) or "error"
     if side == "ending":
         strategy = "latest"
     if stamp is not None:
@@ -591,7 +591,7 @@ def _position(found: _OptionReader, side: str) -> Position | None:
         return LATEST
     if offsets.lower() == "earliest-landed" and side == "starting":
         return EARLIEST_LANDED
-    return Named(parse_offsets(f"{side}Offsets", offsets))
+    return NamedOffsets(parse_offsets(f"{side}Offsets", offsets))
 
 
 def _columns(text: str | None) -> dict[str, bool] | None:

@@ -28,7 +28,7 @@ from millstream.core.errors import LostData, MillstreamError
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import EARLIEST, LATEST, Named, Offsets, ReadOptions, StartingTimestamp
+from millstream.pipelines.source.options import EARLIEST, LATEST, NamedOffsets, Offsets, ReadOptions, StartingTimestamp
 from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape
@@ -151,20 +151,20 @@ class TopicReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the tasks: every partition's range, divided as the options say."""
         options, resolver, bounds = self._options, OffsetResolver(self._options), self._bounds
-        there = resolver.partitions()
-        start = resolver.resolve(options.starting or EARLIEST, there, "starting")
-        end = resolver.resolve(options.ending, there, "ending")
+        existing = resolver.partitions()
+        start = resolver.resolve(options.starting or EARLIEST, existing, "starting")
+        end = resolver.resolve(options.ending, existing, "ending")
         landed: list[Range] = []
         if options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
             reach = LandedHistory(resolver, options)
-            end = reach.lowered_end(end, there)
-            landed, start = reach.taken(reach.lowered(start, there), end)
-        is_named = bool(landed) or isinstance(options.starting, Named)
-        start = check_start(resolver, start, there, options, named=is_named, end=end)
+            end = reach.lowered_end(end, existing)
+            landed, start = reach.taken(reach.lowered(start, existing), end)
+        is_named = bool(landed) or isinstance(options.starting, NamedOffsets)
+        start = check_start(resolver, start, existing, options, named=is_named, end=end)
         if bounds.from_ms is not None:
-            young = resolver.resolve(StartingTimestamp(bounds.from_ms, or_latest=True), there, "starting")
+            young = resolver.resolve(StartingTimestamp(bounds.from_ms, or_latest=True), existing, "starting")
             start = {
                 topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
                 for topic, offsets in start.items()
@@ -218,7 +218,7 @@ def range_row(one: Range) -> pa.RecordBatch:
 def check_start(
     resolver: OffsetResolver,
     start: Offsets,
-    there: Partitions,
+    partitions: Partitions,
     options: ReadOptions,
     *,
     named: bool,
@@ -230,7 +230,7 @@ def check_start(
     """
     if not named:
         return {topic: dict(offsets) for topic, offsets in start.items()}
-    earliest = resolver.earliest(there)
+    earliest = resolver.earliest(partitions)
     if end is not None:
         earliest = {
             topic: {number: min(offset, end[topic][number]) for number, offset in offsets.items()}
@@ -266,7 +266,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._shape = shape
         self._until: StreamOffsets | None = None
-        """Where a run that reads only existing messages ends."""
+        """The end offsets of a run that reads only existing messages."""
         self._waited_since = time.monotonic()
         self._committed: dict[str, Any] | None = None
 
@@ -276,14 +276,14 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:
         """Return where a new query starts."""
         options, resolver = self._options, OffsetResolver(self._options)
-        there = resolver.partitions()
+        partitions = resolver.partitions()
         position = options.starting or LATEST
-        start = resolver.resolve(position, there, "starting")
+        start = resolver.resolve(position, partitions, "starting")
         if options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            return to_json(LandedHistory(resolver, options).lowered(start, there))
-        return to_json(check_start(resolver, start, there, options, named=isinstance(position, Named)))
+            return to_json(LandedHistory(resolver, options).lowered(start, partitions))
+        return to_json(check_start(resolver, start, partitions, options, named=isinstance(position, NamedOffsets)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         limit = self._options.offsets_max

@@ -42,7 +42,7 @@ leader a sync of its disk."""
 GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
 
 GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
-"""With many partitions more is gathered, up to this limit."""
+"""The limit for what is gathered when rows go to many partitions."""
 
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
 """The most unacknowledged bytes of a task; it waits for responses before it encodes more."""

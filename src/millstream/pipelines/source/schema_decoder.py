@@ -51,7 +51,7 @@ _SHOWN_MAX: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class ConvertedType:
     """The type of a part of a schema, and how decoded values are converted where that is needed."""
 
     kind: pa.DataType
@@ -78,12 +78,12 @@ class ReadPayloads:
     """The fields of every schema that occurs, with its first row."""
 
 
-def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
-    codec = found.codec
+def typed_schema(schema: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
+    codec = schema.codec
     if isinstance(codec, AvroCodec):
         return _schema(_AvroTypes().type(codec.source, "", 0), codec.decode_named)
     if isinstance(codec, JsonCodec):
-        return _schema(Typed(_JsonTypes(codec).type(codec.source, 0)), codec.decode)
+        return _schema(ConvertedType(_JsonTypes(codec).type(codec.source, 0)), codec.decode)
     if isinstance(codec, ProtobufCodec):
         return _of_protobuf(codec, indexes)
     raise SchemaMismatch("the schema has an unknown type")
@@ -152,21 +152,21 @@ class SchemaRows:
             self._typed[place] = known
         return known
 
-    def _of_message(self, framed: Framed, found: RegisteredCodec) -> TypedSchema | str:
+    def _of_message(self, framed: Framed, schema: RegisteredCodec) -> TypedSchema | str:
         """A Protobuf file has several messages, each with its own fields."""
         try:
             indexes = read_indexes(framed.content if framed.indexes is None else framed.indexes)[0]
             place = (framed.named, indexes)
             if place not in self._typed:
-                self._typed[place] = typed_schema(found, indexes)
+                self._typed[place] = typed_schema(schema, indexes)
             return self._typed[place]
         except SchemaMismatch as error:
             return str(error)
 
 
 def _schema_header(headers: Sequence[Mapping[str, Any]]) -> bytes | None:
-    found: list[bytes] = [one["value"] for one in headers if one["key"] == HEADERS[VALUE]]
-    return found[-1] if found else None
+    contents: list[bytes] = [one["value"] for one in headers if one["key"] == HEADERS[VALUE]]
+    return contents[-1] if contents else None
 
 
 def payload_fields_of(options: ReadOptions) -> pa.Schema:
@@ -180,11 +180,11 @@ def payload_of(options: ReadOptions) -> tuple[pa.Schema, list[str]]:
     if options.subject is None and options.pattern is not None:
         raise InvalidSetting("decode=schema with a pattern needs the option schemaSubject, or a schema of the query")
     topics = options.subscribe or tuple(options.assign or ())
-    found: list[TypedSchema] = link.call(_typed_by(link.client, topics, options))
-    fields = joined_schemas([one.fields for one in found])
+    typed: list[TypedSchema] = link.call(_typed_by(link.client, topics, options))
+    fields = joined_schemas([one.fields for one in typed])
     # A field that every version has as null could be anything.
     kept = pa.schema([one for one in fields if not pa.types.is_null(one.type)])
-    return kept, sorted({one.message for one in found if one.message is not None})
+    return kept, sorted({one.message for one in typed if one.message is not None})
 
 
 async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions) -> list[TypedSchema]:
@@ -198,10 +198,10 @@ async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions)
             if response.schema is not None:
                 registered = RegisteredCodec(response.schema)
                 codec = registered.codec
-                there = codec.message_indexes() if isinstance(codec, ProtobufCodec) else {}
-                if message is None or message in there:
-                    typed.append(typed_schema(registered, there.get(message or "", (0,))))
-                others |= there
+                indexes_by_name = codec.message_indexes() if isinstance(codec, ProtobufCodec) else {}
+                if message is None or message in indexes_by_name:
+                    typed.append(typed_schema(registered, indexes_by_name.get(message or "", (0,))))
+                others |= indexes_by_name
     if message is not None and not typed:
         known = f"; there are: {', '.join(others)}" if others else ""
         raise InvalidSetting(f"no schema of {', '.join(subjects)} has a Protobuf message {message!r}{known}")
@@ -264,11 +264,11 @@ def _fitter(kind: pa.DataType, path: str) -> Convert:
             lower: dict[str, Any] | None = None
             fitted = {}
             for name, other, fit in parts:
-                found = value.get(name)
-                if found is None and name not in value:
+                field_value = value.get(name)
+                if field_value is None and name not in value:
                     lower = {key.lower(): one for key, one in value.items()} if lower is None else lower
-                    found = lower.get(other)
-                fitted[name] = None if found is None else fit(found)
+                    field_value = lower.get(other)
+                fitted[name] = None if field_value is None else fit(field_value)
             return fitted
 
         return fit_struct
@@ -392,15 +392,15 @@ def _struct(fields: Sequence[pa.Field]) -> pa.DataType:
     return pa.struct(fields) if fields else pa.string()
 
 
-def _schema(typed: Typed, read: Callable[[Framed], Any]) -> TypedSchema:
+def _schema(typed: ConvertedType, read: Callable[[Framed], Any]) -> TypedSchema:
     """Return the decoder of a whole schema: its fields, or one field if it is not a record."""
-    convert = typed.convert or _same
+    convert = typed.convert or _identity
     if pa.types.is_struct(typed.kind):
         return TypedSchema(pa.schema(list(typed.kind)), lambda framed: convert(read(framed)))
     return TypedSchema(pa.schema([pa.field(VALUE, typed.kind)]), lambda framed: {VALUE: convert(read(framed))})
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -457,20 +457,20 @@ class _AvroTypes:
         self._named: dict[str, Any] = {}
         self._open: set[str] = set()
 
-    def type(self, source: Any, space: str, depth: int) -> Typed:
+    def type(self, source: Any, space: str, depth: int) -> ConvertedType:
         if self._budget.is_spent():
-            return Typed(pa.string(), _untagged)
+            return ConvertedType(pa.string(), _untagged)
         if isinstance(source, list):
             return self._union(source, space, depth)
         if isinstance(source, str):
             if source in _AVRO:
-                return Typed(_AVRO[source])
+                return ConvertedType(_AVRO[source])
             if source == "null":
-                return Typed(pa.null())
+                return ConvertedType(pa.null())
             name = source if "." in source or not space else f"{space}.{source}"
             found = self._named.get(name, self._named.get(source))
             if found is None or name in self._open or source in self._open or depth > DEPTH_MAX:
-                return Typed(pa.string(), _untagged)
+                return ConvertedType(pa.string(), _untagged)
             return self.type(found, name.rpartition(".")[0], depth)
         kind = source["type"]
         if isinstance(kind, list | dict):
@@ -478,20 +478,20 @@ class _AvroTypes:
         name = self._declare(source, space)
         logical = self._logical(source)
         if logical is not None:
-            return Typed(logical)
+            return ConvertedType(logical)
         if kind in ("record", "error"):
             return self._record(source, name, depth)
         if kind == "enum":
-            return Typed(pa.string())
+            return ConvertedType(pa.string())
         if kind == "fixed":
-            return Typed(pa.binary())
+            return ConvertedType(pa.binary())
         if kind == "array":
             inner = self.type(source["items"], space, depth + 1)
-            return Typed(_list(inner.kind), None if inner.convert is None else _each_item(inner.convert))
+            return ConvertedType(_list(inner.kind), None if inner.convert is None else _each_item(inner.convert))
         if kind == "map":
             inner = self.type(source["values"], space, depth + 1)
             kinds = pa.map_(pa.string(), inner.kind)
-            return Typed(kinds, None if inner.convert is None else _each_value(inner.convert))
+            return ConvertedType(kinds, None if inner.convert is None else _each_value(inner.convert))
         return self.type(kind, space, depth)
 
     def _declare(self, source: Mapping[str, Any], space: str) -> str:
@@ -511,9 +511,9 @@ class _AvroTypes:
             return pa.decimal128(precision, scale) if fits and 0 <= scale <= precision else pa.string()
         return _AVRO_LOGICAL.get(str(logical)) if source["type"] in ("int", "long", "string") else None
 
-    def _record(self, source: Mapping[str, Any], name: str, depth: int) -> Typed:
+    def _record(self, source: Mapping[str, Any], name: str, depth: int) -> ConvertedType:
         if depth > DEPTH_MAX or name in self._open:
-            return Typed(pa.string(), _untagged)
+            return ConvertedType(pa.string(), _untagged)
         self._open.add(name)
         space = name.rpartition(".")[0]
         parts = [(each["name"], self.type(each["type"], space, depth + 1)) for each in source["fields"]]
@@ -525,21 +525,21 @@ class _AvroTypes:
             record = _untag(value)
             return {**record, **{part: one(record.get(part)) for part, one in converts.items()}}
 
-        return Typed(kind, convert)
+        return ConvertedType(kind, convert)
 
-    def _union(self, branches: Sequence[Any], space: str, depth: int) -> Typed:
+    def _union(self, branches: Sequence[Any], space: str, depth: int) -> ConvertedType:
         kept = [one for one in branches if one != "null"]
         if not kept:
-            return Typed(pa.null())
+            return ConvertedType(pa.null())
         typed = [self.type(one, space, depth if len(kept) == 1 else depth + 1) for one in kept]
         if len(kept) == 1:
             convert = typed[0].convert
-            return Typed(typed[0].kind, None if convert is None else lambda value: _or_none(convert, value))
+            return ConvertedType(typed[0].kind, None if convert is None else lambda value: _or_none(convert, value))
         kinds = {one.kind for one in typed}
         if kinds <= {pa.int64(), pa.float64()}:
-            return Typed(pa.float64() if pa.float64() in kinds else pa.int64())
+            return ConvertedType(pa.float64() if pa.float64() in kinds else pa.int64())
         if kinds == {pa.string()}:
-            return Typed(pa.string(), _untagged)
+            return ConvertedType(pa.string(), _untagged)
         names = [self._branch(one, space) for one in kept]
         chosen = list(zip(names, kept, typed, strict=True))
 
@@ -547,13 +547,13 @@ class _AvroTypes:
             if value is None:
                 return None
             for name, source, one in chosen:
-                if self._is_of(value, name, source, space):
+                if self._was_written_as(value, name, source, space):
                     inner = _untag(value)
                     return {name.rpartition(".")[2]: inner if one.convert is None else one.convert(inner)}
             return None
 
         fields = [pa.field(name.rpartition(".")[2], one.kind) for name, _, one in chosen]
-        return Typed(pa.struct(fields), choose)
+        return ConvertedType(pa.struct(fields), choose)
 
     def _branch(self, source: Any, space: str) -> str:
         if isinstance(source, str):
@@ -563,7 +563,7 @@ class _AvroTypes:
             return str(name if "." in name or not own else f"{own}.{name}")
         return str(source["type"])
 
-    def _is_of(self, value: Any, name: str, source: Any, space: str) -> bool:
+    def _was_written_as(self, value: Any, name: str, source: Any, space: str) -> bool:
         """Whether a value was written as a branch of a union; named types carry their name where that is in doubt."""
         if isinstance(value, tuple):
             return bool(value[0] == name or value[0] == f"{space}.{name}")
@@ -692,7 +692,7 @@ _PROTOBUF: Final[Mapping[int, pa.DataType]] = {
     12: pa.binary(),
     14: pa.string(),
 }
-"""By the number of a field's type in descriptors."""
+"""Types by the number of a field's type in descriptors."""
 _KNOWN_MESSAGES: Final[Mapping[str, pa.DataType]] = {
     "google.protobuf.Timestamp": TIMESTAMP,
     "google.protobuf.DoubleValue": pa.float64(),
@@ -714,7 +714,7 @@ _KNOWN_MESSAGES: Final[Mapping[str, pa.DataType]] = {
 
 def _of_protobuf(codec: ProtobufCodec, indexes: tuple[int, ...]) -> TypedSchema:
     descriptor = codec.message_class(indexes).DESCRIPTOR
-    typed = _schema(Typed(_ProtobufTypes().message(descriptor, frozenset(), 0)), codec.decode)
+    typed = _schema(ConvertedType(_ProtobufTypes().message(descriptor, frozenset(), 0)), codec.decode)
     return replace(typed, message=descriptor.full_name)
 
 

@@ -130,12 +130,12 @@ def launch_settings(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if not _CREDENTIALS.search(key)}
 
 
-def default_settings(given: Mapping[str, str]) -> dict[str, str]:
+def default_settings(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a session that are not given; Spark in this process is reached from this machine only."""
     defaults = {"spark.master": f"local[{max(1, (os.cpu_count() or 2) - 1)}]", **_SETTINGS}
-    if _LOCAL_MASTER.fullmatch(given.get("spark.master", defaults["spark.master"])):
+    if _LOCAL_MASTER.fullmatch(settings.get("spark.master", defaults["spark.master"])):
         defaults |= _ON_THIS_MACHINE
-    return {key: value for key, value in defaults.items() if key not in given}
+    return {key: value for key, value in defaults.items() if key not in settings}
 
 
 def session(

@@ -112,8 +112,8 @@ def shape_of(schema: StructType, options: ReadOptions) -> Shape:
     if options.ranges:
         return Shape(())
     columns = tuple(_column(field, options) for field in schema.fields)
-    found = [field.metadata[_MESSAGES] for field in schema.fields if _MESSAGES in field.metadata]
-    messages = tuple(found[0].split()) if found else (options.message,) if options.message else ()
+    named_messages = [field.metadata[_MESSAGES] for field in schema.fields if _MESSAGES in field.metadata]
+    messages = tuple(named_messages[0].split()) if named_messages else (options.message,) if options.message else ()
     return Shape(columns, by_schema=options.value_format == BY_SCHEMA, messages=messages)
 
 

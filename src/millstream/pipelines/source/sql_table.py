@@ -20,7 +20,7 @@ from millstream.pipelines.source.options import BROKERS, READ_ONLY, WRITE_ONLY
 
 METADATA: Final = "millstream.options"
 _LIMITED: Final = "__CHAR_VARCHAR_TYPE_STRING"
-"""Where Spark notes the limit of a column of text."""
+"""The metadata key under which Spark stores the length limit of a text column."""
 _LIMIT_MIN: Final = 2**30
 _PROVIDER: Final = "provider"
 _OPTION: Final = "option."
@@ -29,14 +29,14 @@ ASSIGNED_BY_BROKER: Final = ("offset", "timestampType")
 """Columns that an INSERT includes although they cannot be written."""
 
 
-def declared_options(given: Mapping[str, str]) -> dict[str, str] | None:
+def declared_options(options: Mapping[str, str]) -> dict[str, str] | None:
     """Return the OPTIONS of a table that is being created; None for an ordinary query.
 
     Spark repeats them with a prefix, among the properties of the table.
     """
-    if _PROVIDER not in given:
+    if _PROVIDER not in options:
         return None
-    declared = {name.removeprefix(_OPTION): text for name, text in given.items() if name.startswith(_OPTION)}
+    declared = {name.removeprefix(_OPTION): text for name, text in options.items() if name.startswith(_OPTION)}
     secrets = sorted(name for name in declared if name.lower() in SECRET_OPTIONS)
     if secrets:
         raise InvalidSetting(
@@ -85,26 +85,26 @@ def stored_options(schema: StructType) -> dict[str, str] | None:
     """Return the options of the table that these columns belong to; None if they belong to none."""
     for one in schema.fields:
         if METADATA in one.metadata:
-            found = json.loads(one.metadata[METADATA])["options"]
-            return {str(name): str(text) for name, text in found.items()}
+            document = json.loads(one.metadata[METADATA])["options"]
+            return {str(name): str(text) for name, text in document.items()}
     return None
 
 
-def options_to_read(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str]:
+def options_to_read(schema: StructType, options: Mapping[str, str]) -> Mapping[str, str]:
     """Return the options of a query: its own, and those of the table that it reads.
 
     A query that names its source does not read the table, even if it has the table's schema.
     """
-    stored = None if _names(given, (*_TOPICS, BROKERS)) else stored_options(schema)
-    if stored is None and not given:
+    stored = None if _names(options, (*_TOPICS, BROKERS)) else stored_options(schema)
+    if stored is None and not options:
         raise InvalidSetting(
             "no option is given. Spark keeps the OPTIONS of a table only if it is created without a list of columns "
             "and without AS SELECT: choose columns with the option columns, such as 'key string, value string'"
         )
-    return _merged(stored, given, WRITE_ONLY)
+    return _merge_options(stored, options, WRITE_ONLY)
 
 
-def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str] | None:
+def options_to_insert(schema: StructType, options: Mapping[str, str]) -> Mapping[str, str] | None:
     """Return the options of an INSERT: its own, and those of the table. None for any other write.
 
     Rows that were read from a table have its options wherever they are written. An INSERT has all columns of its table,
@@ -116,13 +116,13 @@ def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[s
     if kept or text is None or json.loads(text)["columns"] != schema.names:
         return None
     is_read = any(_LIMITED in one.metadata for one in schema.fields)
-    if is_read and _names(given, ("topic", BROKERS)):
+    if is_read and _names(options, ("topic", BROKERS)):
         return None
-    return _merged(stored_options(schema), given, READ_ONLY)
+    return _merge_options(stored_options(schema), options, READ_ONLY)
 
 
-def _names(given: Mapping[str, str], options: Iterable[str]) -> bool:
-    return not {name.lower() for name in given}.isdisjoint(options)
+def _names(texts: Mapping[str, str], options: Iterable[str]) -> bool:
+    return not {name.lower() for name in texts}.isdisjoint(options)
 
 
 def of_reading(declared: Mapping[str, str]) -> dict[str, str]:
@@ -130,9 +130,11 @@ def of_reading(declared: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in declared.items() if name.lower() not in WRITE_ONLY}
 
 
-def _merged(stored: Mapping[str, str] | None, given: Mapping[str, str], left_out: frozenset[str]) -> Mapping[str, str]:
+def _merge_options(
+    stored: Mapping[str, str] | None, options: Mapping[str, str], left_out: frozenset[str]
+) -> Mapping[str, str]:
     if stored is None:
-        return given
-    named = {name.lower() for name in given}
+        return options
+    named = {name.lower() for name in options}
     kept = {name: text for name, text in stored.items() if name.lower() not in left_out and name.lower() not in named}
-    return {**kept, **given}
+    return {**kept, **options}

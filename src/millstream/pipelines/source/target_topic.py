@@ -38,10 +38,10 @@ def count_partitions(link: Link, topic: str) -> int:
     check_topic_name(topic)
     deadline = time.monotonic() + CREATE_S_MAX
     while True:
-        found = link.call(link.client.metadata([topic], create=True))
-        if topic not in found.errors:
-            return len(found.topics[topic].partitions)
-        error = error_from_code(found.errors[topic], None, about=f"topic {topic!r}")
+        metadata = link.call(link.client.metadata([topic], create=True))
+        if topic not in metadata.errors:
+            return len(metadata.topics[topic].partitions)
+        error = error_from_code(metadata.errors[topic], None, about=f"topic {topic!r}")
         if not isinstance(error, UnknownTopic) or supports_batch_commit(link) or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)
@@ -53,8 +53,8 @@ def count_partitions(link: Link, topic: str) -> int:
 
 def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
     """Return the number of partitions of existing topics, in one request."""
-    found = link.call(link.client.metadata(topics))
-    return {name: len(topic.partitions) for name, topic in found.topics.items()}
+    metadata = link.call(link.client.metadata(topics))
+    return {name: len(topic.partitions) for name, topic in metadata.topics.items()}
 
 
 def supports_batch_commit(link: Link) -> bool:
@@ -92,8 +92,8 @@ _TIMEOUT: Final = timedelta(seconds=60)
 def make_topics(link: Link, names: Iterable[str], partitions: int = BY_BROKER) -> None:
     """Create missing topics with the broker's defaults; to use other settings, create or alter them yourself."""
     sorted_names = sorted(names)
-    there = link.call(link.client.metadata(sorted_names)).topics
-    missing = [name for name in sorted_names if name not in there]
+    existing = link.call(link.client.metadata(sorted_names)).topics
+    missing = [name for name in sorted_names if name not in existing]
     for start in range(0, len(missing), AT_ONCE_MAX):
         link.call(_create(link.client, missing[start : start + AT_ONCE_MAX], partitions))
 

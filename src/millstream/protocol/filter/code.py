@@ -56,7 +56,7 @@ class Choices:
                 taken = [take(value) for value in present]
                 self._taken[kind] = frozenset(taken) - {None}, None in taken
 
-    def hold(self, value: Any) -> Truth:
+    def contain(self, value: Any) -> Truth:
         """Return whether one of them equals a value, as in SQL: NULL if that is unknown."""
         if value is None:
             return None
@@ -226,7 +226,7 @@ class _Coder:
             case Between():
                 return self._between_value(node)
             case Membership():
-                return _call(self._constant(_choices(node).hold), self.value(node.operand))
+                return _call(self._constant(_choices(node).contain), self.value(node.operand))
             case Like():
                 matches = self._constant(compile_like(node.pattern, node.escape))
                 return _call(self._constant(operation.like), self.value(node.operand), matches)
@@ -239,7 +239,7 @@ class _Coder:
     def _between_value(self, node: Between) -> ast.expr:
         nodes = (node.operand, node.low, node.high)
         moments = Kind.TIMESTAMP in map(kind_of, nodes)
-        plain = [moments or _are_alike(node.operand, bound) for bound in (node.low, node.high)]
+        plain = [moments or _have_same_kind(node.operand, bound) for bound in (node.low, node.high)]
         makers = [operation.plain_comparison if alike else operation.comparison for alike in plain]
         compare = self._constant((makers[0](">="), makers[1]("<=")))
         values = [self._moment(each) if moments else self.value(each) for each in nodes]
@@ -249,7 +249,7 @@ class _Coder:
         """Return both values, and whether they are certain to be of one kind, or NULL."""
         if Kind.TIMESTAMP in (kind_of(left), kind_of(right)):
             return self._moment(left), self._moment(right), True
-        return self.value(left), self.value(right), _are_alike(left, right)
+        return self.value(left), self.value(right), _have_same_kind(left, right)
 
     def _moment(self, node: Node) -> ast.expr:
         if kind_of(node) in (Kind.TIMESTAMP, Kind.NULL):
@@ -264,9 +264,9 @@ class _Coder:
         left_value, right_value, alike = self._pair(left, right)
         if alike:
             return self._plain(symbol, left_value, right_value)
-        return self._unlike(symbol, (left, left_value), (right, right_value))
+        return self._compare_any_kinds(symbol, (left, left_value), (right, right_value))
 
-    def _unlike(self, symbol: str, left: tuple[Node, ast.expr], right: tuple[Node, ast.expr]) -> ast.expr:
+    def _compare_any_kinds(self, symbol: str, left: tuple[Node, ast.expr], right: tuple[Node, ast.expr]) -> ast.expr:
         """Compare values whose kinds may differ."""
         (left_node, left_value), (right_node, right_value) = left, right
         if isinstance(right_node, Literal) and kind_of(left_node) is Kind.ANY:
@@ -313,10 +313,10 @@ class _Coder:
             symbol = symbol if expected else NEGATED[symbol]
             if Kind.NULL in (kind_of(node.operand), kind_of(limit)):
                 parts.append(ast.Constant(False))
-            elif moments or _are_alike(node.operand, limit):
+            elif moments or _have_same_kind(node.operand, limit):
                 parts.append(self._plain(symbol, again, self._moment(limit) if moments else self.value(limit)))
             else:
-                parts.append(self._unlike(symbol, (node.operand, again), (limit, self.value(limit))))
+                parts.append(self._compare_any_kinds(symbol, (node.operand, again), (limit, self.value(limit))))
         both = ast.BoolOp(ast.And() if expected else ast.Or(), parts)
         # Binds the name before either part needs it; the test itself always holds.
         binding = ast.Compare(first, [ast.IsNot()], [ast.Constant(...)])
@@ -333,7 +333,7 @@ class _Coder:
         found = ast.Compare(again, [ast.In() if expected else ast.NotIn()], [known])
         if kinds == {kind}:
             return ast.BoolOp(ast.And(), [_is_none(first, False), found])
-        held = _is(_call(self._constant(choices.hold), again), expected)
+        held = _is(_call(self._constant(choices.contain), again), expected)
         if kind is Kind.ANY and len(kinds) == 1:
             return ast.IfExp(
                 self._has_kind(first, kinds.pop()), found, ast.BoolOp(ast.And(), [_is_none(again, False), held])
@@ -376,7 +376,7 @@ class _Coder:
         return _name(name)
 
 
-def _are_alike(left: Node, right: Node) -> bool:
+def _have_same_kind(left: Node, right: Node) -> bool:
     """Return whether two nodes are certain to be of one kind."""
     kind = kind_of(left)
     return kind is kind_of(right) and kind is not Kind.ANY

@@ -35,7 +35,7 @@ class Filter:
     """A compiled filter. Two filters are equal if their canonical text is."""
 
     text: str = field(compare=False)
-    """As written."""
+    """The condition as its owner wrote it."""
     canonical: str
     """The canonical text, which differs only if the meaning may."""
     uses: Uses = field(compare=False)

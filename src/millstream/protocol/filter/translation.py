@@ -85,12 +85,12 @@ _QUOTES = "'\"`"
 def parse(text: str) -> exp.Expression:
     """Parse one condition; raises `FilterError`."""
     _check_size(text)
-    found = _tokens(text)
-    _check_tokens(text, found)
+    tokens = _tokens(text)
+    _check_tokens(text, tokens)
     try:
-        (tree,) = Spark().parser().parse_into(exp.Condition, _with_field_names(found), text)
+        (tree,) = Spark().parser().parse_into(exp.Condition, _with_field_names(tokens), text)
     except ParseError as error:
-        raise _syntax_error(text, found, error) from None
+        raise _syntax_error(text, tokens, error) from None
     except RecursionError:
         raise refusal(text, 0, len(text), f"operators are nested more than {DEPTH_MAX} deep") from None
     except Exception as error:
@@ -138,9 +138,9 @@ def _open_quote(text: str) -> int | None:
     return start if quote else None
 
 
-def _check_tokens(text: str, found: list[Token]) -> None:
+def _check_tokens(text: str, tokens: list[Token]) -> None:
     depth, before = 0, TokenType.AND
-    for token in found:
+    for token in tokens:
         kind = token.token_type
         named = before in _BEFORE_ANY_NAME
         if kind not in _ALLOWED and not named:
@@ -157,13 +157,13 @@ def _check_tokens(text: str, found: list[Token]) -> None:
         before = kind
 
 
-def _with_field_names(found: list[Token]) -> list[Token]:
+def _with_field_names(tokens: list[Token]) -> list[Token]:
     """Make the parser treat what follows a dot as a name, even if it is a SQL keyword such as `list`.
 
     The prefix is needed besides the token type: to the parser `a.list[0]` constructs a list, quoted or not.
     """
     named: list[Token] = []
-    for token in found:
+    for token in tokens:
         kind, text = token.token_type, token.text
         if named and named[-1].token_type is TokenType.DOT and (text.isidentifier() or kind is TokenType.IDENTIFIER):
             kind, text = TokenType.IDENTIFIER, FIELD_MARK + text
@@ -171,10 +171,10 @@ def _with_field_names(found: list[Token]) -> list[Token]:
     return named
 
 
-def _syntax_error(text: str, found: list[Token], error: ParseError) -> FilterError:
+def _syntax_error(text: str, tokens: list[Token], error: ParseError) -> FilterError:
     details = error.errors[0] if error.errors else {}
     where = (details.get("line"), details.get("col"))
-    token = next((token for token in found if (token.line, token.col) == where), found[-1])
+    token = next((token for token in tokens if (token.line, token.col) == where), tokens[-1])
     description = str(details.get("description") or "")
     reason = "this was not expected here"
     if description.startswith("Required keyword"):

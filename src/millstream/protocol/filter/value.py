@@ -161,13 +161,13 @@ def moment(value: object) -> int | None:
     """Convert text such as `2026-11-15 12:00:00` to a timestamp, by default in UTC; None for other values."""
     if value.__class__ is not str:
         return None
-    found = _MOMENT.fullmatch(str(value).strip(_BLANKS))
-    if found is None:
+    match = _MOMENT.fullmatch(str(value).strip(_BLANKS))
+    if match is None:
         return None
-    year, month, day, hour, minute, second = (int(part or 0) for part in found.groups()[:6])
-    microsecond = int((found[7] or "")[:6].ljust(6, "0"))
+    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups()[:6])
+    microsecond = int((match[7] or "")[:6].ljust(6, "0"))
     try:
-        at = datetime(year, month, day, hour, minute, second, microsecond, _zone(found[8]))
+        at = datetime(year, month, day, hour, minute, second, microsecond, _zone(match[8]))
         return (at.astimezone(UTC) - _EPOCH) // _MICROSECOND
     except (ValueError, OverflowError):
         return None

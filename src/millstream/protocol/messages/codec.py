@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from millstream.core.errors import InvalidRequest, ProtocolViolation
-from millstream.protocol.messages.guard import Span, guard_of
+from millstream.protocol.messages.guard import BoundedBuffer, guard_of
 from millstream.protocol.messages.primitives import Buffer, Reader, Writer
 from millstream.protocol.messages.shape import default_of, is_entity, item_of, unwrapped
 
@@ -499,7 +499,7 @@ def _read_entity(entity_type: Any, buffer: Buffer, position: int, limits: Limits
     size = len(view) - position
     if size > limits.body_bytes:
         raise ProtocolViolation(f"{entity_type.__name__} has {size} bytes, at most {limits.body_bytes} are read")
-    guard_of(entity_type)(Span(view, items_max=limits.items), position)
+    guard_of(entity_type)(BoundedBuffer(view, items_max=limits.items), position)
     try:
         entity, _ = _reader_of(entity_type)(view, position)
     except Exception as error:

@@ -18,7 +18,7 @@ from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
 
 
-class Span:
+class BoundedBuffer:
     """The bytes that a walk may read, and how many array items it may still pass."""
 
     __slots__ = ("buffer", "end", "items_left")
@@ -29,9 +29,9 @@ class Span:
         self.items_left = items_max
 
 
-Walk = Callable[[Span, int], int]
+Walk = Callable[[BoundedBuffer, int], int]
 """Steps over one value: `(span, position) -> position after it`."""
-Length = Callable[[Span, int], tuple[int, int]]
+Length = Callable[[BoundedBuffer, int], tuple[int, int]]
 """Reads a length: `(span, position) -> (length, position after it)`; -1 is null."""
 
 _INT16: Final = struct.Struct(">h")
@@ -120,14 +120,14 @@ def _primitive_walk(kafka_type: str, flexible: bool) -> Walk:
 
 
 def _fixed(size: int) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         return _step(span, position, size)
 
     return walk
 
 
 def _sequence(steps: tuple[Walk, ...]) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         for step in steps:
             position = step(span, position)
         return position
@@ -136,7 +136,7 @@ def _sequence(steps: tuple[Walk, ...]) -> Walk:
 
 
 def _array(length_of: Length, item: Walk) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         length, position = length_of(span, position)
         if length > span.end - position:
             raise ProtocolViolation(f"an array declares {length} items, but only {span.end - position} bytes are left")
@@ -153,7 +153,7 @@ def _array(length_of: Length, item: Walk) -> Walk:
 def _not_null(length_of: Length, array: Walk) -> Walk:
     """Reject null where a list is required: kio would pass it on, and no handler expects it."""
 
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         if length_of(span, position)[0] < 0:
             raise ProtocolViolation("a required list is null")
         return array(span, position)
@@ -162,7 +162,7 @@ def _not_null(length_of: Length, array: Walk) -> Walk:
 
 
 def _fixed_array(length_of: Length, size: int) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         length, position = length_of(span, position)
         return _step(span, position, max(length, 0) * size)
 
@@ -170,7 +170,7 @@ def _fixed_array(length_of: Length, size: int) -> Walk:
 
 
 def _nullable_entity(inner: Walk) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         after = _step(span, position, 1)
         return after if span.buffer[position] == _NULL_ENTITY else inner(span, after)
 
@@ -178,7 +178,7 @@ def _nullable_entity(inner: Walk) -> Walk:
 
 
 def _tags(known: dict[int, Walk]) -> Walk:
-    def walk(span: Span, position: int) -> int:
+    def walk(span: BoundedBuffer, position: int) -> int:
         if position < span.end and span.buffer[position] == 0:
             return position + 1
         count, position = _uvarint(span, position)
@@ -198,27 +198,27 @@ def _tags(known: dict[int, Walk]) -> Walk:
     return walk
 
 
-def _compact_bytes(span: Span, position: int) -> int:
+def _compact_bytes(span: BoundedBuffer, position: int) -> int:
     length, position = _compact_length(span, position)
     return _step(span, position, max(length, 0))
 
 
-def _legacy_string(span: Span, position: int) -> int:
+def _legacy_string(span: BoundedBuffer, position: int) -> int:
     after = _step(span, position, 2)
     return _step(span, after, _checked(_INT16.unpack_from(span.buffer, position)[0]))
 
 
-def _legacy_bytes(span: Span, position: int) -> int:
+def _legacy_bytes(span: BoundedBuffer, position: int) -> int:
     length, position = _legacy_length(span, position)
     return _step(span, position, max(length, 0))
 
 
-def _compact_length(span: Span, position: int) -> tuple[int, int]:
+def _compact_length(span: BoundedBuffer, position: int) -> tuple[int, int]:
     length, position = _uvarint(span, position)
     return length - 1, position
 
 
-def _legacy_length(span: Span, position: int) -> tuple[int, int]:
+def _legacy_length(span: BoundedBuffer, position: int) -> tuple[int, int]:
     after = _step(span, position, 4)
     length: int = _INT32.unpack_from(span.buffer, position)[0]
     _checked(length)
@@ -231,7 +231,7 @@ def _checked(length: int) -> int:
     return max(length, 0)
 
 
-def _uvarint(span: Span, position: int) -> tuple[int, int]:
+def _uvarint(span: BoundedBuffer, position: int) -> tuple[int, int]:
     value = 0
     for shift in (0, 7, 14, 21, 28):
         after = _step(span, position, 1)
@@ -243,7 +243,7 @@ def _uvarint(span: Span, position: int) -> tuple[int, int]:
     raise ProtocolViolation("a varint is longer than 5 bytes")
 
 
-def _step(span: Span, position: int, size: int) -> int:
+def _step(span: BoundedBuffer, position: int, size: int) -> int:
     after = position + size
     if after > span.end:
         raise ProtocolViolation(f"{size} bytes are needed, but only {span.end - position} are left")

@@ -51,7 +51,7 @@ def fresh_until(sent_at: float, lease_ms: int | None, *, waited_ms: int = 0) -> 
     return math.inf if lease_ms is None else sent_at + (waited_ms + FRESH_SHARE * lease_ms) / 1000
 
 
-class Leased(NamedTuple):
+class LeaseResponse(NamedTuple):
     """The response to a request for messages, and when the request was sent."""
 
     response: ReceiveResponse
@@ -73,12 +73,12 @@ class _PendingReceive:
         # The error of a request whose caller has given up does not matter, and the program may end before anyone asks.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _exchange(self, timeout_s: float) -> Leased:
+    async def _exchange(self, timeout_s: float) -> LeaseResponse:
         async with self.pool.borrowed() as channel:
             self._channel = channel
             sent_at = monotonic()
             frame = await channel.exchange(RECEIVE_KEY, 0, [encode(self.request)], timeout_s=timeout_s)
-        return Leased(decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveResponse), sent_at)
+        return LeaseResponse(decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveResponse), sent_at)
 
     def withdraw(self) -> None:
         """Make the broker stop waiting; a response that it has sent still arrives."""
@@ -95,7 +95,7 @@ class LeaseRequests:
         self._open: set[_PendingReceive] = set()
         self._returning: set[asyncio.Task[None]] = set()
 
-    async def receive(self, pool: Pool, request: ReceiveRequest, *, timeout_s: float) -> Leased:
+    async def receive(self, pool: Pool, request: ReceiveRequest, *, timeout_s: float) -> LeaseResponse:
         """Request messages from one node, which responds within the request's wait unless something is wrong."""
         pending = _PendingReceive(pool, request, timeout_s + LATE_S)
         self._open.add(pending)

@@ -58,7 +58,7 @@ class Request(msgspec.Struct, Generic[R], frozen=True):
     KEY: ClassVar[int]
 
 
-class Nothing(msgspec.Struct, frozen=True):
+class EmptyRequest(msgspec.Struct, frozen=True):
     """A request without parameters, for a response that is read as a document."""
 
 
@@ -109,7 +109,7 @@ CLIENT_LIST_KEY = 32001
 
 async def request_document(client: Client, node: NodeId | None, key: int) -> dict[str, Any]:
     """Ask a node, or any, for a document; raise the error in the response."""
-    return decode_document(await client.private(node, key, encode(Nothing())))
+    return decode_document(await client.private(node, key, encode(EmptyRequest())))
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:

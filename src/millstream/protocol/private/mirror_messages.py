@@ -127,7 +127,7 @@ class ReverseRequest(OwnerRequest[ReverseResponse], frozen=True, kw_only=True):
 
 
 class SwitchRequest(ReverseRequest, frozen=True, kw_only=True):
-    """The same, without losing anything: this cluster takes over first."""
+    """A reversal without data loss: this cluster takes over first."""
 
     KEY: ClassVar = 32126
 

@@ -48,7 +48,7 @@ class PublishOnceRequest(Request[PublishOnceResponse], frozen=True, array_like=T
     timeout_ms: int = TIMEOUT_MS
 
 
-class Placed(NamedTuple):
+class PublishOnceResult(NamedTuple):
     """Where a message is stored, and whether this publish stored it."""
 
     offset: int
@@ -68,7 +68,7 @@ async def publish_once(
     records: Sequence[NewRecord],
     *,
     patience_s: float = PATIENCE_S,
-) -> list[Placed]:
+) -> list[PublishOnceResult]:
     """Publish messages with `message-id` headers to a partition, each once; return when they are acknowledged.
 
     They are sent again if a response is lost or the leader is gone; also if the client's quota is exhausted, after the
@@ -97,4 +97,4 @@ async def publish_once(
         raise ProtocolViolation(
             f"{len(records)} messages were published, but the broker reported {len(response.placed)}"
         )
-    return [Placed(*one) for one in response.placed]
+    return [PublishOnceResult(*one) for one in response.placed]

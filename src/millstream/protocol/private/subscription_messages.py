@@ -255,7 +255,7 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushReport(PushState, frozen=True, kw_only=True):
-    """The same for one subscription, and how long its endpoint takes to respond."""
+    """The state of push for one subscription, and how long its endpoint takes to respond."""
 
     subscription: str
     bounds: list[float]

@@ -21,7 +21,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.subscription import LETTERS_PREFIX, Verb
-from millstream.protocol.private.leasing import Leased, fresh_until
+from millstream.protocol.private.leasing import LeaseResponse, fresh_until
 from millstream.protocol.private.message import Request, Response, decode_response, encode, request_private
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
@@ -75,12 +75,12 @@ class MarkedQueue(msgspec.Struct, frozen=True):
 
 async def mark_ledger(client: Client, mark: str, names: list[str] | None = None) -> list[MarkedQueue]:
     """Mark the queues of all nodes; return once that is durable."""
-    found: dict[tuple[str, str, int], MarkedQueue] = {}
+    marked: dict[tuple[str, str, int], MarkedQueue] = {}
     request = LedgerMarkRequest(mark, names)
     for node in (await client.metadata(())).nodes:
         response = await request_private(client, node, request, about=f"the ledger on node {node}")
-        found |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
-    return list(found.values())
+        marked |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
+    return list(marked.values())
 
 
 class MessageTrace(Response, frozen=True, kw_only=True):
@@ -345,15 +345,20 @@ class SubscriptionClient:
         `without_silent`, the queues of nodes that do not respond are left out, unless no node responds.
         """
         request = ListSubscriptionsRequest(None if names is None else list(names), leases_max=leases_max)
-        found = await self._describe_all(request, without_silent=without_silent)
-        closed = {*places, *(tuple(place) for described in found.values() for place in described["stored_queues"])} - {
-            (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
+        subscriptions = await self._describe_all(request, without_silent=without_silent)
+        closed = {
+            *places,
+            *(tuple(place) for described in subscriptions.values() for place in described["stored_queues"]),
+        } - {
+            (queue["topic"], queue["partition"])
+            for described in subscriptions.values()
+            for queue in described["queues"]
         }
-        if names is not None and len(found) == 1 and closed:
+        if names is not None and len(subscriptions) == 1 and closed:
             # They were not used since their leader was elected.
             request = ListSubscriptionsRequest(list(names), sorted(closed), leases_max)
-            found = await self._describe_all(request)
-        return [found[name] for name in sorted(found)]
+            subscriptions = await self._describe_all(request)
+        return [subscriptions[name] for name in sorted(subscriptions)]
 
     async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
         """Find who holds which messages of a subscription."""
@@ -366,7 +371,7 @@ class SubscriptionClient:
         self, request: ListSubscriptionsRequest, *, without_silent: bool = False
     ) -> dict[str, dict[str, Any]]:
         """Combine what all nodes report about subscriptions."""
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         silent: list[MillstreamError] = []
         nodes = await self._nodes()
         for node in nodes:
@@ -380,14 +385,14 @@ class SubscriptionClient:
                     raise
                 continue
             for described in response.subscriptions:
-                known = found.setdefault(described["name"], described)
+                known = by_name.setdefault(described["name"], described)
                 if known is not described:
                     for part in known.keys() & {"queues", "push", "stored_queues", "leases"}:
                         known[part] += described[part]
                     # Each node knows some topics of a share group.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]
                     known["has_hidden_topics"] |= described["has_hidden_topics"]
-        return found
+        return by_name
 
     async def seek(
         self, name: str, to: str, *, topic: str | None = None, partition: int | None = None
@@ -542,7 +547,7 @@ class SubscriptionClient:
             # The cluster may have other nodes by now.
             self._known_nodes = []
             raise
-        return leased_messages(node, Leased(response, sent_at))
+        return leased_messages(node, LeaseResponse(response, sent_at))
 
     async def _nodes(self) -> list[NodeId | None]:
         loop = asyncio.get_running_loop()
@@ -578,14 +583,16 @@ def remaining(request: ReceiveRequest, messages: Sequence[LeasedMessage]) -> Rec
     """Build the request to the next node from what earlier nodes have given; None if the limits are reached."""
     if not messages:
         return request
-    left = request.max_records - len(messages)
+    records_left = request.max_records - len(messages)
     left_bytes = request.max_bytes - sum(one.size for one in messages)
-    if left <= 0 or left_bytes <= 0:
+    if records_left <= 0 or left_bytes <= 0:
         return None
-    return msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes, wait_ms=0, at_least_one=False)
+    return msgspec.structs.replace(
+        request, max_records=records_left, max_bytes=left_bytes, wait_ms=0, at_least_one=False
+    )
 
 
-def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
+def leased_messages(node: NodeId | None, leased: LeaseResponse) -> list[LeasedMessage]:
     messages: list[LeasedMessage] = []
     for part in leased.response.partitions:
         place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
@@ -616,8 +623,8 @@ async def open_letters(client: Client, topic: str) -> int:
 
     Raises `CoordinatorUnavailable` while a partition has no leader, which alone knows its letters.
     """
-    found = (await client.metadata([topic])).topics.get(topic)
-    partitions = set() if found is None else set(found.partitions)
+    topic_metadata = (await client.metadata([topic])).topics.get(topic)
+    partitions = set() if topic_metadata is None else set(topic_metadata.partitions)
     try:
         (described,) = await SubscriptionClient(client).describe(
             [LETTERS_PREFIX + topic], [(topic, index) for index in partitions]
@@ -635,10 +642,10 @@ async def open_letters(client: Client, topic: str) -> int:
 
 async def stored_letters(client: Client, topic: str) -> int:
     """Count all letters of a topic; valid while none has been redriven or purged."""
-    found = (await client.metadata([topic])).topics.get(topic)
-    if found is None:
+    topic_metadata = (await client.metadata([topic])).topics.get(topic)
+    if topic_metadata is None:
         return 0
-    partitions = list(found.partitions)
+    partitions = list(topic_metadata.partitions)
     first = await client.list_offsets(topic, dict.fromkeys(partitions, -2))
     end = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
     return sum(end[index].offset - first[index].offset for index in partitions)

@@ -176,16 +176,16 @@ class Transactions:
     async def complete_batch(self, query: str, batch: int, members: Iterable[TransactionalProducer]) -> bool:
         """Commit all parts of a batch together; return False if the batch was committed before."""
         request = CompleteBatchRequest(query, batch, tuple(_member(member) for member in members))
-        return (await self._request(_place_of(query), request)).done_now
+        return (await self._request(_coordinator_key_of(query), request)).done_now
 
     async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
         """Abort every attempt at a batch, and all that this run still starts; return how many there were."""
         request = AbortBatchRequest(query, batch, run)
-        return (await self._request(_place_of(query), request)).aborted
+        return (await self._request(_coordinator_key_of(query), request)).aborted
 
     async def last_batch(self, query: str) -> int:
         """Return the last committed batch of a query; -1 if there is none."""
-        return (await self._request(_place_of(query), LastBatchRequest(query))).batch
+        return (await self._request(_coordinator_key_of(query), LastBatchRequest(query))).batch
 
     async def abort(self, transactional_id: str) -> str:
         """Abort a transaction of another producer; return its previous state."""
@@ -201,17 +201,17 @@ class Transactions:
         return await self._at_coordinator(transactional_id, attempt)
 
     async def _at_coordinator(self, transactional_id: str, attempt: Callable[[NodeId], Awaitable[T]]) -> T:
-        place = shared_place(transactional_id)
+        place = coordinator_key(transactional_id)
         return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR, place=place)
 
 
-def shared_place(transactional_id: str) -> str:
+def coordinator_key(transactional_id: str) -> str:
     """Return the part of a transactional id that selects its coordinator, if it is known here; otherwise all of it."""
     attempt = _ATTEMPT.match(transactional_id)
     return transactional_id if attempt is None else attempt[0]
 
 
-def _place_of(query: str) -> str:
+def _coordinator_key_of(query: str) -> str:
     """Return a transactional id with the same coordinator as the query."""
     return f"spark/{query}/0/0/0"
 

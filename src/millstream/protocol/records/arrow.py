@@ -19,7 +19,7 @@ from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderCol
 from millstream.protocol.records.layout import Bytes, Int32s, Int64s
 
 NAMES: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
-"""In order; separate from the conversion code, since planning a query needs only the names."""
+"""The column names, in order; separate from the conversion code, since planning a query needs only them."""
 
 _HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 

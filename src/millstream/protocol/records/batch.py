@@ -139,9 +139,9 @@ def read_header(buffer: Buffer, position: int = 0) -> BatchHeader:
 
 def check_crc(buffer: Buffer, header: BatchHeader) -> None:
     """Raise `CorruptBatch` when the checksum of the batch is wrong."""
-    found = crc32c(memoryview(buffer)[header.position + CRC_FROM : header.end_position])
-    if found != header.crc:
-        raise CorruptBatch(f"record batch CRC-32C is {found:#010x}, its header says {header.crc:#010x}")
+    checksum = crc32c(memoryview(buffer)[header.position + CRC_FROM : header.end_position])
+    if checksum != header.crc:
+        raise CorruptBatch(f"record batch CRC-32C is {checksum:#010x}, its header says {header.crc:#010x}")
 
 
 def iterate_headers(buffer: Buffer) -> Iterator[BatchHeader]:

@@ -37,6 +37,7 @@ RATIO_FREE_BYTES = 8 * 1024 * 1024
 
 DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
 RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"
+LIMIT_VARIABLES = (DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE)
 
 _GZIP_WINDOW = 31
 _GZIP_LEVEL = 6
@@ -65,7 +66,7 @@ _UINT32 = struct.Struct("<I")
 def set_limits(decompressed_bytes_max: int, ratio_max: int) -> Callable[[], None]:
     """Set the limits for this process and its child processes; return a function that restores the previous ones."""
     global _limits
-    previous = _limits, {name: os.environ.get(name) for name in (DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE)}
+    previous = _limits, {name: os.environ.get(name) for name in LIMIT_VARIABLES}
     _limits = (decompressed_bytes_max, ratio_max)
     os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
     os.environ[RATIO_VARIABLE] = str(ratio_max)

@@ -134,10 +134,10 @@ def decode_columns(
             yield columns
             position = int(columns.offsets[-1]) + 1
     except BatchRejected:
-        yield from _decode_apart(table, position, min(end_offset, OFFSET_MAX), decode, skip)
+        yield from _decode_each_batch(table, position, min(end_offset, OFFSET_MAX), decode, skip)
 
 
-def _decode_apart(
+def _decode_each_batch(
     table: Table, position: int, end_offset: int, decode: Callable[[Table, int], Iterator[Columns]], skip: Skip
 ) -> Iterator[Columns]:
     """Decode batch by batch, so that all readable ones are returned."""
@@ -171,10 +171,10 @@ def _check_crcs(data: Bytes, table: Table) -> None:
     view = data.data
     rows = zip(table["start"].tolist(), table["end"].tolist(), table["crc"].tolist(), strict=True)
     for row, (start, end, expected) in enumerate(rows):
-        found = crc32c(view[start + CRC_FROM : end])
-        if found != expected:
+        checksum = crc32c(view[start + CRC_FROM : end])
+        if checksum != expected:
             raise CorruptBatch(
-                f"record batch at offset {table['base_offset'][row]}: CRC-32C is {found:#010x}, "
+                f"record batch at offset {table['base_offset'][row]}: CRC-32C is {checksum:#010x}, "
                 f"its header says {expected:#010x}"
             )
 

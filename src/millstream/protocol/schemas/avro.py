@@ -127,31 +127,31 @@ class _Parser:
         if depth > DEPTH_MAX:
             raise InvalidSchema(f"the schema is nested more than {DEPTH_MAX} levels deep")
         if isinstance(source, str):
-            return self._named(source, space)
+            return self._find_named(source, space)
         if isinstance(source, list):
             return self._union(source, space, depth)
         if not isinstance(source, dict):
-            raise InvalidSchema(f"not a type: {_shown(source)}")
+            raise InvalidSchema(f"not a type: {_excerpt(source)}")
         kind = source.get("type")
         if isinstance(kind, dict | list):
             return self.parse(kind, space, depth + 1)
         if not isinstance(kind, str):
-            raise InvalidSchema(f"no type: {_shown(source)}")
+            raise InvalidSchema(f"no type: {_excerpt(source)}")
         if kind in PRIMITIVES:
             return AvroType(kind, properties={key: value for key, value in source.items() if key != "type"})
         if kind in ("array", "map"):
             return self._container(kind, source, space, depth)
         if kind in NAMED:
             return self._declare(kind, source, space, depth)
-        return self._named(kind, space)
+        return self._find_named(kind, space)
 
-    def _named(self, name: str, space: str) -> AvroType:
+    def _find_named(self, name: str, space: str) -> AvroType:
         if name in PRIMITIVES:
             return AvroType(name)
-        found = self._names.get(_full_name(name, space)) or self._names.get(name)
-        if found is None:
+        kind = self._names.get(_full_name(name, space)) or self._names.get(name)
+        if kind is None:
             raise InvalidSchema(f'undefined name: "{name}"')
-        return found
+        return kind
 
     def _union(self, source: list[Any], space: str, depth: int) -> AvroType:
         branches = [self.parse(one, space, depth + 1) for one in source]
@@ -167,13 +167,13 @@ class _Parser:
     def _container(self, kind: str, source: dict[str, Any], space: str, depth: int) -> AvroType:
         key = "items" if kind == "array" else "values"
         if key not in source:
-            raise InvalidSchema(f"the {kind} has no {key}: {_shown(source)}")
+            raise InvalidSchema(f"the {kind} has no {key}: {_excerpt(source)}")
         return AvroType(kind, inner=self.parse(source[key], space, depth + 1), properties=_properties(kind, source))
 
     def _declare(self, kind: str, source: dict[str, Any], space: str, depth: int) -> AvroType:
         given = source.get("name")
         if not isinstance(given, str):
-            raise InvalidSchema(f"the {kind} has no name: {_shown(source)}")
+            raise InvalidSchema(f"the {kind} has no name: {_excerpt(source)}")
         own_space = source.get("namespace", space)
         name = _full_name(given, own_space if isinstance(own_space, str) else space)
         _check_name(name)
@@ -187,7 +187,7 @@ class _Parser:
         elif kind == "fixed":
             made.size = source.get("size", -1)
             if not isinstance(made.size, int) or isinstance(made.size, bool) or not 0 <= made.size <= _INT_MAX:
-                raise InvalidSchema(f"the fixed type {name} has no valid size: {_shown(source.get('size'))}")
+                raise InvalidSchema(f"the fixed type {name} has no valid size: {_excerpt(source.get('size'))}")
         else:
             self._fill_record(made, source, depth)
         return made
@@ -195,7 +195,7 @@ class _Parser:
     def _fill_enum(self, made: AvroType, source: dict[str, Any]) -> None:
         symbols = source.get("symbols")
         if not isinstance(symbols, list):
-            raise InvalidSchema(f"enum {made.name} has no symbols: {_shown(source)}")
+            raise InvalidSchema(f"enum {made.name} has no symbols: {_excerpt(source)}")
         made.symbols = tuple(_texts(source, "symbols"))
         for symbol in made.symbols:
             if not _NAME.match(symbol):
@@ -209,11 +209,11 @@ class _Parser:
     def _fill_record(self, made: AvroType, source: dict[str, Any], depth: int) -> None:
         fields = source.get("fields")
         if not isinstance(fields, list):
-            raise InvalidSchema(f"record {made.name} has no fields: {_shown(source)}")
+            raise InvalidSchema(f"record {made.name} has no fields: {_excerpt(source)}")
         seen: set[str] = set()
         for one in fields:
             if not isinstance(one, dict) or not isinstance(one.get("name"), str) or "type" not in one:
-                raise InvalidSchema(f"a field of record {made.name} has no name or no type: {_shown(one)}")
+                raise InvalidSchema(f"a field of record {made.name} has no name or no type: {_excerpt(one)}")
             name = one["name"]
             if not _NAME.match(name):
                 raise InvalidSchema(f"illegal initial character or character in a name: {name}")
@@ -233,10 +233,10 @@ class _Parser:
             )
         for each in made.fields:
             if each.order not in ("ascending", "descending", "ignore"):
-                raise InvalidSchema(f"field {each.name} of {made.name} has an unknown order: {_shown(each.order)}")
+                raise InvalidSchema(f"field {each.name} of {made.name} has an unknown order: {_excerpt(each.order)}")
             if each.has_default and not _is_value(each.type, each.default, 0):
                 raise InvalidSchema(
-                    f'Invalid default for field {each.name}: {_shown(each.default)} not a "{each.type.label}"'
+                    f'Invalid default for field {each.name}: {_excerpt(each.default)} not a "{each.type.label}"'
                 )
 
 
@@ -262,11 +262,11 @@ def _text_or_none(source: Mapping[str, Any], key: str) -> str | None:
 def _texts(source: Mapping[str, Any], key: str) -> Iterator[str]:
     values = source.get(key, [])
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise InvalidSchema(f"{key} is not a list of texts: {_shown(values)}")
+        raise InvalidSchema(f"{key} is not a list of texts: {_excerpt(values)}")
     return iter(values)
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = write_json(value)
     return text if len(text) <= 200 else text[:200] + "…"
 
@@ -384,9 +384,9 @@ class _Resolution:
         if pair in self._results:
             return self._results[pair] or []
         self._results[pair] = None
-        found = self._decide(reader, writer, path)
-        self._results[pair] = found
-        return found
+        differences = self._decide(reader, writer, path)
+        self._results[pair] = differences
+        return differences
 
     def _decide(self, reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
         if writer.kind == "union":
@@ -404,35 +404,35 @@ class _Resolution:
         if reader.kind in ("array", "map"):
             step = "items" if reader.kind == "array" else "values"
             return self.compare(_inner(reader), _inner(writer), f"{path}/{step}")
-        found = _compare_names(reader, writer, path)
+        differences = _compare_names(reader, writer, path)
         if reader.kind == "fixed":
-            return found + _compare_sizes(reader, writer, path)
+            return differences + _compare_sizes(reader, writer, path)
         if reader.kind == "enum":
-            return found + _compare_symbols(reader, writer, path)
-        return found + self._fields(reader, writer, path)
+            return differences + _compare_symbols(reader, writer, path)
+        return differences + self._fields(reader, writer, path)
 
     def _from_union(self, reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for index, branch in enumerate(writer.branches):
             reasons = self.compare(reader, branch, path)
             if reasons and reader.kind == "union":
                 place = f"{path}/{index}"
                 reasons = [_missing_branch(place, f"reader union lacking writer type: {branch.kind.upper()}")]
-            found += reasons
-        return found
+            differences += reasons
+        return differences
 
     def _fields(self, reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
         written = {each.name: each for each in writer.fields}
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for index, each in enumerate(reader.fields):
             place = f"{path}/fields/{index}"
             other = next((written[name] for name in (each.name, *each.aliases) if name in written), None)
             if other is not None:
-                found += self.compare(each.type, other.type, f"{place}/type")
+                differences += self.compare(each.type, other.type, f"{place}/type")
             elif not each.has_default:
                 text = f"At {place}, a field without a default in the {{reader}} schema is not in the {{writer}} one"
-                found.append(Difference("READER_FIELD_MISSING_DEFAULT_VALUE", text, each.name))
-        return found
+                differences.append(Difference("READER_FIELD_MISSING_DEFAULT_VALUE", text, each.name))
+        return differences
 
 
 def _family(kind: AvroType) -> str:

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from millstream.core.child_process import exchange, frame_message, read_message, serve_requests, spawn_module
 from millstream.core.errors import QuotaExceeded
-from millstream.protocol.records.compression import DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE
+from millstream.protocol.records.compression import LIMIT_VARIABLES
 
 WORKERS_MAX: Final = 2
 SLOW_WORKERS_MAX: Final = 1
@@ -38,7 +38,7 @@ MEMORY_BYTES_MAX: Final = 1 << 30
 _CHILD_RESPONSE_S_MAX: Final = 30.0
 _ENVIRONMENT: Final = (
     *("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV"),
-    *(DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE),
+    *LIMIT_VARIABLES,
 )
 
 
@@ -53,7 +53,7 @@ class ChildDied(Exception):
 class _Worker(NamedTuple):
     process: Process
     folder: str
-    """For its temporary files, which one that is killed leaves behind."""
+    """The folder of its temporary files, which a killed process leaves behind."""
 
 
 class ChildPool:

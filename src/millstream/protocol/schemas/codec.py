@@ -169,9 +169,9 @@ class AvroCodec(Codec):
             value = decode(stream, schema, reader, **options)
         except (*_UNREADABLE, fastavro.read.SchemaResolutionError) as error:
             raise _mismatch("it does not decode as Avro", error) from error
-        left = len(framed.content) - stream.tell()
-        if left:
-            raise SchemaMismatch(f"{left} bytes are left after the value is decoded as Avro")
+        remaining = len(framed.content) - stream.tell()
+        if remaining:
+            raise SchemaMismatch(f"{remaining} bytes are left after the value is decoded as Avro")
         return value
 
     def encode(self, value: Any) -> bytes:
@@ -219,6 +219,8 @@ class _AvroShape:
         """The named types that are being examined, and in how many unions, arrays and maps each is."""
         self._depth = 0
         self._examine(parsed)
+        # Again with the sizes of types that refer to themselves, which were not known inside them.
+        self._examine(parsed)
 
     def _examine(self, schema: Any) -> _AvroSize:
         if isinstance(schema, str):
@@ -245,7 +247,8 @@ class _AvroShape:
         if name in self._around:
             self.is_recursive = True
             self.holds_too_much = self.holds_too_much or self._around[name] == self._depth
-        return self._sizes.get(name, _AvroSize(0, 0))
+        # A type inside itself is within a union, an array or a map of its own, which takes a byte at least.
+        return self._sizes.get(name, _AvroSize(1, 0))
 
     def _examine_within(self, schemas: Sequence[Any]) -> list[_AvroSize]:
         """Examine the schemas of values that a byte or more precedes."""
@@ -347,7 +350,7 @@ class _AvroFromJson:
             if source == "bytes":
                 return _as_bytes
             if name not in self._named and source not in self._named:
-                return _same
+                return _identity
             # Looked up when it is used: a recursive type is not complete yet.
             return lambda value: self._named[name if name in self._named else source](value)
         logical = _LOGICAL.get(source.get("logicalType", ""))
@@ -364,8 +367,8 @@ class _AvroFromJson:
             inner = self.converter(source["values"], space)
             return lambda value: {key: inner(one) for key, one in value.items()} if isinstance(value, dict) else value
         if kind in ("enum", "fixed"):
-            self._name(source, space, _as_bytes if kind == "fixed" else _same)
-            return _as_bytes if kind == "fixed" else _same
+            self._name(source, space, _as_bytes if kind == "fixed" else _identity)
+            return _as_bytes if kind == "fixed" else _identity
         return self.converter(kind, space)
 
     def _name(self, source: Mapping[str, Any], space: str, convert: Callable[[Any], Any]) -> str:
@@ -382,7 +385,7 @@ class _AvroFromJson:
         def convert(value: Any) -> Any:
             if not isinstance(value, dict):
                 return value
-            return {key: fields.get(key, _same)(one) for key, one in value.items()}
+            return {key: fields.get(key, _identity)(one) for key, one in value.items()}
 
         inside = self._name(source, space, convert)
         fields.update({each["name"]: self.converter(each["type"], inside) for each in source["fields"]})
@@ -393,10 +396,10 @@ class _AvroFromJson:
         if len(converters) == 1:
             return lambda value: None if value is None else converters[0](value)
         # Which branch is meant is decided by fastavro, by the value's type.
-        return _same
+        return _identity
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 

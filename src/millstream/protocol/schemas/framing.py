@@ -60,8 +60,8 @@ def unframe(payload: bytes, header: bytes | None = None) -> Framed:
 def schema_header(headers: Iterable[tuple[str, bytes | None]], field: str) -> bytes | None:
     """Return the header that names the schema of the key or the value, the last one if there are more."""
     header_name = HEADERS[field]
-    found = [content for name, content in headers if name == header_name]
-    return found[-1] if found else None
+    contents = [content for name, content in headers if name == header_name]
+    return contents[-1] if contents else None
 
 
 def prefix(schema_id: int) -> bytes:
@@ -75,11 +75,11 @@ def read_indexes(content: bytes) -> tuple[tuple[int, ...], int]:
         return (0,), at
     if not 0 < count <= INDEXES_MAX:
         raise SchemaMismatch(f"it has {count} message indexes; 1 to {INDEXES_MAX} are possible")
-    found = []
+    indexes = []
     for _ in range(count):
         index, at = _read_varint(content, at)
-        found.append(index)
-    return tuple(found), at
+        indexes.append(index)
+    return tuple(indexes), at
 
 
 def write_indexes(indexes: Sequence[int]) -> bytes:

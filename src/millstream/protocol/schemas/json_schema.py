@@ -367,18 +367,18 @@ def _listed(raw: Mapping[str, Any], key: str) -> list[Any]:
     return value
 
 
-Found = list[tuple[str, str]]
+Differences = list[tuple[str, str]]
 """Kinds of differences with the path of each."""
 
 
 def compare(reader: JsonSchema, writer: JsonSchema) -> list[Difference]:
     """Return why the reader does not allow everything that the writer allows; empty if it does."""
-    found = _Comparison().compare(writer.root, reader.root, "#/")
-    return [Difference(kind, _describe(kind, path)) for kind, path in found if kind not in _COMPATIBLE]
+    differences = _Comparison().compare(writer.root, reader.root, "#/")
+    return [Difference(kind, _describe(kind, path)) for kind, path in differences if kind not in _COMPATIBLE]
 
 
-def _is_compatible(found: Found) -> bool:
-    return all(kind in _COMPATIBLE for kind, _path in found)
+def _is_compatible(differences: Differences) -> bool:
+    return all(kind in _COMPATIBLE for kind, _path in differences)
 
 
 def _join(path: str, *steps: object) -> str:
@@ -392,10 +392,10 @@ class _Comparison:
     """
 
     def __init__(self) -> None:
-        self._results: dict[tuple[int, int], Found] = {}
+        self._results: dict[tuple[int, int], Differences] = {}
         self._patterns: dict[str, Any] = {}
 
-    def compare(self, original: Node | None, update: Node | None, path: str) -> Found:
+    def compare(self, original: Node | None, update: Node | None, path: str) -> Differences:
         original, update = _target(original), _target(update)
         if original is None or update is None:
             if original is update:
@@ -407,66 +407,66 @@ class _Comparison:
             self._results[pair] = self._decide(original, update, path)
         return self._results[pair]
 
-    def _decide(self, original: Node, update: Node, path: str) -> Found:
+    def _decide(self, original: Node, update: Node, path: str) -> Differences:
         covered = self._compare_with_combination(original, update, path)
         if covered is not None:
             return covered
         if _family(original) != _family(update):
             return [] if original.kind == "false" or update.kind == "true" else [("TYPE_CHANGED", path)]
-        found: Found = [
+        differences: Differences = [
             (f"{kind}_CHANGED", path) for key, kind in _ANNOTATIONS if original.keyword(key) != update.keyword(key)
         ]
         match _family(original):
             case "string":
-                found += _compare_limit(original, update, "maxLength", "MAX_LENGTH", path)
-                found += _compare_limit(original, update, "minLength", "MIN_LENGTH", path)
-                found += _compare_pattern(original, update, path)
+                differences += _compare_limit(original, update, "maxLength", "MAX_LENGTH", path)
+                differences += _compare_limit(original, update, "minLength", "MIN_LENGTH", path)
+                differences += _compare_pattern(original, update, path)
             case "number":
-                found += _compare_numbers(original, update, path)
+                differences += _compare_numbers(original, update, path)
             case "enum" | "const":
-                found += _compare_values(original, update, path)
+                differences += _compare_values(original, update, path)
             case "combination":
-                found += self._compare_combinations(original, update, path)
+                differences += self._compare_combinations(original, update, path)
             case "not":
                 reverse = self.compare(update.parts[0], original.parts[0], _join(path, "not"))
-                found.append(("NOT_TYPE_NARROWED" if _is_compatible(reverse) else "NOT_TYPE_EXTENDED", path))
+                differences.append(("NOT_TYPE_NARROWED" if _is_compatible(reverse) else "NOT_TYPE_EXTENDED", path))
             case "object":
-                found += self._compare_objects(original, update, path)
+                differences += self._compare_objects(original, update, path)
             case "array":
-                found += self._compare_arrays(original, update, path)
-        return found
+                differences += self._compare_arrays(original, update, path)
+        return differences
 
-    def _compare_with_combination(self, original: Node, update: Node, path: str) -> Found | None:
+    def _compare_with_combination(self, original: Node, update: Node, path: str) -> Differences | None:
         """Compare a combination with a plain schema; None if that decides nothing."""
         is_original, is_update = original.kind in _COMBINATIONS, update.kind in _COMBINATIONS
         if is_original == is_update:
             return None
         if is_original:
             if len(original.parts) == 1:
-                found = self.compare(original.parts[0], update, path)
-                return found if _is_compatible(found) else None
+                differences = self.compare(original.parts[0], update, path)
+                return differences if _is_compatible(differences) else None
             return None
         if len(update.parts) == 1:
-            found = self.compare(original, update.parts[0], path)
-            return found if _is_compatible(found) else None
+            differences = self.compare(original, update.parts[0], path)
+            return differences if _is_compatible(differences) else None
         if update.kind != "allOf":
             for part in update.parts:
-                found = self.compare(original, part, path)
-                if _is_compatible(found):
-                    return [*found, ("SUM_TYPE_EXTENDED", path)]
+                differences = self.compare(original, part, path)
+                if _is_compatible(differences):
+                    return [*differences, ("SUM_TYPE_EXTENDED", path)]
         return None
 
-    def _compare_combinations(self, original: Node, update: Node, path: str) -> Found:
-        found: Found = []
+    def _compare_combinations(self, original: Node, update: Node, path: str) -> Differences:
+        differences: Differences = []
         if original.kind != update.kind:
             is_single = len(original.parts) == 1 and (update.kind == "oneOf" or len(update.parts) == 1)
             if update.kind != "anyOf" and not is_single:
                 return [("COMBINED_TYPE_CHANGED", path)]
-            found.append(("COMBINED_TYPE_EXTENDED", path))
+            differences.append(("COMBINED_TYPE_EXTENDED", path))
         before, after = _distinct(original.parts), _distinct(update.parts)
         name = "PRODUCT_TYPE" if update.kind == "allOf" else "SUM_TYPE"
         if len(before) != len(after):
-            found.append((f"{name}_{'EXTENDED' if len(before) < len(after) else 'NARROWED'}", path))
+            differences.append((f"{name}_{'EXTENDED' if len(before) < len(after) else 'NARROWED'}", path))
         edges = [
             {
                 number: pairs
@@ -477,60 +477,62 @@ class _Comparison:
         ]
         matching = _match(edges)
         for number, index in matching.items():
-            found += edges[index][number]
+            differences += edges[index][number]
         if len(matching) < min(len(before), len(after)):
-            found.append(("COMBINED_TYPE_SUBSCHEMAS_CHANGED", path))
-        return found
+            differences.append(("COMBINED_TYPE_SUBSCHEMAS_CHANGED", path))
+        return differences
 
-    def _compare_objects(self, original: Node, update: Node, path: str) -> Found:
-        found: Found = []
+    def _compare_objects(self, original: Node, update: Node, path: str) -> Differences:
+        differences: Differences = []
         for name, after in update.properties.items():
             if name in original.properties:
-                found += _compare_required(original, update, name, after, _join(path, "required", name))
+                differences += _compare_required(original, update, name, after, _join(path, "required", name))
         for name in dict.fromkeys([*original.properties, *update.properties]):
             place = _join(path, "properties", name)
             if name not in update.properties:
-                found += self._property_removed(original.properties[name], update, name, place)
+                differences += self._property_removed(original.properties[name], update, name, place)
             elif name not in original.properties:
-                found += self._property_added(original, update, name, place)
+                differences += self._property_added(original, update, name, place)
             else:
-                found += self.compare(original.properties[name], update.properties[name], place)
-        found += self._compare_dependencies(original, update, _join(path, "dependencies"))
-        found += self._compare_rest(original, update, "ADDITIONAL_PROPERTIES", _join(path, "additionalProperties"))
-        found += _compare_limit(original, update, "maxProperties", "MAX_PROPERTIES", path)
-        found += _compare_limit(original, update, "minProperties", "MIN_PROPERTIES", path)
-        return found
+                differences += self.compare(original.properties[name], update.properties[name], place)
+        differences += self._compare_dependencies(original, update, _join(path, "dependencies"))
+        differences += self._compare_rest(
+            original, update, "ADDITIONAL_PROPERTIES", _join(path, "additionalProperties")
+        )
+        differences += _compare_limit(original, update, "maxProperties", "MAX_PROPERTIES", path)
+        differences += _compare_limit(original, update, "minProperties", "MIN_PROPERTIES", path)
+        return differences
 
-    def _property_removed(self, removed: Node, update: Node, name: str, path: str) -> Found:
+    def _property_removed(self, removed: Node, update: Node, name: str, path: str) -> Differences:
         if update.is_open:
             return [("PROPERTY_REMOVED_FROM_OPEN_CONTENT_MODEL", path)]
         covering = self._covering(update, name)
         if covering is not None:
-            found = self.compare(removed, covering, path)
-            how = "IS" if _is_compatible(found) else "NOT"
-            return [*found, (f"PROPERTY_REMOVED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
+            differences = self.compare(removed, covering, path)
+            how = "IS" if _is_compatible(differences) else "NOT"
+            return [*differences, (f"PROPERTY_REMOVED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
         how = "WITH_FALSE_REMOVED" if _kind(removed) == "false" else "REMOVED"
         return [(f"PROPERTY_{how}_FROM_CLOSED_CONTENT_MODEL", path)]
 
-    def _property_added(self, original: Node, update: Node, name: str, path: str) -> Found:
+    def _property_added(self, original: Node, update: Node, name: str, path: str) -> Differences:
         added = update.properties[name]
         if original.is_open:
             if _kind(added) == "true":
                 return [("PROPERTY_WITH_EMPTY_SCHEMA_ADDED_TO_OPEN_CONTENT_MODEL", path)]
             return [("PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", path)]
-        found: Found = []
+        differences: Differences = []
         covering = self._covering(original, name)
         if covering is not None:
-            found = list(self.compare(covering, added, path))
-            how = "IS" if _is_compatible(found) else "NOT"
-            found.append((f"PROPERTY_ADDED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path))
+            differences = list(self.compare(covering, added, path))
+            how = "IS" if _is_compatible(differences) else "NOT"
+            differences.append((f"PROPERTY_ADDED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path))
         if name not in update.required:
-            found.append(("OPTIONAL_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
+            differences.append(("OPTIONAL_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
         elif added.has_default:
-            found.append(("REQUIRED_PROPERTY_WITH_DEFAULT_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
+            differences.append(("REQUIRED_PROPERTY_WITH_DEFAULT_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
         else:
-            found.append(("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
-        return found
+            differences.append(("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", path))
+        return differences
 
     def _covering(self, node: Node, name: str) -> Node | None:
         """Return the schema of properties without their own."""
@@ -551,28 +553,28 @@ class _Comparison:
                     raise InvalidSchema(f"the pattern {pattern!r} is invalid: {error}") from error
         return self._patterns[pattern]
 
-    def _compare_dependencies(self, original: Node, update: Node, path: str) -> Found:
-        found: Found = []
+    def _compare_dependencies(self, original: Node, update: Node, path: str) -> Differences:
+        differences: Differences = []
         before, after = original.needed_by, update.needed_by
         for name in dict.fromkeys([*before, *after]):
             place = _join(path, name)
             if name not in after:
-                found.append(("DEPENDENCY_ARRAY_REMOVED", place))
+                differences.append(("DEPENDENCY_ARRAY_REMOVED", place))
             elif name not in before:
-                found.append(("DEPENDENCY_ARRAY_ADDED", place))
+                differences.append(("DEPENDENCY_ARRAY_ADDED", place))
             elif before[name] != after[name]:
-                found.append((f"DEPENDENCY_ARRAY_{_change_of(before[name], after[name])}", place))
+                differences.append((f"DEPENDENCY_ARRAY_{_change_of(before[name], after[name])}", place))
         for name in dict.fromkeys([*original.dependencies, *update.dependencies]):
             place = _join(path, name)
             if name not in update.dependencies:
-                found.append(("DEPENDENCY_SCHEMA_REMOVED", place))
+                differences.append(("DEPENDENCY_SCHEMA_REMOVED", place))
             elif name not in original.dependencies:
-                found.append(("DEPENDENCY_SCHEMA_ADDED", place))
+                differences.append(("DEPENDENCY_SCHEMA_ADDED", place))
             else:
-                found += self.compare(original.dependencies[name], update.dependencies[name], place)
-        return found
+                differences += self.compare(original.dependencies[name], update.dependencies[name], place)
+        return differences
 
-    def _compare_rest(self, original: Node, update: Node, name: str, path: str) -> Found:
+    def _compare_rest(self, original: Node, update: Node, name: str, path: str) -> Differences:
         if original.takes_rest != update.takes_rest:
             return [(f"{name}_{'ADDED' if update.takes_rest else 'REMOVED'}", path)]
         if original.rest is None and update.rest is not None:
@@ -581,42 +583,42 @@ class _Comparison:
             return [(f"{name}_EXTENDED", path)]
         return self.compare(original.rest, update.rest, path)
 
-    def _compare_arrays(self, original: Node, update: Node, path: str) -> Found:
-        found = list(self.compare(original.every_item, update.every_item, _join(path, "items")))
+    def _compare_arrays(self, original: Node, update: Node, path: str) -> Differences:
+        differences = list(self.compare(original.every_item, update.every_item, _join(path, "items")))
         for index, (before, after) in enumerate(zip(original.items, update.items, strict=False)):
-            found += self.compare(before, after, _join(path, "items", index))
+            differences += self.compare(before, after, _join(path, "items", index))
         shared = min(len(original.items), len(update.items))
         for index, removed in enumerate(original.items[shared:], shared):
-            found += self._item_removed(removed, update, _join(path, "items", index))
+            differences += self._item_removed(removed, update, _join(path, "items", index))
         for index, added in enumerate(update.items[shared:], shared):
-            found += self._item_added(original, added, _join(path, "items", index))
-        found += self._compare_rest(original, update, "ADDITIONAL_ITEMS", _join(path, "additionalItems"))
-        found += _compare_limit(original, update, "maxItems", "MAX_ITEMS", path)
-        found += _compare_limit(original, update, "minItems", "MIN_ITEMS", path)
+            differences += self._item_added(original, added, _join(path, "items", index))
+        differences += self._compare_rest(original, update, "ADDITIONAL_ITEMS", _join(path, "additionalItems"))
+        differences += _compare_limit(original, update, "maxItems", "MAX_ITEMS", path)
+        differences += _compare_limit(original, update, "minItems", "MIN_ITEMS", path)
         before_unique, after_unique = original.keyword("uniqueItems") is True, update.keyword("uniqueItems") is True
         if before_unique != after_unique:
-            found.append((f"UNIQUE_ITEMS_{'REMOVED' if before_unique else 'ADDED'}", _join(path, "uniqueItems")))
-        return found
+            differences.append((f"UNIQUE_ITEMS_{'REMOVED' if before_unique else 'ADDED'}", _join(path, "uniqueItems")))
+        return differences
 
-    def _item_removed(self, removed: Node, update: Node, path: str) -> Found:
+    def _item_removed(self, removed: Node, update: Node, path: str) -> Differences:
         if update.is_open:
             return [("ITEM_REMOVED_FROM_OPEN_CONTENT_MODEL", path)]
         if update.rest is not None:
-            found = self.compare(removed, update.rest, path)
-            how = "IS" if _is_compatible(found) else "NOT"
-            return [*found, (f"ITEM_REMOVED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
+            differences = self.compare(removed, update.rest, path)
+            how = "IS" if _is_compatible(differences) else "NOT"
+            return [*differences, (f"ITEM_REMOVED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
         how = "WITH_FALSE_REMOVED" if _kind(removed) == "false" else "REMOVED"
         return [(f"ITEM_{how}_FROM_CLOSED_CONTENT_MODEL", path)]
 
-    def _item_added(self, original: Node, added: Node, path: str) -> Found:
+    def _item_added(self, original: Node, added: Node, path: str) -> Differences:
         if original.is_open:
             how = "WITH_EMPTY_SCHEMA_ADDED" if _kind(added) == "true" else "ADDED"
             return [(f"ITEM_{how}_TO_OPEN_CONTENT_MODEL", path)]
         if original.rest is None:
             return [("ITEM_ADDED_TO_CLOSED_CONTENT_MODEL", path)]
-        found = self.compare(original.rest, added, path)
-        how = "IS" if _is_compatible(found) else "NOT"
-        return [*found, (f"ITEM_ADDED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
+        differences = self.compare(original.rest, added, path)
+        how = "IS" if _is_compatible(differences) else "NOT"
+        return [*differences, (f"ITEM_ADDED_{how}_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", path)]
 
 
 _ANYTHING: Final = Node("true", True)
@@ -648,7 +650,7 @@ def _distinct(parts: Iterable[Node]) -> list[Node]:
     return list({write_json([one.kind, one.raw], is_sorted=True): one for one in parts}.values())
 
 
-def _match(edges: Sequence[Mapping[int, Found]]) -> dict[int, int]:
+def _match(edges: Sequence[Mapping[int, Differences]]) -> dict[int, int]:
     """Match as many as possible of both sides; return the left index of each right index that is matched."""
     matched: dict[int, int] = {}
 
@@ -681,7 +683,7 @@ def _number(value: Any) -> Decimal | None:
     return Decimal(str(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _compare_limit(original: Node, update: Node, key: str, name: str, path: str) -> Found:
+def _compare_limit(original: Node, update: Node, key: str, name: str, path: str) -> Differences:
     before, after = _number(original.keyword(key)), _number(update.keyword(key))
     if before == after:
         return []
@@ -694,15 +696,15 @@ def _compare_limit(original: Node, update: Node, key: str, name: str, path: str)
     return [(f"{name}_{how}", _join(path, key))]
 
 
-def _compare_numbers(original: Node, update: Node, path: str) -> Found:
-    found: Found = []
+def _compare_numbers(original: Node, update: Node, path: str) -> Differences:
+    differences: Differences = []
     for key, name in (
         ("maximum", "MAXIMUM"),
         ("minimum", "MINIMUM"),
         ("exclusiveMaximum", "EXCLUSIVE_MAXIMUM"),
         ("exclusiveMinimum", "EXCLUSIVE_MINIMUM"),
     ):
-        found += _compare_limit(original, update, key, name, path)
+        differences += _compare_limit(original, update, key, name, path)
     before, after = _number(original.keyword("multipleOf")), _number(update.keyword("multipleOf"))
     if before != after:
         if before is None:
@@ -713,13 +715,13 @@ def _compare_numbers(original: Node, update: Node, path: str) -> Found:
             how = "EXPANDED"
         else:
             how = "REDUCED" if after and before % after == 0 else "CHANGED"
-        found.append((f"MULTIPLE_OF_{how}", _join(path, "multipleOf")))
+        differences.append((f"MULTIPLE_OF_{how}", _join(path, "multipleOf")))
     if original.kind != update.kind:
-        found.append(("TYPE_EXTENDED" if original.kind == "integer" else "TYPE_NARROWED", path))
-    return found
+        differences.append(("TYPE_EXTENDED" if original.kind == "integer" else "TYPE_NARROWED", path))
+    return differences
 
 
-def _compare_pattern(original: Node, update: Node, path: str) -> Found:
+def _compare_pattern(original: Node, update: Node, path: str) -> Differences:
     before, after = original.keyword("pattern"), update.keyword("pattern")
     if before == after:
         return []
@@ -727,7 +729,7 @@ def _compare_pattern(original: Node, update: Node, path: str) -> Found:
     return [(f"PATTERN_{how}", _join(path, "pattern"))]
 
 
-def _compare_values(original: Node, update: Node, path: str) -> Found:
+def _compare_values(original: Node, update: Node, path: str) -> Differences:
     key = original.kind
     before, after = (
         frozenset(write_json(one, is_sorted=True) for one in (values if key == "enum" else [values]))
@@ -742,7 +744,7 @@ def _change_of(before: frozenset[str], after: frozenset[str]) -> str:
     return "NARROWED" if after < before else "CHANGED"
 
 
-def _compare_required(original: Node, update: Node, name: str, after: Node, path: str) -> Found:
+def _compare_required(original: Node, update: Node, name: str, after: Node, path: str) -> Differences:
     if (name in original.required) == (name in update.required):
         return []
     if name in original.required:

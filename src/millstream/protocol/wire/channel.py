@@ -481,7 +481,7 @@ class Pool:
         self._member_slots = asyncio.Semaphore(POOL_MEMBERS_MAX)
         self._closed = False
         self.muted_until = 0.0
-        """Until when the broker throttles the client; 0 if it does not."""
+        """The end of the broker's throttling of the client; 0 without throttling."""
 
     @property
     def is_open(self) -> bool:

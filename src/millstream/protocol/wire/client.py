@@ -381,18 +381,18 @@ class Client:
         fetched: dict[TopicPartition, FetchedPartition] = {}
         unserved: StorageFailure | None = None
         for response in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
-            for partition, found in response.items():
-                if isinstance(found, TRANSIENT):
+            for partition, result in response.items():
+                if isinstance(result, TRANSIENT):
                     self._leaders.pop(partition, None)
-                elif isinstance(found, StorageFailure):
+                elif isinstance(result, StorageFailure):
                     # In a cluster, another replica may lead by the next attempt.
                     self._leaders.pop(partition, None)
-                    unserved = found
-                elif isinstance(found, MillstreamError):
-                    raise found
+                    unserved = result
+                elif isinstance(result, MillstreamError):
+                    raise result
                 else:
-                    fetched[partition] = found
-        if unserved is not None and not any(found.records for found in fetched.values()):
+                    fetched[partition] = result
+        if unserved is not None and not any(result.records for result in fetched.values()):
             raise unserved
         return fetched
 
@@ -410,8 +410,8 @@ class Client:
                 times[TopicPartition(topic, PartitionIndex(number))] = time_ms
             listed: dict[int, ListedOffset] = {}
             for leader, times in by_leader.items():
-                found = await self._list_from(leader, times, isolation)
-                listed.update({where.partition: list_offsets.listed_in(found, where) for where in times})
+                offsets = await self._list_from(leader, times, isolation)
+                listed.update({where.partition: list_offsets.listed_in(offsets, where) for where in times})
             return listed
 
         # A lookup by time reads batches.
@@ -447,8 +447,8 @@ class Client:
         for where, time_ms in times_ms.items():
             if where in self._leaders:
                 by_leader.setdefault(self._leaders[where], {})[where] = time_ms
-        for found in await gather_or_cancel(self._list_or_fail(*one, isolation) for one in by_leader.items()):
-            listed.update(found)
+        for offsets in await gather_or_cancel(self._list_or_fail(*one, isolation) for one in by_leader.items()):
+            listed.update(offsets)
         for where, one in listed.items():
             if isinstance(one, MillstreamError):
                 self._leaders.pop(where, None)
@@ -512,7 +512,7 @@ class Client:
             frame = await channel.exchange(produce.PRODUCE_KEY, version, body, timeout_s=timeout_s)
         except BrokerUnreachable as error:
             raise _ResponseLost(str(error)) from error
-        response, throttle_ms = produce.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        response, throttle_ms = produce.read_produce_response(version, frame, about=f"publish to {topic}-{partition}")
         pool.mute(throttle_ms / 1000)
         if isinstance(response, MillstreamError):
             raise response
@@ -553,9 +553,9 @@ class Client:
             version = channel.version_for(key, newest=newest, oldest=oldest)
             body = list_offsets.write_listing(version, portion, isolation, self._timeout_s)
             frame = await channel.exchange(key, version, [body], timeout_s=self._timeout_s)
-            found, pause_s = list_offsets.read_listed(version, frame)
+            offsets, pause_s = list_offsets.read_listed(version, frame)
             pool.mute(pause_s)
-            listed.update(found)
+            listed.update(offsets)
         return listed
 
     async def _list_or_fail(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:

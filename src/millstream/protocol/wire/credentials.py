@@ -197,10 +197,15 @@ def on_behalf_of(assertion: Callable[[], str], renew: Callable[[], Awaitable[Non
     return Credentials(tls=node.tls, check_peer=node.check_peer, token=assertion, renew=renew, mechanism=ASSERTION)
 
 
-def child_environment() -> dict[str, str] | None:
-    """Return the environment of a process that works for this node; None when it is that of this process."""
+def child_environment() -> dict[str, str]:
+    """Return the environment of a process that works for this node: with its credentials, without its settings."""
+    from millstream.core.child_process import environment_without_settings
+    from millstream.protocol.records.compression import LIMIT_VARIABLES
+
+    limits = {name: os.environ[name] for name in LIMIT_VARIABLES if name in os.environ}
     exported = NODE_CREDENTIALS.get().exported
-    return None if exported is None else {**os.environ, _CHILD_VARIABLE: json.dumps(exported)}
+    credentials = {} if exported is None else {_CHILD_VARIABLE: json.dumps(exported)}
+    return environment_without_settings() | limits | credentials
 
 
 def adopt_node_credentials() -> None:

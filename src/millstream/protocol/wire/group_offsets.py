@@ -44,14 +44,14 @@ Commits = dict[TopicPartition, Commit]
 
 async def list_groups(client: Client) -> list[tuple[str, str, str]]:
     """Return the name, state and type of every group, from every node."""
-    found: dict[str, tuple[str, str, str]] = {}
+    groups: dict[str, tuple[str, str, str]] = {}
     for node in (await client.metadata([])).nodes:
         response = await client.send(node, build_request("list_groups", 5))
         if response.error_code:
             raise error_from_code(response.error_code, None, about="the list of groups")
         for group in response.groups:
-            found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
-    return sorted(found.values())
+            groups[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
+    return sorted(groups.values())
 
 
 async def committed_offsets(client: Client, name: str) -> Committed:
@@ -78,26 +78,26 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
     A group that could not be read has an error instead.
     """
     by_node: dict[NodeId, list[str]] = {}
-    found: dict[str, Commits | MillstreamError] = {}
+    commits: dict[str, Commits | MillstreamError] = {}
     for name, where in (await _find_coordinators(client, names)).items():
         if isinstance(where, MillstreamError):
-            found[name] = where
+            commits[name] = where
         else:
             by_node.setdefault(where, []).append(name)
     asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
     for responses in await gather_or_cancel(_commits_or_errors(client, *one) for one in asked):
-        found.update(responses)
-    return found
+        commits.update(responses)
+    return commits
 
 
 async def _find_coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
-    found: dict[str, NodeId | MillstreamError] = {}
+    coordinators: dict[str, NodeId | MillstreamError] = {}
     for part in _parts(names):
         request = build_request("find_coordinator", 6, key_type=GROUP_COORDINATOR, coordinator_keys=part)
         for one in (await client.send(None, request)).coordinators:
             refused = no_coordinator_error(one.error_code, one.error_message, one.key) if one.error_code else None
-            found[one.key] = refused or NodeId(one.node_id)
-    return found
+            coordinators[one.key] = refused or NodeId(one.node_id)
+    return coordinators
 
 
 def _parts(names: Sequence[str]) -> list[Sequence[str]]:
@@ -111,13 +111,13 @@ async def _commits_or_errors(
         responses = await _send_offset_fetch(client, node, names)
     except MillstreamError as error:
         return dict.fromkeys(names, error)
-    found: dict[str, Commits | MillstreamError] = {}
+    commits: dict[str, Commits | MillstreamError] = {}
     for name in names:
         try:
-            found[name] = _commits(responses, name)
+            commits[name] = _commits(responses, name)
         except MillstreamError as error:
-            found[name] = error
-    return found
+            commits[name] = error
+    return commits
 
 
 async def _send_offset_fetch(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ Listed = dict[TopicPartition, ListedOffset | MillstreamError]
 
 def portions(times_ms: Mapping[TopicPartition, int]) -> Iterator[dict[TopicPartition, int]]:
     """Split what is requested into single requests."""
-    left = iter(times_ms.items())
-    while portion := dict(islice(left, PARTITIONS_MAX)):
+    remaining = iter(times_ms.items())
+    while portion := dict(islice(remaining, PARTITIONS_MAX)):
         yield portion
 
 
@@ -73,7 +73,7 @@ def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
     flexible = is_flexible(LIST_OFFSETS_KEY, version)
     reader = Reader(frame, response_body_at(LIST_OFFSETS_KEY, version, frame), flexible=flexible)
     pause_s = reader.int32() / 1000
-    found: Listed = {}
+    offsets: Listed = {}
     for _ in range(reader.array_length()):
         topic = reader.string()
         for _ in range(reader.array_length()):
@@ -82,14 +82,14 @@ def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
             epoch = Epoch(reader.int32()) if version >= 4 else NO_EPOCH
             reader.skip_tags()
             listed = ListedOffset(offset, timestamp_ms, epoch)
-            found[where] = error_from_code(code, None, about=f"offsets of {where}") if code else listed
+            offsets[where] = error_from_code(code, None, about=f"offsets of {where}") if code else listed
         reader.skip_tags()
-    return found, pause_s
+    return offsets, pause_s
 
 
-def listed_in(found: Listed, where: TopicPartition) -> ListedOffset:
+def listed_in(listed: Listed, where: TopicPartition) -> ListedOffset:
     """Return the result for a partition, or raise its error."""
-    one = found.get(where)
+    one = listed.get(where)
     if one is None:
         raise ProtocolViolation(f"the response with offsets does not name {where}")
     if isinstance(one, MillstreamError):

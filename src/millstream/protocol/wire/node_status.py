@@ -95,14 +95,14 @@ class BrokerStatusPipe:
 
 def of_all_nodes(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the metrics of several nodes as one list; each sample has the label `node`."""
-    found: dict[str, dict[str, Any]] = {}
+    by_node: dict[str, dict[str, Any]] = {}
     for status in statuses:
         label = {"node": str(status["node_id"])}
         for metric in status["metrics"]:
-            merged = found.setdefault(metric["name"], {**metric, "samples": []})
+            merged = by_node.setdefault(metric["name"], {**metric, "samples": []})
             merged["samples"] += [(value, {**label, **labels}) for value, labels in metric["samples"]]
             merged["is_truncated"] = merged["is_truncated"] or metric["is_truncated"]
-    return list(found.values())
+    return list(by_node.values())
 
 
 class BrokerStatus:

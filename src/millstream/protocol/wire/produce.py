@@ -86,21 +86,21 @@ def write_produce_many(
     return body
 
 
-def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
+def read_produce_response(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
     """Decode the response for the one partition, and for how many milliseconds the broker throttles the client."""
-    found, throttle_ms = read_produced_many(version, frame, about=about)
+    found, throttle_ms = read_produce_responses(version, frame, about=about)
     if len(found) != 1:
         raise ProtocolViolation("the response to a produce request does not name its one partition")
     return found[0].response, throttle_ms
 
 
-def read_produced_many(
+def read_produce_responses(
     version: int, frame: memoryview, *, about: str = "", ids: Mapping[str, UUID] | None = None
 ) -> tuple[list[ProducedAt], int]:
     """Decode the response for every partition, and for how many milliseconds the broker throttles the client."""
     names = {topic_id: name for name, topic_id in (ids or {}).items()} if version >= NEWEST_BY_ID else {}
     reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
-    found: list[ProducedAt] = []
+    results: list[ProducedAt] = []
     for _ in range(reader.array_length()):
         topic = names.get(reader.uuid(), "") if version >= NEWEST_BY_ID else reader.string()
         for _ in range(reader.array_length()):
@@ -113,9 +113,9 @@ def read_produced_many(
             error = error_from_code(code, message, about=subject) if code else None
             if records and isinstance(error, InvalidBatch | InvalidTimestamp):
                 error.records = [RecordError(index, f"{subject}: {reason}") for index, reason in records]
-            found.append(ProducedAt(topic, partition, error or produced))
+            results.append(ProducedAt(topic, partition, error or produced))
         reader.skip_tags()
-    return found, reader.int32()
+    return results, reader.int32()
 
 
 def _failure(version: int, reader: Reader) -> tuple[str | None, list[RecordError]]:

@@ -106,25 +106,25 @@ Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assign
 
 def members_by_topic(members: Sequence[MemberSubscription]) -> dict[UUID, list[MemberSubscription]]:
     """Group members by the topics they subscribe to, in the order of the members."""
-    found: dict[UUID, list[MemberSubscription]] = {}
+    by_topic: dict[UUID, list[MemberSubscription]] = {}
     for member in members:
         for topic_id in member.topics:
-            found.setdefault(topic_id, []).append(member)
-    return found
+            by_topic.setdefault(topic_id, []).append(member)
+    return by_topic
 
 
 def assign_ranges(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
     """Assign each topic separately, in contiguous ranges."""
-    given: dict[str, dict[UUID, frozenset[int]]] = {member.member_id: {} for member in members}
+    assigned: dict[str, dict[UUID, frozenset[int]]] = {member.member_id: {} for member in members}
     for topic_id, subscribers in members_by_topic(sorted(members, key=_sort_key)).items():
         share, extra = divmod(partitions[topic_id], len(subscribers))
         begin = 0
         for partition, member in enumerate(subscribers):
             end = begin + share + (partition < extra)
             if end > begin:
-                given[member.member_id][topic_id] = frozenset(range(begin, end))
+                assigned[member.member_id][topic_id] = frozenset(range(begin, end))
             begin = end
-    return dict(given)
+    return dict(assigned)
 
 
 def _sort_key(member: MemberSubscription) -> tuple[bool, str, str]:
@@ -149,10 +149,10 @@ class _Allocations:
         self._kept: dict[str, Assignment] = {}
         self._opened: dict[str, Allocation] = {}
 
-    def keep(self, member_id: str, kept: Assignment) -> None:
+    def keep(self, member_id: str, assignment: Assignment) -> None:
         """Start with the partitions that a member keeps."""
-        self._kept[member_id] = kept
-        self.sizes[member_id] = size_of(kept)
+        self._kept[member_id] = assignment
+        self.sizes[member_id] = size_of(assignment)
 
     def open(self, member_id: str) -> Allocation:
         """Return the partitions of a member for modification."""
@@ -299,10 +299,10 @@ def _distribute(
 def _balance_topic(topic_id: UUID, subscribers: list[str], allocations: _Allocations) -> int:
     """Move partitions of one topic from the largest to the smallest member while they differ by more than one."""
     sizes = allocations.sizes
-    found = [sizes[member_id] for member_id in subscribers]
-    if max(found) - min(found) < 2:
+    counts = [sizes[member_id] for member_id in subscribers]
+    if max(counts) - min(counts) < 2:
         return 0
-    least = [(size, member_id) for size, member_id in zip(found, subscribers, strict=True)]
+    least = [(size, member_id) for size, member_id in zip(counts, subscribers, strict=True)]
     most = [(-sizes[member_id], member_id) for member_id in subscribers if allocations.open(member_id).get(topic_id)]
     heapq.heapify(least)
     heapq.heapify(most)
@@ -342,8 +342,8 @@ def preferred_assignor(votes: Counter[str]) -> str:
 def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]:
     """Return the topics of a subscription; an unresolved expression matches none."""
     names, expression = choice
-    found = resolved.get(expression) if expression else None
-    return names if found is None else names | found.topics
+    matching = resolved.get(expression) if expression else None
+    return names if matching is None else names | matching.topics
 
 
 def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:

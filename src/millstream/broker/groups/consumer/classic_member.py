@@ -48,13 +48,13 @@ from millstream.broker.groups.consumer.records import (
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group, Member
 from millstream.broker.groups.records import group_record, group_tombstone
 from millstream.broker.groups.requests import (
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeaveResult,
     LeavingMember,
     MemberRef,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.core.errors import (
     IllegalGeneration,
@@ -289,13 +289,13 @@ class ClassicMembers:
         self._context = context
         self._departure = departure
 
-    def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[Joined]:
+    def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[JoinResponse]:
         """Add a classic member, or let it rejoin."""
         if not group.supports_classic(request.protocol_type, [name for name, _ in request.protocols]):
             raise InconsistentProtocol(f"the members of group {group.group_id!r} know none of these protocols")
         member_id = request.member_id or f"{request.instance_id or request.client_id}-{self._context.new_suffix()}"
         if not request.member_id and request.instance_id is None and request.supports_member_id_required:
-            later: Deferred[Joined] = Deferred()
+            later: Deferred[JoinResponse] = Deferred()
             later.refuse(MemberIdRequired("join again with the assigned member id", member_id=member_id))
             return [], later
         parsed = _parse_metadata(request)
@@ -307,7 +307,7 @@ class ClassicMembers:
         member = reconciliation.run(partitions_by_id(parsed.owned, self._context.topics))
         self._context.sessions.keep_alive(group.group_id, member)
         self._context.sessions.await_sync(group.group_id, member)
-        joined = Joined(
+        joined = JoinResponse(
             member_id=member_id,
             generation=member.epoch,
             protocol_type=CONSUMER_PROTOCOL_TYPE,
@@ -316,7 +316,7 @@ class ClassicMembers:
         )
         return records, joined
 
-    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
+    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[SyncResponse]:
         member, classic = self._find_member(group, request.member)
         _check_protocol(group, classic, request)
         if group.epoch > member.epoch and member.position.state is not MemberState.UNREVOKED:
@@ -325,7 +325,9 @@ class ClassicMembers:
         self._context.sessions.keep_alive(group.group_id, member)
         partitions = named_partitions(member.position.assigned, self._context.topics)
         version = parse_subscription(classic.protocols[0][1]).version
-        return [], Synced(request.protocol_type, request.protocol_name, encode_assignment(partitions, version=version))
+        return [], SyncResponse(
+            request.protocol_type, request.protocol_name, encode_assignment(partitions, version=version)
+        )
 
     def heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
         """Renew a classic member's session; ask it to rejoin if its assignment changes."""

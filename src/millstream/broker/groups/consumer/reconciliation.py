@@ -248,14 +248,14 @@ def next_position(
 
 def _assignment_epochs(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
     """Return the epoch in which each partition was assigned: the recorded one, and the newest for new partitions."""
-    found: dict[UUID, dict[int, int]] = {}
+    epochs: dict[UUID, dict[int, int]] = {}
     for topic_id, numbers in union(after.assigned, after.pending).items():
         known = before.since.get(topic_id, {})
         held = before.assigned.get(topic_id, NO_PARTITIONS) | before.pending.get(topic_id, NO_PARTITIONS)
-        found[topic_id] = {
+        epochs[topic_id] = {
             number: known.get(number, before.epoch) if number in held else after.epoch for number in sorted(numbers)
         }
-    return found
+    return epochs
 
 
 def _next_position(
@@ -424,15 +424,15 @@ class Reconciliation:
         return changed
 
     def _refresh(self, expression: str, version: tuple[int, int]) -> bool:
-        found = self._context.expressions.matches(expression)
+        matching = self._context.expressions.matches(expression)
         if self._may_describe is not None:
-            found = frozenset(filter(self._may_describe, found))
+            matching = frozenset(filter(self._may_describe, matching))
         known = self._resolved.get(expression)
         # Also if they changed: another member may have other rights, and must not change them back.
         self.group.checked_expressions[expression] = version
-        if known is not None and known.topics == found:
+        if known is not None and known.topics == matching:
             return False
-        resolved = Resolved(found, version[0], self._now_ms)
+        resolved = Resolved(matching, version[0], self._now_ms)
         self.records.append(expression_record(self.group.group_id, expression, resolved))
         self._resolved = {**self._resolved, expression: resolved}
         self.group.refreshed_ms = self._now_ms
@@ -543,12 +543,12 @@ class Departure:
         """Remove members; the next heartbeat of any member reassigns their partitions."""
         if not members:
             return []
-        gone = [member.member_id for member in members]
-        _logger.info("members go", extra={"group": group.group_id, "members": ", ".join(gone), "reason": reason})
-        records = self._downgrade(group, gone)
+        member_ids = [member.member_id for member in members]
+        _logger.info("members go", extra={"group": group.group_id, "members": ", ".join(member_ids), "reason": reason})
+        records = self._downgrade(group, member_ids)
         if records:
             return records
-        for member_id in gone:
+        for member_id in member_ids:
             records += member_tombstones(group.group_id, member_id)
         choices = Counter(group.choices)
         choices.subtract((member.subscription.topics, member.subscription.expression) for member in members)

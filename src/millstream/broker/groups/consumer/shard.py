@@ -64,13 +64,13 @@ from millstream.broker.groups.requests import (
     GroupLimits,
     GroupListing,
     HeartbeatResult,
-    Joined,
     JoinRequest,
+    JoinResponse,
     LeaveResult,
     LeavingMember,
     MemberRef,
-    Synced,
     SyncRequest,
+    SyncResponse,
 )
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -252,7 +252,7 @@ class ConsumerShard:
 
     # The classic protocol, on a group of this kind
 
-    def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[Joined]:
+    def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[JoinResponse]:
         """Add a classic member."""
         outcome = self._classic.join(group, request)
         others = [member for member in group.members.values() if member.instance_id != request.instance_id]
@@ -261,7 +261,7 @@ class ConsumerShard:
             self._downgrade_soon(group.group_id)
         return outcome
 
-    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
+    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[SyncResponse]:
         """Return a classic member's assignment."""
         return self._classic.sync(group, request)
 

@@ -44,7 +44,7 @@ class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
             return self.refusal(ErrorCode.security_disabled, SECURITY_DISABLED)
         selected = _read_filter(request)
         acls = sorted(acl for acl in self._security.snapshot.acls if selected.matches(acl))
-        resources = tuple(_resource(resource, list(found)) for resource, found in groupby(acls, key=_resource_of))
+        resources = tuple(_resource(resource, list(rules)) for resource, rules in groupby(acls, key=_resource_of))
         return DescribeAclsResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, error_message=None, resources=resources
         )
@@ -164,17 +164,17 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
 
     async def _delete(self, security: SecurityState, requested: DeleteAclsFilter) -> DeleteAclsFilterResult:
         try:
-            gone = await security.delete_acls(_read_filter(requested))
+            deleted = await security.delete_acls(_read_filter(requested))
         except MillstreamError as error:
             return _error_result(error_code(error), error_message(error))
         return DeleteAclsFilterResult(
-            error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_matching_acl, sorted(gone)))
+            error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_matching_acl, sorted(deleted)))
         )
 
     @staticmethod
     def changes(_request: DeleteAclsRequest, response: DeleteAclsResponse, _users: Users) -> Iterator[Change]:
-        for found in carried_out(response.filter_results):
-            for acl in carried_out(found.matching_acls):
+        for result in carried_out(response.filter_results):
+            for acl in carried_out(result.matching_acls):
                 yield acl_change(DELETE, acl, acl.pattern_type, acl)
 
 

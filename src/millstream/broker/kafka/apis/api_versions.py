@@ -120,7 +120,7 @@ class ApiVersions:
     def __init__(self, served: Sequence[ServedApi]) -> None:
         self._served = served
         self._encoded: dict[tuple[int, bool], bytes] = {}
-        """By version and whether the client is one of ours, the body of the response."""
+        """The body of the response, by version and whether the client is one of Millstream's own."""
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> EventualResponse:
         """Refuse a version that is not served and a client that does not name its software properly."""

@@ -73,24 +73,24 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             raise InvalidRequest(f"there is no order {request.order!r}; topics are listed by {', '.join(ORDERS)}")
         if not 0 <= request.limit <= PAGE_MAX or request.offset < 0:
             raise InvalidRequest(f"a page has 0 to {PAGE_MAX} topics, and begins at 0 or later")
-        found: list[Topic] = []
+        topics: list[Topic] = []
         for at, topic in enumerate(self._candidates(request)):
             if at % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
             if may_see(topic.name):
-                found.append(topic)
+                topics.append(topic)
         page = slice(request.offset, request.offset + request.limit)
         if request.order in (BY_NAME, BY_PARTITIONS):
             if request.order == BY_PARTITIONS:
-                found.sort(key=lambda topic: topic.partitions, reverse=request.descending)
+                topics.sort(key=lambda topic: topic.partitions, reverse=request.descending)
             elif request.descending:
-                found.reverse()
-            listed = [await self._describe_topic(at, topic, request) for at, topic in enumerate(found[page])]
+                topics.reverse()
+            listed = [await self._describe_topic(at, topic, request) for at, topic in enumerate(topics[page])]
         else:
-            every = [await self._describe_topic(at, topic, request) for at, topic in enumerate(found)]
+            every = [await self._describe_topic(at, topic, request) for at, topic in enumerate(topics)]
             every.sort(key=_ORDERED[request.order], reverse=request.descending)
             listed = every[page]
-        return ListTopicsResponse(topics=listed, total=len(found))
+        return ListTopicsResponse(topics=listed, total=len(topics))
 
     def _candidates(self, request: ListTopicsRequest) -> Iterable[Topic]:
         if request.names is not None:
@@ -145,7 +145,7 @@ class _Partitions(NamedTuple):
     known: int
     without_leader: int
     lacking: int
-    """With replicas that are not in sync."""
+    """The number of partitions with replicas that are not in sync."""
 
 
 _NEVER: Final = (-1, -1, frozenset[NodeId]())
@@ -225,10 +225,10 @@ class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
                     without_leader += 1
                 elif len(state.in_sync) < len(state.replicas):
                     lacking += 1
-        found = _Partitions(known, without_leader, lacking)
+        partitions = _Partitions(known, without_leader, lacking)
         # Stored with the version from before the count: later changes are counted by the next request.
-        self._partition_counts = (version, found)
-        return found
+        self._partition_counts = (version, partitions)
+        return partitions
 
 
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):

@@ -19,7 +19,14 @@ from kio.schema.sync_group.v5.response import SyncGroupResponse
 from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import Joined, JoinRequest, LeaveResult, LeavingMember, MemberRef, SyncRequest
+from millstream.broker.groups.requests import (
+    JoinRequest,
+    JoinResponse,
+    LeaveResult,
+    LeavingMember,
+    MemberRef,
+    SyncRequest,
+)
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, VersionedApi, error_code
 from millstream.core.acl import Operation
 from millstream.core.errors import (
@@ -42,7 +49,7 @@ _FIRST_WITH_MANY: Final = 3
 
 
 class JoinGroup(VersionedApi[JoinGroupRequest, JoinGroupResponse]):
-    """JoinGroup (key 11), versions 0 to 9: adds a consumer to its group, or to the next generation of it.
+    """JoinGroup (key 11), versions 0 to 9: adds a consumer to its group, or to its next generation.
 
     The response waits until the generation is complete. Version notes: 0 has no rebalance timeout and uses the session
     timeout for both; from 4 on a new member first gets an id (MEMBER_ID_REQUIRED) and joins again with it; 5 adds
@@ -100,7 +107,7 @@ def _as_join(request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinRe
     )
 
 
-def _joined_response(joined: Joined) -> JoinGroupResponse:
+def _joined_response(joined: JoinResponse) -> JoinGroupResponse:
     return JoinGroupResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,
@@ -216,7 +223,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         return LeaveGroupResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
-            members=tuple(_member_response(left) for left in results),
+            members=tuple(_member_response(result) for result in results),
         )
 
     def upgrade(self, version: int, request: Any) -> LeaveGroupRequest:
@@ -236,9 +243,9 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         return reshape(single, load_response_class(self.key, version))
 
 
-def _member_response(left: LeaveResult) -> MemberResponse:
+def _member_response(result: LeaveResult) -> MemberResponse:
     return MemberResponse(
-        member_id=left.leaver.member_id,
-        group_instance_id=left.leaver.instance_id,
-        error_code=ErrorCode.none if left.error is None else error_code(left.error),
+        member_id=result.leaver.member_id,
+        group_instance_id=result.leaver.instance_id,
+        error_code=ErrorCode.none if result.error is None else error_code(result.error),
     )

@@ -58,24 +58,24 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         named = Counter(identities)
         deadline = RequestDeadline(request.timeout)
         outcomes: dict[Any, Topic | MillstreamError] = {}
-        found: dict[Any, Topic] = {}
+        topics: dict[Any, Topic] = {}
         for identity, requested in zip(identities, request.topics, strict=True):
             try:
                 if named[identity] > 1:
                     raise InvalidRequest(f"topic {requested.name or requested.topic_id} is named more than once")
-                found[identity] = self._find(requested)
+                topics[identity] = self._find(requested)
             except MillstreamError as error:
                 outcomes[identity] = error
         # Only after all are found: a topic that was missing when rights were checked and is created meanwhile must not
         # be deleted.
-        for identity, topic in tuple(found.items()):
+        for identity, topic in tuple(topics.items()):
             try:
                 if self._service is not None:
                     await self._service.check_no_open_letters(topic.name)
             except MillstreamError as error:
                 outcomes[identity] = error
-                del found[identity]
-        rest = iter(found.items())
+                del topics[identity]
+        rest = iter(topics.items())
         while some := dict(islice(rest, _AT_ONCE_MAX)):
             outcomes |= zip(some, await self._delete(tuple(some.values()), deadline), strict=True)
         responses = {

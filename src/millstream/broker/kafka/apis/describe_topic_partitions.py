@@ -61,7 +61,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         self, request: DescribeTopicPartitionsRequest, client: ClientInfo
     ) -> DescribeTopicPartitionsResponse:
         names = self._remaining_names(request, client.rights)
-        left = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
+        remaining = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
         described: list[DescribeTopicPartitionsResponseTopic] = []
         for name in names:
             first = request.cursor.partition_index if request.cursor and request.cursor.topic_name == name else 0
@@ -71,13 +71,13 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
             except MillstreamError as error:
                 described.append(_error_topic(name, error, TOPIC_OPERATIONS))
                 continue
-            if left == 0:
+            if remaining == 0:
                 return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(0)))
-            described.append(self._describe(topic, first, left))
-            after = first + left
+            described.append(self._describe(topic, first, remaining))
+            after = first + remaining
             if after < topic.partitions:
                 return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(after)))
-            left -= len(described[-1].partitions)
+            remaining -= len(described[-1].partitions)
         return _response(described, None)
 
     def failure(

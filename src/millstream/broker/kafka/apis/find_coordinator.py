@@ -50,8 +50,8 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
                 request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}"
             )
         await coordinator.ensure()
-        found = tuple(self._find(key, coordinator, client) for key in request.coordinator_keys)
-        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
+        coordinators = tuple(self._find(key, coordinator, client) for key in request.coordinator_keys)
+        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=coordinators)
 
     def _find(self, key: str, coordinator: _Coordinators, client: ClientInfo) -> Coordinator:
         try:

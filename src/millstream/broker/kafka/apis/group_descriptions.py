@@ -107,17 +107,17 @@ async def _describe_groups(
 
     async def describe_one(group_id: GroupId) -> T:
         try:
-            found = await describe(group_id)
+            description = await describe(group_id)
         except MillstreamError as error:
             return _refused_group(group, group_id, error_code(error), error_message(error))
         return group(
             error_code=ErrorCode.none,
             group_id=group_id,
-            group_state=found.state,
-            group_epoch=i32(found.epoch),
-            assignment_epoch=i32(found.target_epoch),
-            assignor_name=found.assignor,
-            members=tuple(map(member, found.members)),
+            group_state=description.state,
+            group_epoch=i32(description.epoch),
+            assignment_epoch=i32(description.target_epoch),
+            assignor_name=description.assignor,
+            members=tuple(map(member, description.members)),
             authorized_operations=operations,
         )
 

@@ -170,15 +170,15 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         validate_only: bool,
     ) -> None:
         values = {key: value for key, value in changes.items() if value is not None}
-        found = service.declared.get(name)
+        subscription = service.declared.get(name)
         owner = None
         if rights is not None and not all(key.startswith("share.") for key in changes):
             # Other settings than Kafka's may push messages elsewhere, so this needs what SubscriptionAlter does.
-            topics = () if found is None else await service.topics_of(name)
+            topics = () if subscription is None else await service.topics_of(name)
             rights.require_all(Operation.READ, ResourceType.TOPIC, topics)
             check_needs(letter_needs(name, values), rights)
             owner = rights.owner
-        if found is not None:
+        if subscription is not None:
             await service.alter(name, changes, validate_only=validate_only, owner=owner)
         elif values:
             await service.declared.create(name, (), values, validate_only=validate_only, owner=owner)

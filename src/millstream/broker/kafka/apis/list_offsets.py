@@ -123,17 +123,17 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
             partition = self._topics.partition(topic, requested.partition_index)
             partition.check_leader_epoch(requested.current_leader_epoch)
             end = _readable_end(partition, request)
-            found = await _look_up(partition, requested.timestamp, end)
-            if _is_uncertain(partition, requested.timestamp, found, request):
+            result = await _look_up(partition, requested.timestamp, end)
+            if _is_uncertain(partition, requested.timestamp, result, request):
                 return _error_partition(requested, ErrorCode.offset_not_available)
         except MillstreamError as error:
             return _error_partition(requested, error_code(error))
         return ListOffsetsPartitionResponse(
             partition_index=requested.partition_index,
             error_code=ErrorCode.none,
-            timestamp=i64(found.timestamp_ms),
-            offset=i64(found.offset),
-            leader_epoch=i32(found.epoch),
+            timestamp=i64(result.timestamp_ms),
+            offset=i64(result.offset),
+            leader_epoch=i32(result.epoch),
         )
 
 
@@ -158,11 +158,11 @@ def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
     return partition.high_watermark
 
 
-def _is_uncertain(partition: Partition, timestamp_ms: int, found: _LookupResult, request: ListOffsetsRequest) -> bool:
+def _is_uncertain(partition: Partition, timestamp_ms: int, result: _LookupResult, request: ListOffsetsRequest) -> bool:
     """Whether the response depends on the end of the log for consumers, which the leader does not know yet."""
     if request.replica_id != _CONSUMER or partition.is_settled:
         return False
-    return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)
+    return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and result is _NONE)
 
 
 async def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _LookupResult:
@@ -173,10 +173,10 @@ async def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Loo
     if timestamp_ms in (LATEST_TIERED, EARLIEST_PENDING_UPLOAD):
         return _NONE
     if timestamp_ms == MAX_TIMESTAMP:
-        found = await partition.log.find_max_timestamp(up_to=end)
+        result = await partition.log.find_max_timestamp(up_to=end)
     else:
-        found = await partition.log.find_time(timestamp_ms, up_to=end)
-    return _NONE if found is None else _LookupResult(*found)
+        result = await partition.log.find_time(timestamp_ms, up_to=end)
+    return _NONE if result is None else _LookupResult(*result)
 
 
 def _epoch_at_start(partition: Partition) -> Epoch:

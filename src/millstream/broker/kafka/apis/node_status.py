@@ -61,7 +61,7 @@ class CommittedOffsets(Protocol):
         """Return every group, topic, partition and committed offset."""
 
 
-class Ends(Protocol):
+class PartitionEnds(Protocol):
     """The source of partition ends."""
 
     def high_watermark(self, topic: str, partition: int) -> int | None:
@@ -71,7 +71,7 @@ class Ends(Protocol):
 class GroupMetrics:
     """How far every group is behind."""
 
-    def __init__(self, groups: CommittedOffsets, ends: Ends) -> None:
+    def __init__(self, groups: CommittedOffsets, ends: PartitionEnds) -> None:
         self._groups = groups
         self._ends = ends
 

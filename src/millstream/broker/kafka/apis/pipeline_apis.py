@@ -281,7 +281,7 @@ class RuleChange(_PipelineChange[ChangeRulesRequest, ChangeRulesResponse]):
         rules = declared_rules(request.put)
         await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
         changed = await self._pipelines.change_rules(
-            request.name, rules, gone=request.delete, validate_only=request.validate_only, owner=owner
+            request.name, rules, deleted=request.delete, validate_only=request.validate_only, owner=owner
         )
         return ChangeRulesResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
 
@@ -295,10 +295,10 @@ class _JobRequest(PrivateApi[RequestT, ResponseT]):
         self._board = board
 
     async def _find_job(self, name: str) -> Pipeline:
-        found = await self._pipelines.find(name)
-        if not found.has_own_driver:
-            raise InvalidPipeline(f"pipeline {name!r} is of the kind {found.kind}; only jobs have runs")
-        return found
+        pipeline = await self._pipelines.find(name)
+        if not pipeline.has_own_driver:
+            raise InvalidPipeline(f"pipeline {name!r} is of the kind {pipeline.kind}; only jobs have runs")
+        return pipeline
 
 
 class PipelineRuns(_JobRequest[JobRunsRequest, JobRunsResponse]):
@@ -334,11 +334,11 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
         control = self._board.jobs
         if control is None or not number:
             return RunLogResponse()
-        found = await control.read_log(job.pipeline_id, number, max(1, min(request.bytes_max, LOG_BYTES_MAX)))
+        log = await control.read_log(job.pipeline_id, number, max(1, min(request.bytes_max, LOG_BYTES_MAX)))
         return (
             RunLogResponse()
-            if found is None
-            else RunLogResponse(run=number, text=found.text, is_truncated=found.is_truncated)
+            if log is None
+            else RunLogResponse(run=number, text=log.text, is_truncated=log.is_truncated)
         )
 
 

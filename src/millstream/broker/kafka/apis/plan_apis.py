@@ -70,7 +70,6 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
     changes = _plan_changed(UPDATE)
 
     async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
-        """Start carrying out the plan."""
         return _build_response(await self.plans.apply(request.plan_id, request.throttle_bytes))
 
 
@@ -80,7 +79,6 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
     changes = _plan_changed(UPDATE)
 
     async def handle(self, request: CancelPlanRequest) -> PlanResponse:
-        """Begin to stop it."""
         return _build_response(await self.plans.cancel(request.plan_id))
 
 
@@ -91,7 +89,6 @@ class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
     cluster_operation = Operation.DESCRIBE
 
     async def handle(self, request: DescribePlanRequest) -> PlanResponse:
-        """Describe it as this node sees it."""
         plans = self.plans
         header = plans.current
         return msgspec.structs.replace(

@@ -42,11 +42,11 @@ from millstream.broker.kafka.produce_codec import (
     NOT_PLAIN,
     Portion,
     Request,
-    read_alike,
     read_any,
+    read_pipelined,
     read_plain,
     write,
-    write_alike,
+    write_pipelined,
 )
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.append import check_records, is_expensive_to_check
@@ -354,7 +354,7 @@ class _Pending(Promise):
         return buffers
 
 
-class _PendingAlike(Promise):
+class _PendingPipelined(Promise):
     """Requests that differ only in their records: their responses wait together, and leave together."""
 
     __slots__ = (
@@ -409,7 +409,7 @@ class _PendingAlike(Promise):
 
     def encode(self) -> Buffers:
         if self._portion.message is None:
-            return write_alike(self._header, self._portion, self._correlation_ids, self._appended)
+            return write_pipelined(self._header, self._portion, self._correlation_ids, self._appended)
         return [
             buffer
             for correlation_id in self._correlation_ids
@@ -434,7 +434,7 @@ class Produce:
         self._gate = gate
         self._rules = rules
         self._quota = quota
-        self._pending: dict[_Pending | _PendingAlike, None] = {}
+        self._pending: dict[_Pending | _PendingPipelined, None] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self.batches_rejected = 0
 
@@ -447,13 +447,14 @@ class Produce:
         """Append everything in the frame; the response is ready, promised, or none."""
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
-        request = read_plain(frame, header) or read_any(frame, header)
+        plain = read_plain(frame, header)
+        request = plain or read_any(frame, header)
         if client.rights is not None:
             self._authorize(request, client.rights)
-        if client.following.data:
-            alike = self._append_alike(frame, header, request, client)
-            if alike is not None:
-                return alike
+        if plain is not None and client.pipelined.may_combine:
+            responses = self._append_pipelined(frame, header, request, client)
+            if responses is not None:
+                return responses
         opening = None
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
@@ -471,7 +472,7 @@ class Produce:
             return self._prepare(header, request, client, opening or None, heavy, ruled, len(frame))
         return self._respond(header, request, client, len(frame), None)
 
-    def _append_alike(
+    def _append_pipelined(
         self, frame: memoryview, header: RequestHeader, request: Request, client: ClientInfo
     ) -> Buffers | Promise | None:
         """Append a plain request and those behind it that differ only in their records, in one write.
@@ -492,30 +493,37 @@ class Produce:
             or self._quota.is_limiting
         ):
             return None
-        following = client.following
-        batches, correlation_ids, ends = read_alike(frame, header, request, following.data, following.at)
-        if not batches:
-            return None
+        pipelined = client.pipelined
         try:
             partition = _partition(self._topics, portion)
-            if partition.topic.is_internal or (self._rules and partition.log.settings.validates_schemas):
+            if (
+                not partition.may_write_first
+                or partition.topic.is_internal
+                or (self._rules and partition.log.settings.validates_schemas)
+            ):
+                return None
+            batches, correlation_ids, ends = read_pipelined(frame, header, request, pipelined.data, pipelined.at)
+            if not batches:
                 return None
             appended = partition.write_first([records, *batches], acks=acks)
         except MillstreamError:
             # The first request is refused on its own.
             return None
+        count = len(appended)
+        if count <= len(batches):
+            # Otherwise each of the others would be read again with every request before it.
+            pipelined.combine_from = ends[-1]
         if not appended:
             return None
-        count = len(appended)
         if count > 1:
-            following.serve(count - 1, ends[count - 2])
+            pipelined.serve(count - 1, ends[count - 2])
         client.produce_requests += count
-        client.produced_bytes += len(frame) + following.served_bytes
+        client.produced_bytes += len(frame) + pipelined.served_bytes
         ids = [header.correlation_id, *correlation_ids[: count - 1]]
         if partition.is_acknowledged(appended[-1], acks):
-            return write_alike(header, portion, ids, appended)
+            return write_pipelined(header, portion, ids, appended)
         portion.records = memoryview(bytes(records[:HEADER_BYTES]))
-        pending = _PendingAlike(self, header, client, partition, portion, ids, appended)
+        pending = _PendingPipelined(self, header, client, partition, portion, ids, appended)
         self._hold(pending, request.timeout_ms)
         partition.notify_acknowledged(appended[-1], pending, acks)
         return pending
@@ -713,7 +721,7 @@ class Produce:
             partition.notify_acknowledged(cast("AppendedRange", portion.appended), one, request.acks)
         self._hold(pending, request.timeout_ms)
 
-    def _hold(self, pending: _Pending | _PendingAlike, timeout_ms: int) -> None:
+    def _hold(self, pending: _Pending | _PendingPipelined, timeout_ms: int) -> None:
         """Hold a response until it is acknowledged, or times out."""
         loop = asyncio.get_running_loop()
         pending.deadline = loop.time() + min(max(timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
@@ -721,7 +729,7 @@ class Produce:
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
-    def respond(self, pending: _Pending | _PendingAlike) -> None:
+    def respond(self, pending: _Pending | _PendingPipelined) -> None:
         """Respond to requests that no longer wait."""
         del self._pending[pending]
         pending.resolve(pending.encode())

@@ -104,6 +104,8 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         is_heavy = is_expensive_to_check(request.batch)
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
+                if self._rules is not None and partition.log.settings.validates_schemas:
+                    await self._rules.check(request.batch, partition.log.settings)
                 async with self._heavy if is_heavy else nullcontext():
                     results, end = await self._store(partition, request.batch, is_heavy=is_heavy)
                 waiting = partition.acknowledged(AppendedRange(Offset(0), Offset(end), -1, Offset(0), False), _ACKS_ALL)
@@ -117,13 +119,11 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
     async def _store(
         self, partition: Partition, batch: bytes, *, is_heavy: bool
     ) -> tuple[list[tuple[int, int, bool]], int]:
-        now_ms, settings = partition.log.clock.now_ms(), partition.log.settings
+        now_ms = partition.log.clock.now_ms()
         if is_heavy:
             records = await asyncio.to_thread(_read_messages, batch, now_ms)
         else:
             records = _read_messages(batch, now_ms)
-        if self._rules is not None and settings.validates_schemas:
-            await self._rules.check(batch, settings)
         return await self._publish(partition, records, batch, is_heavy=is_heavy)
 
     async def _publish(
@@ -140,11 +140,11 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
                 known: dict[bytes, Published] = {}
                 new: list[int] = []
                 for at, (message_id, record) in enumerate(zip(named, records, strict=True)):
-                    found = known.get(message_id) or ids.find(message_id, window_ms)
-                    if found is None:
-                        found = Published(-1 - len(new), record.timestamp_ms)
+                    published = known.get(message_id) or ids.find(message_id, window_ms)
+                    if published is None:
+                        published = Published(-1 - len(new), record.timestamp_ms)
                         new.append(at)
-                    known[message_id] = found
+                    known[message_id] = published
                 if not new or new == built[0]:
                     break
                 if is_heavy:
@@ -191,8 +191,8 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
             self._drop_ids(known)
 
     def _drop_ids(self, partition: Partition) -> None:
-        gone = self._ids.pop(partition, None)
-        self._forgotten += 0 if gone is None else gone.forgotten
+        dropped = self._ids.pop(partition, None)
+        self._forgotten += 0 if dropped is None else dropped.forgotten
 
 
 def _read_messages(batch: bytes, now_ms: int) -> list[Record]:
@@ -213,8 +213,7 @@ def _read_messages(batch: bytes, now_ms: int) -> list[Record]:
 
 def _build_checked(new: Sequence[int], records: Sequence[Record], batch: bytes, log: Log) -> bytearray:
     built = _build_batch(new, records, batch)
-    if log.settings.reads_records:
-        check_records(built, read_header(built), log.settings, log.clock.now_ms())
+    check_records(built, read_header(built), log.settings, log.clock.now_ms())
     return built
 
 

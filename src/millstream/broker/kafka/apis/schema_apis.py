@@ -166,7 +166,6 @@ class SchemaRegister(RegistryApi[RegisterSchemaRequest, SchemaResponse]):
         return await self.needs_on(Operation.WRITE, request.subject, references_of(request))
 
     async def respond(self, request: RegisterSchemaRequest) -> SchemaResponse:
-        """Register it durably."""
         new = new_schema(request, schema_id=request.id, version=request.version)
         version = await self._registry.register(QualifiedSubject.parse(request.subject), new)
         return SchemaResponse(schema=await self.message_of(version))
@@ -243,15 +242,15 @@ class SchemaGet(RegistryApi[GetSchemaRequest, SchemaResponse]):
 
     async def respond(self, request: GetSchemaRequest) -> SchemaResponse:
         if request.guid:
-            found = await self._registry.find_by_guid(request.guid)
+            schemas = await self._registry.find_by_guid(request.guid)
         else:
-            found = [await self._registry.find_schema(request.id, QualifiedSubject.parse(request.subject))]
-        uses = [use for schema in found for use in self._registry.uses(schema)]
+            schemas = [await self._registry.find_schema(request.id, QualifiedSubject.parse(request.subject))]
+        uses = [use for schema in schemas for use in self._registry.uses(schema)]
         return SchemaResponse(
-            schema=await self.message_of_schema(found[0], request.format),
+            schema=await self.message_of_schema(schemas[0], request.format),
             uses=[(str(use.subject), use.version) for use in uses if request.deleted or not use.is_deleted],
-            ids=[(schema.context, schema.schema_id) for schema in found],
-            max_id=self._registry.max_id(found[0].context),
+            ids=[(schema.context, schema.schema_id) for schema in schemas],
+            max_id=self._registry.max_id(schemas[0].context),
         )
 
 
@@ -286,7 +285,7 @@ class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
             if not number % LISTED_AT_ONCE:
                 # Let other tasks run between the parts of a long list.
                 await asyncio.sleep(0)
-            found = self._registry.held(subject)
+            found = self._registry.exact_versions(subject)
             versions = found.select(deleted=request.deleted, deleted_only=request.deleted_only)
             if versions:
                 subjects.append(str(subject))
@@ -335,8 +334,8 @@ class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
     async def respond(self, request: GetSubjectRequest) -> SubjectResponse:
         subject = QualifiedSubject.parse(request.subject)
         if request.metadata is not None:
-            found = await self._with_properties(subject, request.metadata, deleted=request.deleted)
-            return SubjectResponse(schema=await self.message_of(found, request.format))
+            registered = await self._with_properties(subject, request.metadata, deleted=request.deleted)
+            return SubjectResponse(schema=await self.message_of(registered, request.format))
         if request.version is None:
             versions = await self._registry.find_versions(subject, deleted=request.deleted or request.deleted_only)
             chosen = versions.select(deleted=request.deleted, deleted_only=request.deleted_only)
@@ -371,7 +370,6 @@ class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
         return await self.needs_on(Operation.DELETE, request.subject)
 
     async def respond(self, request: DeleteSubjectRequest) -> DeletedResponse:
-        """Delete durably."""
         subject, permanent = QualifiedSubject.parse(request.subject), request.permanent
         if request.version is None:
             return DeletedResponse(versions=await self._registry.delete_subject(subject, permanent=permanent))
@@ -413,11 +411,16 @@ class SchemaConfigure(RegistryApi[ConfigureRequest, SettingsResponse]):
     async def needs(self, request: ConfigureRequest) -> Sequence[Need]:
         """Require ALTER_CONFIGS on the subject's topic, or on the cluster for a context; DELETE for IMPORT.
 
-        Mode IMPORT deletes permanently what is deleted already.
+        Mode IMPORT deletes permanently what is deleted already. An alias shows the schemas of its target to those who
+        may describe the alias, so it requires DESCRIBE on the target.
         """
+        subject = QualifiedSubject.parse(request.subject)
         needs = [subject_need(Operation.ALTER_CONFIGS, request.subject)]
-        if request.mode == IMPORT and QualifiedSubject.parse(request.subject).name:
+        if request.mode == IMPORT and subject.name:
             needs.append(subject_need(Operation.DELETE, request.subject))
+        alias = (request.config or {}).get("alias")
+        if isinstance(alias, str) and alias:
+            needs += await self.needs_on(Operation.DESCRIBE, str(subject.sibling(alias)))
         return needs
 
     async def respond(self, request: ConfigureRequest) -> SettingsResponse:

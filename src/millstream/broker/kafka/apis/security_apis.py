@@ -37,7 +37,7 @@ from millstream.protocol.private.security_messages import (
 
 if TYPE_CHECKING:
     from millstream.broker.security.gate import AuthenticationContext
-    from millstream.broker.security.sasl import Verified
+    from millstream.broker.security.sasl import AuthenticatedClient
 
 _logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class TokenCreate(PrivateApi[CreateTokenRequest, CreateTokenResponse]):
         requested_ms = now_ms + request.lifetime_ms
         expires_ms = min([requested_ms, *(token.expires_ms for token in rights.tokens)])
         parent = rights.tokens[0].token_id if rights.tokens else ""
-        kept, text = new_token(owner, scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
-        await self._state.add_token(kept)
+        stored_token, text = new_token(owner, scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
+        await self._state.add_token(stored_token)
         return CreateTokenResponse(
-            token_id=kept.token_id,
+            token_id=stored_token.token_id,
             token=text,
             owner=owner,
             expires_ms=expires_ms,
@@ -261,7 +261,7 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
             expires_ms=0 if verified.expires_at is None else int(verified.expires_at * 1000),
         )
 
-    async def _verify(self, request: AuthenticateRequest, authentication: AuthenticationContext) -> Verified:
+    async def _verify(self, request: AuthenticateRequest, authentication: AuthenticationContext) -> AuthenticatedClient:
         if len(request.secret) > _SECRET_LENGTH_MAX or len(request.user) > _USER_LENGTH_MAX:
             raise AuthenticationFailed("the credential is too long")
         from millstream.broker.security.sasl import UNAUTHENTICATED, BearerToken, Password

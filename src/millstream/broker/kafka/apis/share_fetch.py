@@ -289,7 +289,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         if remaining_ms is None:
             return
         try:
-            given = await receive(
+            grants = await receive(
                 list(deliveries.values()),
                 demand,
                 self._consumers.service.budget,
@@ -300,7 +300,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             results.failed.update(dict.fromkeys(deliveries, error))
             await results.pause_if_retried()
         else:
-            results.add(_readable(given, demand.worker, client, subscription.name, results))
+            results.add(_readable(grants, demand.worker, client, subscription.name, results))
 
     async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
@@ -400,12 +400,12 @@ def _check_read(client: ClientInfo, group_id: str, topic_id: UUID) -> None:
         rights.require(Operation.READ, ResourceType.TOPIC, name)
 
 
-def _readable(given: list[Grant], worker: str, client: ClientInfo, group_id: str, results: _Results) -> list[Grant]:
+def _readable(grants: list[Grant], worker: str, client: ClientInfo, group_id: str, results: _Results) -> list[Grant]:
     """Return the leases that the client may still read, since it may have waited for minutes; return the others."""
     from millstream.broker.subscriptions.receiving import return_leases
 
     readable: list[Grant] = []
-    for grant in given:
+    for grant in grants:
         key = grant.delivery.key
         try:
             _check_read(client, group_id, key.topic_id)

@@ -35,13 +35,13 @@ from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_ch
 from millstream.broker.security.rights import Rights, SubscribedTopic
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
 from millstream.broker.subscriptions.state_shard import (
-    FramesRead,
     LoadQueue,
-    QueueLoaded,
-    QueuesWritten,
+    LoadQueueResponse,
     ReadFrames,
+    ReadFramesResponse,
     StateCoordinator,
     WriteQueues,
+    WriteQueuesResponse,
     WriteResult,
 )
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
@@ -107,10 +107,10 @@ class _SubscriptionApi(PrivateApi[RequestT, ResponseT]):
 
     def _led_partitions(self, topics: Iterable[str], index: int | None = None) -> list[Partition]:
         """Return the partitions of topics that this node leads, or only those with an index."""
-        found = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
+        known_topics = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
         return [
             one
-            for topic in found
+            for topic in known_topics
             for one in self._service.topics.partitions_of(topic)
             if one.is_leader and index in (None, one.index)
         ]
@@ -332,13 +332,13 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         ):
             place = TopicPartition(copies[key.topic_id], key.partition)
             places.setdefault(isolations[key.subscription_id], {})[key] = place, image.fold
-        found: dict[UUID, list[dict[str, Any]]] = {}
+        queues_by_subscription: dict[UUID, list[dict[str, Any]]] = {}
         for isolation, queues in places.items():
             ends = await self._service.readable_ends({place for place, _ in queues.values()}, isolation)
             for key, (place, fold) in queues.items():
                 row = self._copied_queue(place, fold, ends.get(place, 0))
-                found.setdefault(key.subscription_id, []).append(row)
-        return found
+                queues_by_subscription.setdefault(key.subscription_id, []).append(row)
+        return queues_by_subscription
 
     def _copied_queue(self, place: TopicPartition, fold: Fold, end: int) -> dict[str, Any]:
         from millstream.broker.subscriptions.delivery import age_ms
@@ -538,8 +538,8 @@ async def _resolve_offset(partition: Partition, isolation: str, to: str) -> Offs
         return end
     if to.startswith(AT_OFFSET):
         return Offset(max(partition.log_start, min(end, int(to.removeprefix(AT_OFFSET)))))
-    found = await partition.log.find_time(int(to.removeprefix(AT_TIME)), up_to=end)
-    return end if found is None else Offset(max(partition.log_start, found[0]))
+    result = await partition.log.find_time(int(to.removeprefix(AT_TIME)), up_to=end)
+    return end if result is None else Offset(max(partition.log_start, result[0]))
 
 
 _PLACE: Final = struct.Struct(">iq")
@@ -800,7 +800,7 @@ class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
         self._states = states
 
 
-class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
+class LoadQueueState(_QueueStateApi[LoadQueue, LoadQueueResponse]):
     """Returns the stored state of a queue to the queue's leader.
 
     After the response, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
@@ -808,21 +808,21 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
 
     changes = None
 
-    async def handle(self, request: LoadQueue) -> QueueLoaded:
+    async def handle(self, request: LoadQueue) -> LoadQueueResponse:
         stored = await self._states.load(request.key, Epoch(request.leader_epoch))
-        return QueueLoaded(0, None, stored.snapshot, stored.sequence)
+        return LoadQueueResponse(0, None, stored.snapshot, stored.sequence)
 
 
-class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
+class ReadQueueFrames(_QueueStateApi[ReadFrames, ReadFramesResponse]):
     """Returns the frames of a queue about one message, as far as they are still in the log, to the queue's leader."""
 
     changes = None
 
-    async def handle(self, request: ReadFrames) -> FramesRead:
-        return FramesRead(0, None, await self._states.frames(request.key, request.offset, request.since_ms))
+    async def handle(self, request: ReadFrames) -> ReadFramesResponse:
+        return ReadFramesResponse(0, None, await self._states.frames(request.key, request.offset, request.since_ms))
 
 
-class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
+class WriteQueueStates(_QueueStateApi[WriteQueues, WriteQueuesResponse]):
     """Stores the changes of queues, for the node that leads them.
 
     It responds when all of it is durable. Writes of one queue are numbered without gaps; one that is repeated counts
@@ -832,10 +832,10 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
 
     changes = None
 
-    async def handle(self, request: WriteQueues) -> QueuesWritten:
+    async def handle(self, request: WriteQueues) -> WriteQueuesResponse:
         writes = [write.read() for write in request.writes]
         written: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
         self._states.write(PartitionIndex(request.state_partition), writes, partial(complete, written))
         results = await written
         outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
-        return QueuesWritten(0, None, outcomes)
+        return WriteQueuesResponse(0, None, outcomes)

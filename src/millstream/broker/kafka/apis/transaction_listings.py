@@ -113,18 +113,18 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         )
 
 
-def _build_state(found: TransactionDescription) -> TransactionState:
+def _build_state(transaction: TransactionDescription) -> TransactionState:
     return TransactionState(
         error_code=ErrorCode.none,
-        transactional_id=TransactionalId(found.transactional_id),
-        transaction_state=found.state,
-        transaction_timeout=i32Timedelta.parse(timedelta(milliseconds=found.timeout_ms)),
-        transaction_start_time=_to_datetime(found.started_ms),
-        producer_id=ProducerId(found.producer_id),
-        producer_epoch=i16(found.epoch),
+        transactional_id=TransactionalId(transaction.transactional_id),
+        transaction_state=transaction.state,
+        transaction_timeout=i32Timedelta.parse(timedelta(milliseconds=transaction.timeout_ms)),
+        transaction_start_time=_to_datetime(transaction.started_ms),
+        producer_id=ProducerId(transaction.producer_id),
+        producer_epoch=i16(transaction.epoch),
         topics=tuple(
             TopicData(topic=TopicName(name), partitions=tuple(map(i32, indexes)))
-            for name, indexes in by_topic(found.partitions).items()
+            for name, indexes in by_topic(transaction.partitions).items()
         ),
     )
 

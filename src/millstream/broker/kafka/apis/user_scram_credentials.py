@@ -149,9 +149,9 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
             if result.user in put:
                 activity = UPDATE if result.user in known else CREATE
             else:
-                gone = {one.mechanism for one in request.deletions if one.name == result.user}
+                deleted_mechanisms = {one.mechanism for one in request.deletions if one.name == result.user}
                 held = sum(user == result.user for user, _mechanism in users)
-                activity = DELETE if len(gone) >= held else UPDATE
+                activity = DELETE if len(deleted_mechanisms) >= held else UPDATE
             yield change_of(result, activity, "user", result.user)
 
 

@@ -143,8 +143,8 @@ async def status(services: Services, request: Request[NoFields, NoFields]) -> Cl
 
 
 async def clients(services: Services, request: Request[ClientQuery, NoFields]) -> ClientList:
-    found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
-    return ClientList([one for one in found.clients if request.query.all or one.roles], found.omitted)
+    connected = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
+    return ClientList([one for one in connected.clients if request.query.all or one.roles], connected.omitted)
 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:

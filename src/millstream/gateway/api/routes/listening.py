@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from millstream.gateway.api.message import Decode, decoded_bytes, decoded_member
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
 from millstream.gateway.api.record_reader import Slice
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
-from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
+from millstream.gateway.api.routes.pulling import DECODE_S_MAX, WorkerName, leased, receive_until
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import RequestMemory
 from millstream.protocol.private.subscription_messages import ReceiveRequest
@@ -45,7 +46,7 @@ WAIT_MS: Final = 30_000
 PARTITIONS_NAMED_MAX: Final = 16
 """With more partitions, only the last of the events that are sent together has an id."""
 DECODE_TRIES: Final = 30
-"""How often a stream decodes a value for which there is no memory; ending it frees what it holds."""
+"""How often a stream tries to decode a value while others use all that may; ending it frees what it holds."""
 
 _PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
 DecodeValues = Annotated[Decode | None, Meta(description="`schema` adds the value, decoded by its schema.")]
@@ -142,18 +143,18 @@ async def _sent(
         for piece in _pieces(_events(topic, partition, records, places)):
             yield piece
         return
-    for each in records:
-        # One at a time: a decoded value may be a hundred times as long as the stored one.
-        held = READ_BYTES + sum(map(held_bytes, records))
+    held = READ_BYTES + sum(map(held_bytes, records))
+    # One at a time: a decoded value may be a hundred times as long as the stored one.
+    for count, each in enumerate(records, 1):
         for _ in range(DECODE_TRIES):
-            with suppress(Refused):
+            with suppress(Refused, QuotaExceeded):
                 more = await _decoded(services, decode, topic.name, each, memory, held)
                 break
-            # Decoded again once the memory that other streams hold is free.
+            # Decoded again once others need less of the memory, or of the processes that decode.
             await asyncio.sleep(RETRY_S)
         else:
-            raise QuotaExceeded("other requests hold the memory for decoded values; resume the stream later")
-        for piece in _pieces(_events(topic, partition, [each], places, more)):
+            raise QuotaExceeded("other requests use all that may decode values; resume the stream later")
+        for piece in _pieces(_events(topic, partition, [each], places, more, is_end=count == len(records))):
             yield piece
 
 
@@ -198,10 +199,13 @@ def _events(
     records: list[Record],
     places: dict[int, int],
     more: Mapping[str, Any] = _NOTHING,
+    *,
+    is_end: bool = True,
 ) -> Iterable[bytes]:
+    """Yield the events of records; `is_end` says whether no more of them are sent together with these."""
     for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
-        has_event_id = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
+        has_event_id = (is_end and at == len(records)) or len(places) <= PARTITIONS_NAMED_MAX
         event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if has_event_id else None
         document = _encode(received(topic.name, topic.topic_id, partition, record, **more))
         yield event("message", in_one_line(document), event_id)
@@ -216,34 +220,35 @@ async def _leased(
 ) -> AsyncGenerator[bytes, None]:
     while not services.stopping.done() and (disconnected is None or not disconnected.done()):
         try:
-            left = await receive_until(services, receive, disconnected)
+            unsent = await receive_until(services, receive, disconnected)
         except QuotaExceeded:
             # The broker let the request wait for as long as it could.
             continue
         is_refused = False
         try:
             # A client that reads slowly keeps messages here, possibly for longer than their leases last.
-            while left := await services.subscriptions.confirmed(receive.subscription, receive.worker, left):
-                memory.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
+            while unsent := await services.subscriptions.confirmed(receive.subscription, receive.worker, unsent):
+                held = READ_BYTES + sum(held_bytes(one.record) for one in unsent)
+                memory.resize(held)
                 piece, count = b"", 0
-                while count < len(left) and len(piece) < PIECE_BYTES:
-                    one = left[count]
-                    held = READ_BYTES + sum(held_bytes(one.record) for one in left)
-                    more = await _decoded(services, decode, one.topic, one.record, memory, held)
+                until = time.monotonic() + DECODE_S_MAX
+                while count < len(unsent) and len(piece) < PIECE_BYTES and (not count or time.monotonic() < until):
+                    one = unsent[count]
+                    more = await _decoded(services, decode, one.topic, one.record, memory, held) if decode else _NOTHING
                     piece += event("message", in_one_line(_encode(leased(one, receive.worker, **more))))
                     count += 1
                 yield piece
                 if disconnected is not None and disconnected.done():
                     # The connection was lost before the piece was written.
                     break
-                del left[:count]
-        except Refused:
+                del unsent[:count]
+        except (Refused, QuotaExceeded):
             is_refused = True
         finally:
-            await services.leasing.return_messages(receive.subscription, receive.worker, left)
+            await services.leasing.return_messages(receive.subscription, receive.worker, unsent)
         memory.resize(READ_BYTES)
         if is_refused:
-            # Leased again once the memory that other streams hold is free.
+            # Leased again once others need less of the memory, or of the processes that decode.
             await asyncio.sleep(RETRY_S)
 
 

@@ -105,19 +105,19 @@ class TraceDocument(msgspec.Struct, frozen=True):
 async def trace(services: Services, request: Request[NoFields, NoFields]) -> TraceDocument:
     """Show what happened to the message at an offset."""
     at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
-    found = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
-    if lacks_history(found):
-        found = await with_history(services, found)
-    return msgspec.convert(found, TraceDocument)
+    document = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
+    if lacks_history(document):
+        document = await with_history(services, document)
+    return msgspec.convert(document, TraceDocument)
 
 
-async def with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
+async def with_history(services: Services, document: dict[str, Any]) -> dict[str, Any]:
     """Complete a trace from the ledger's table, if this machine has it, in a process of its own."""
     try:
         async with asyncio.timeout(HISTORY_S):
             await _READING.acquire()
     except TimeoutError:
-        return found
+        return document
     try:
         try:
             lake = await ledger_lake(services.client)
@@ -126,10 +126,10 @@ async def with_history(services: Services, found: dict[str, Any]) -> dict[str, A
             )
         except (MillstreamError, OSError) as error:
             _logger.debug("the ledger's table is not read for a trace", extra={"reason": str(error)})
-            return found
+            return document
         try:
             async with asyncio.timeout(HISTORY_S):
-                text, _ = await process.communicate(msgspec.json.encode(found))
+                text, _ = await process.communicate(msgspec.json.encode(document))
         except TimeoutError:
             text = b""
         finally:
@@ -139,7 +139,7 @@ async def with_history(services: Services, found: dict[str, Any]) -> dict[str, A
     finally:
         _READING.release()
     # Without a table, or the packages to read it, the broker's response is all there is.
-    return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else found
+    return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else document
 
 
 ROUTES: Final = (

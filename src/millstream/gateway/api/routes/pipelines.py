@@ -179,8 +179,8 @@ class PipelineEnabled(msgspec.Struct, frozen=True):
 
 
 async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
-    found = await PipelineClient(services.client).describe()
-    return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in found])
+    pipelines = await PipelineClient(services.client).describe()
+    return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in pipelines])
 
 
 async def create(services: Services, request: Request[NoFields, NewPipeline]) -> PipelineCreated:
@@ -198,9 +198,9 @@ async def describe(services: Services, request: Request[Any, Any]) -> PipelineDe
 
 async def _describe(services: Services, name: str, notes: list[str]) -> PipelineDescription:
     (described,) = await PipelineClient(services.client).describe([name])
-    found = await tables_of(services.client, described)
-    tables = [asdict(one) for one in found.tables]
-    notes = [*notes, *described["notes"], *found.notes]
+    landed_tables = await tables_of(services.client, described)
+    tables = [asdict(one) for one in landed_tables.tables]
+    notes = [*notes, *described["notes"], *landed_tables.notes]
     return msgspec.convert({**described, "tables": tables, "notes": notes}, PipelineDescription)
 
 
@@ -230,8 +230,8 @@ async def stop(services: Services, request: Request[NoFields, NoFields]) -> Pipe
 
 async def list_runs(services: Services, request: Request[RunQuery, NoFields]) -> RunList:
     """List the last runs of a job."""
-    found = await PipelineClient(services.client).runs(request.path["pipeline"], limit=request.query.limit)
-    return msgspec.convert({"runs": found}, RunList)
+    runs = await PipelineClient(services.client).runs(request.path["pipeline"], limit=request.query.limit)
+    return msgspec.convert({"runs": runs}, RunList)
 
 
 async def read_log(services: Services, request: Request[NoFields, NoFields]) -> RunLog:
@@ -265,7 +265,7 @@ async def change_rules(services: Services, request: Request[NoFields, RuleChange
     if not body.put and not body.delete:
         raise invalid("nothing to change; send rules to `put` or names to `delete`")
     rules = msgspec.convert(body.put, list[Rule], from_attributes=True)
-    changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
+    changed = await PipelineClient(services.client).change_rules(name, rules, deleted=body.delete)
     return RulesChanged(await _rules(services, name), list(changed.notes))
 
 

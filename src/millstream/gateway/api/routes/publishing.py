@@ -27,7 +27,7 @@ from millstream.gateway.api.new_message import (
     CloudEvents,
     MessageBatch,
     MessageHeaders,
-    Placed,
+    RecordToPublish,
     batch_decoder,
     from_batch,
     from_headers,
@@ -40,7 +40,7 @@ from millstream.gateway.api.problem import Refused, invalid, retry_after, status
 from millstream.gateway.api.route import Lane, Request, Response, Route
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import PAUSE_S_MAX, RequestMemory
-from millstream.protocol.private.publish_once import Placed as PlacedOnce
+from millstream.protocol.private.publish_once import PublishOnceResult as PlacedOnce
 from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.records.record import NewRecord
 
@@ -125,7 +125,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     return Response(HTTPStatus.OK, content) if is_old else content
 
 
-async def _encode(services: Services, subject: str, placed: Placed, memory: RequestMemory) -> Placed:
+async def _encode(services: Services, subject: str, placed: RecordToPublish, memory: RequestMemory) -> RecordToPublish:
     """Encode the JSON document of a message with the latest schema of a subject."""
     value = placed.record.value
     if value is None:
@@ -139,7 +139,9 @@ async def _encode(services: Services, subject: str, placed: Placed, memory: Requ
     return placed._replace(record=placed.record._replace(value=content, headers=headers))
 
 
-async def publish_messages(services: Services, topic: str, placed_messages: Sequence[Placed]) -> list[Published]:
+async def publish_messages(
+    services: Services, topic: str, placed_messages: Sequence[RecordToPublish]
+) -> list[Published]:
     """Publish messages, and wait until all of them are stored."""
     outcomes: list[Any] = [None] * len(placed_messages)
     by_partition: dict[int | None, list[int]] = {}
@@ -161,7 +163,7 @@ async def publish_messages(services: Services, topic: str, placed_messages: Sequ
     return _all_published([one if isinstance(one, MillstreamError) else _to_published(one) for one in outcomes])
 
 
-async def _publish_once(services: Services, topic: str, placed_messages: Sequence[Placed]) -> list[Published]:
+async def _publish_once(services: Services, topic: str, placed_messages: Sequence[RecordToPublish]) -> list[Published]:
     """Publish messages that may have been published before."""
     partitions = len((await _topic(services, topic)).partitions)
     now_ms = int(time.time() * 1000)
@@ -246,24 +248,24 @@ def _to_published(receipt: Receipt) -> Published:
 
 
 async def _topic(services: Services, topic: str) -> Any:
-    found = await services.client.metadata([topic], create=True)
-    return found.topics[topic] if topic in found.topics else await find_topic(services.client, topic)
+    metadata = await services.client.metadata([topic], create=True)
+    return metadata.topics[topic] if topic in metadata.topics else await find_topic(services.client, topic)
 
 
-def _read_batch(body: bytes) -> list[Placed]:
+def _read_batch(body: bytes) -> list[RecordToPublish]:
     batch: MessageBatch = read_json(_batch_decoder, body)
     return [from_batch(message) for message in batch.messages]
 
 
-def _read_event(body: bytes) -> list[Placed]:
+def _read_event(body: bytes) -> list[RecordToPublish]:
     return [from_members(read_json(structured_decoder, body))]
 
 
-def _read_events(body: bytes) -> list[Placed]:
+def _read_events(body: bytes) -> list[RecordToPublish]:
     return [from_members(members) for members in read_json(batch_decoder, body)]
 
 
-_FORMS: Final[dict[bytes, Callable[[bytes], list[Placed]]]] = {
+_FORMS: Final[dict[bytes, Callable[[bytes], list[RecordToPublish]]]] = {
     MESSAGES.encode(): _read_batch,
     STRUCTURED.encode(): _read_event,
     BATCHED.encode(): _read_events,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,6 +33,9 @@ from millstream.gateway.api.services import Services
 from millstream.protocol.private.subscription_messages import ReceiveRequest
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
+
+DECODE_S_MAX: Final = 5.0
+"""How long the values of one response may take to decode, while the leases of its messages run."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -219,12 +223,19 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     request.memory.resize(size)
     if body.decode is None:
         return PulledMessages([leased(message, worker) for message in messages])
-    documents = []
+    documents: list[LeasedDocument] = []
+    until = time.monotonic() + DECODE_S_MAX
     for message in messages:
+        if documents and time.monotonic() > until:
+            # The rest is for another request.
+            break
         more = await decoded_members(services.client, body.decode, message.topic, message.record)
         size += decoded_bytes(more)
         request.memory.resize(size)
         documents.append(leased(message, worker, **more))
+    undecoded = messages[len(documents) :]
+    del messages[len(documents) :]
+    await services.leasing.return_messages(name, worker, undecoded)
     return PulledMessages(documents)
 
 

@@ -233,8 +233,8 @@ class SubscriptionPaused(msgspec.Struct, frozen=True):
 
 
 async def list_subscriptions(services: Services, request: Request[Listing, NoFields]) -> SubscriptionList:
-    found = await services.subscriptions.describe()
-    shown = [one for one in found if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
+    subscriptions = await services.subscriptions.describe()
+    shown = [one for one in subscriptions if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
     return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
 
 

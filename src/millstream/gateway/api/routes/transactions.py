@@ -86,13 +86,13 @@ class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def list_all(services: Services, request: Request[Transactions, NoFields]) -> TransactionList:
     """List transactional ids with their states."""
     longer = -1 if request.query.longer_than_ms is None else request.query.longer_than_ms
-    found = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
-    return TransactionList(found)
+    transactions = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
+    return TransactionList(transactions)
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TransactionDescription:
-    found = await describe_transaction(services.client, request.path["transaction"])
-    return msgspec.convert(found.described(), TransactionDescription)
+    transaction = await describe_transaction(services.client, request.path["transaction"])
+    return msgspec.convert(transaction.described(), TransactionDescription)
 
 
 async def abort(services: Services, request: Request[NoFields, NoFields]) -> Aborted:
@@ -102,8 +102,8 @@ async def abort(services: Services, request: Request[NoFields, NoFields]) -> Abo
 
 
 async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
-    found = await hanging_transactions(services.client)
-    return msgspec.convert({"transactions": [one.described() for one in found]}, HangingList)
+    transactions = await hanging_transactions(services.client)
+    return msgspec.convert({"transactions": [one.described() for one in transactions]}, HangingList)
 
 
 async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:

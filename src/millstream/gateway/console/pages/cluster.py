@@ -103,13 +103,13 @@ async def abort(visit: Visit) -> Response:
 
 async def clients(visit: Visit) -> Response:
     """Show who is connected, and what they move."""
-    found = await list_clients(visit.services.client, interval_s=MEASURED_S)
+    connected = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"
-    shown = [one for one in found.clients if every or one.roles]
+    shown = [one for one in connected.clients if every or one.roles]
     context = {
         **visit.paging(len(shown)),
         "clients": visit.on_page(shown),
-        "omitted": found.omitted,
+        "omitted": connected.omitted,
         "every": every,
     }
     return Page("clients.html", context)

@@ -26,7 +26,7 @@ from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.message import held_bytes
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.render import counted
-from millstream.gateway.console.tasks import Measured, Task
+from millstream.gateway.console.tasks import Task, TaskProgress
 from millstream.gateway.console.visit import Page, PageRoute, Response, Visit, address, change, command
 from millstream.protocol.filter.node import quoted
 from millstream.protocol.private.subscriptions import LeasedMessage
@@ -42,7 +42,7 @@ async def list_all(visit: Visit) -> Response:
     return Page("dead_letters.html", {"topics": await dead_letter_topics(visit.services.client)})
 
 
-class _Selected:
+class _LetterSelection:
     """The letters that a page looks at: the first few to show, and how many there are for each reason."""
 
     def __init__(self, visit: Visit) -> None:
@@ -75,7 +75,7 @@ async def show(visit: Visit) -> Response:
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
     await visit.note_reading(topic, "letters", filter=condition)
-    selected, outcome, problem = _Selected(visit), Outcome(), ""
+    selected, outcome, problem = _LetterSelection(visit), Outcome(), ""
     try:
         matches = await compile_letter_filter(condition or None)
         await process_letters(
@@ -174,14 +174,14 @@ async def _task(
     outcome, total = Outcome(), 0 if known is None else known.letters
     is_redrive = words == ("redrive",)
 
-    def measure() -> Measured:
+    def measure() -> TaskProgress:
         # A redrive finds letters first, and then delivers their messages: each is half of the way.
         delivered = sum(outcome.revived.values()) + sum(outcome.refused.values())
         found = (outcome.selected + delivered) / 2 if is_redrive else outcome.selected
         text = f"{counted(outcome.selected + outcome.unmatched, 'letter')} of {total:,} examined"
         text += f", {outcome.selected:,} match" if condition else ""
         text += f", {delivered:,} messages delivered" if is_redrive else ""
-        return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
+        return TaskProgress(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
 
     async def process(_task: Task, services: Services) -> str:
         text = await act(_dlq(visit, topic, services), outcome, matches)

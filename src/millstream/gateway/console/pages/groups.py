@@ -33,11 +33,11 @@ async def list_all(visit: Visit) -> Response:
 async def show(visit: Visit) -> Response:
     """Show a group, and what a reset would do."""
     name, client = visit.names["group"], visit.services.client
-    found = await describe_group(client, name)
+    group = await describe_group(client, name)
     to, topic = visit.text("to"), visit.text("topic")
     context = {
         "name": name,
-        "group": group_document(found, await progress_of(client, found)),
+        "group": group_document(group, await progress_of(client, group)),
         "may_reset": await visit.may_change(Operation.READ, _GROUP, name),
         "may_delete": await visit.may_change(Operation.DELETE, _GROUP, name),
         "to": to,

@@ -148,10 +148,10 @@ class Row(NamedTuple):
     """The schema by which the value was decoded; empty if it is shown as stored."""
 
 
-async def rows_of(visit: Visit, topic: str, found: Iterable[Message]) -> list[Row]:
+async def rows_of(visit: Visit, topic: str, messages: Iterable[Message]) -> list[Row]:
     """Return messages as rows, with their values decoded if they name a schema."""
     rows = []
-    for partition, record in found:
+    for partition, record in messages:
         size, decoded = len(record.value or b""), None
         if size <= SHOWN_BYTES_MAX:
             decoded = await decode_record(visit.services.client, topic, record)
@@ -169,16 +169,16 @@ async def rows_of(visit: Visit, topic: str, found: Iterable[Message]) -> list[Ro
     return rows
 
 
-class _Reading(msgspec.Struct):
+class _ReadStep(msgspec.Struct):
     rows: list[Row] = []
     places: dict[int, int] = {}
-    """Where to continue."""
+    """The offset at which each partition continues."""
     older: dict[int, int] = {}
     progress: Progress = msgspec.field(default_factory=Progress)
     is_done: bool = True
 
 
-async def _newest(visit: Visit, form: _SearchForm) -> _Reading:
+async def _newest(visit: Visit, form: _SearchForm) -> _ReadStep:
     """Read the last messages before the end, or before where another page began; the newest first."""
     bounds = await _bounds(visit, form)
     if before := visit.text("before", length_max=200_000):
@@ -192,10 +192,10 @@ async def _newest(visit: Visit, form: _SearchForm) -> _Reading:
     deadline = loop.time() + PAGE_S
     while True:
         ranges = {index: OffsetRange(max(start, end - reach), end) for index, (start, end) in bounds.items()}
-        reading = _Reading()
+        reading = _ReadStep()
         async with aclosing(visit.searches.read(visit.services, form.topic, ranges, None, reading.progress)) as steps:
-            async for found in steps:
-                reading.rows += await rows_of(visit, form.topic.name, found)
+            async for step in steps:
+                reading.rows += await rows_of(visit, form.topic.name, step)
                 if len(reading.rows) > KEPT_ROWS:
                     _keep_newest(reading.rows)
         is_whole = all(ranges[index].start == one.start for index, one in bounds.items())
@@ -235,15 +235,15 @@ async def _matches(
         yield steps
 
 
-async def _search(visit: Visit, form: _SearchForm, limit: int) -> _Reading:
+async def _search(visit: Visit, form: _SearchForm, limit: int) -> _ReadStep:
     """Read forward until there are enough messages, or the page has waited long enough."""
     ranges = await _forward(visit, form)
-    reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
+    reading = _ReadStep(places={index: start for index, (start, _) in ranges.items()})
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PAGE_S
     async with _matches(visit, form, ranges, reading.progress, limit=limit, places=reading.places) as steps:
-        async for found in steps:
-            reading.rows += await rows_of(visit, form.topic.name, found)
+        async for step in steps:
+            reading.rows += await rows_of(visit, form.topic.name, step)
             if loop.time() > deadline:
                 break
     reading.is_done = all(reading.places[index] >= end for index, (_, end) in ranges.items())
@@ -254,7 +254,7 @@ async def browse(visit: Visit) -> Response:
     """Show messages of a topic: the newest, from a position on, or those that match."""
     form = await _parse_form(visit)
     name = form.topic.name
-    reading = _Reading()
+    reading = _ReadStep()
     is_forward = form.is_search or bool(form.starts_at) or bool(visit.text("at", length_max=200_000))
     if not form.problem:
         await visit.note_reading(name, "browse", filter=form.selects)
@@ -310,8 +310,8 @@ async def _search_events(
     rows = environment().get_template("message_rows.html")
     try:
         async with _matches(visit, form, ranges, progress, limit=limit, places=places) as steps:
-            async for found in steps:
-                shown = await rows_of(visit, form.topic.name, found)
+            async for step in steps:
+                shown = await rows_of(visit, form.topic.name, step)
                 content = {
                     "rows": rows.render(topic=form.topic.name, rows=shown) if shown else "",
                     "state": _describe_progress(progress, is_done=False),
@@ -348,14 +348,18 @@ async def _tail_events(visit: Visit, form: _SearchForm, starts: dict[int, int]) 
             async for fetched in following:
                 for one in fetched:
                     step = await visit.searches.matching(visit.services, form.topic, one, form.condition, progress)
-                    found = step.matches
-                    shown = await rows_of(visit, form.topic.name, found[-TAIL_ROWS_MAX:])
-                    progress.matched += len(found)
+                    messages = step.matches
+                    shown = await rows_of(visit, form.topic.name, messages[-TAIL_ROWS_MAX:])
+                    progress.matched += len(messages)
                     if shown:
                         content = {
                             "rows": rows.render(topic=form.topic.name, rows=list(reversed(shown))),
                             "state": f"{number(progress.matched)} new since the tail began."
-                            + (f" {number(len(found) - len(shown))} not shown." if len(found) > len(shown) else ""),
+                            + (
+                                f" {number(len(messages) - len(shown))} not shown."
+                                if len(messages) > len(shown)
+                                else ""
+                            ),
                         }
                         yield event("rows", msgspec.json.encode(content))
     except (MillstreamError, Refused) as error:
@@ -375,8 +379,8 @@ async def download(visit: Visit) -> Response:
 async def _lines(visit: Visit, form: _SearchForm, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
     topic = form.topic
     async with _matches(visit, form, ranges, Progress(), limit=DOWNLOAD_MAX) as steps:
-        async for found in steps:
-            documents = (received(topic.name, topic.topic_id, one.partition, one.record) for one in found)
+        async for step in steps:
+            documents = (received(topic.name, topic.topic_id, one.partition, one.record) for one in step)
             lines = [msgspec.json.encode(document).replace(b"\n", b" ") for document in documents]
             yield b"".join(line + b"\n" for line in lines)
 

@@ -12,8 +12,8 @@ PARTITIONS_SHOWN: Final = 200
 
 
 async def list_all(visit: Visit) -> Response:
-    found = await MirrorClient(visit.services.client).describe()
-    return Page("mirrors.html", {"mirrors": [summary_of(one) for one in found]})
+    mirrors = await MirrorClient(visit.services.client).describe()
+    return Page("mirrors.html", {"mirrors": [summary_of(one) for one in mirrors]})
 
 
 async def show(visit: Visit) -> Response:

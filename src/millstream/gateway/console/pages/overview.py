@@ -77,13 +77,13 @@ async def _state(visit: Visit) -> dict[str, Any]:
 async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
     """Return what the user may see; nothing without rights, or if it is unavailable, which is recorded."""
     try:
-        found: list[Any] = await asked
+        items: list[Any] = await asked
     except NotAuthorized:
         return []
     except MillstreamError as error:
         missing.append(str(error))
         return []
-    return found
+    return items
 
 
 def _push_warnings(described: list[dict[str, Any]]) -> list[ConsoleWarning]:
@@ -100,32 +100,32 @@ def _warnings(
     pipelines: list[dict[str, Any]],
     mirrors: list[dict[str, Any]],
 ) -> list[ConsoleWarning]:
-    found: list[ConsoleWarning] = []
+    warnings: list[ConsoleWarning] = []
     cluster = address("cluster")
     for node in nodes:
         if node.state == UNREACHABLE:
-            found.append(ConsoleWarning(f"Node {node.node_id} does not respond.", cluster, "See the cluster", True))
-        found += [
+            warnings.append(ConsoleWarning(f"Node {node.node_id} does not respond.", cluster, "See the cluster", True))
+        warnings += [
             ConsoleWarning(f"Node {node.node_id}: {reason}.", cluster, "See the cluster", True)
             for reason in node.reasons
         ]
     orphans = max((node.without_leader for node in nodes), default=0)
     if orphans:
         text = f"{counted(orphans, 'partition')} without a leader cannot be read or written."
-        found.append(ConsoleWarning(text, cluster, "See the cluster", True))
+        warnings.append(ConsoleWarning(text, cluster, "See the cluster", True))
     lacking = max((node.under_replicated for node in nodes), default=0)
     if lacking:
         text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
-        found.append(ConsoleWarning(text, cluster, "See the cluster"))
+        warnings.append(ConsoleWarning(text, cluster, "See the cluster"))
     texts = sorted({text for node in nodes for text in node.warnings})
-    found += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in texts]
+    warnings += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in texts]
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic
             text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed permanently."
-            found.append(ConsoleWarning(text, address("dead-letters", one.topic), "See why and redrive"))
+            warnings.append(ConsoleWarning(text, address("dead-letters", one.topic), "See why and redrive"))
         for refusal in one.refusals:
-            found.append(
+            warnings.append(
                 ConsoleWarning(
                     f"{one.topic} refuses letters: {refusal}",
                     address("topics", one.topic, "settings"),
@@ -137,7 +137,7 @@ def _warnings(
         page = address("subscriptions", row["subscription"])
         if row["paused"] and row["backlog"]:
             text = f"{row['subscription']} is paused, and {counted(row['backlog'], 'message')} wait."
-            found.append(ConsoleWarning(text, page, "Resume it"))
+            warnings.append(ConsoleWarning(text, page, "Resume it"))
         elif row["backlog"] and (row["oldest_s"] or 0) > OLD_S:
             who = (
                 "no worker is waiting for messages"
@@ -145,16 +145,18 @@ def _warnings(
                 else "see who holds it"
             )
             text = f"{row['subscription']}: the oldest message has waited {age(row['oldest_s'])}; {who}."
-            found.append(ConsoleWarning(text, page, "See the subscription"))
+            warnings.append(ConsoleWarning(text, page, "See the subscription"))
     for warned in pipeline_warnings(pipelines, now_ms=time.time() * 1000):
         page = address("pipelines", *warned.names) if len(warned.names) == 1 else address("pipelines")
         label = "See the pipeline" if len(warned.names) == 1 else "See the pipelines"
-        found.append(ConsoleWarning(f"{warned.text[:1].upper()}{warned.text[1:300].rstrip('.')}.", page, label, True))
+        warnings.append(
+            ConsoleWarning(f"{warned.text[:1].upper()}{warned.text[1:300].rstrip('.')}.", page, label, True)
+        )
     for mirror in mirrors:
         if mirror["error"]:
             text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}."
-            found.append(ConsoleWarning(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
-    return sorted(found, key=lambda one: not one.is_bad)[:20]
+            warnings.append(ConsoleWarning(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
+    return sorted(warnings, key=lambda one: not one.is_bad)[:20]
 
 
 async def events(visit: Visit) -> Response:

@@ -33,7 +33,7 @@ from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.pages.subscriptions import try_condition
-from millstream.gateway.console.tasks import Measured, Task
+from millstream.gateway.console.tasks import Task, TaskProgress
 from millstream.gateway.console.visit import (
     Checked,
     ConsoleSettings,
@@ -67,8 +67,8 @@ _MAY_READ: Final = (
 
 
 async def list_all(visit: Visit) -> Response:
-    found = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
-    rows = [one for one in found if visit.search.lower() in one["pipeline"].lower()]
+    pipelines = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
+    rows = [one for one in pipelines if visit.search.lower() in one["pipeline"].lower()]
     return Page("pipelines.html", {**visit.paging(len(rows)), "pipelines": visit.on_page(rows)})
 
 
@@ -76,15 +76,15 @@ async def show(visit: Visit) -> Response:
     """Show one pipeline, and if asked for which recent messages its rules match."""
     name, client = visit.names["pipeline"], visit.services.client
     (described,) = await PipelineClient(client).describe([name])
-    found = await tables_of(client, described)
+    tables = await tables_of(client, described)
     kind = described["kind"]
     context = {
         "name": name,
         "described": described,
         "report": described["report"] or {},
         "summary": summary_of(described),
-        "tables": found.tables,
-        "notes": [*described["notes"], *found.notes],
+        "tables": tables.tables,
+        "notes": [*described["notes"], *tables.notes],
         "rules": described["rules"][:RULES_SHOWN],
         "rules_left": max(0, len(described["rules"]) - RULES_SHOWN),
         "runs": [],
@@ -192,7 +192,7 @@ async def dry_run(visit: Visit) -> Response:
     reading = "Reading the newest messages."
     if pipeline.kind is PipelineKind.TRANSFORM:
         reading = "Starting Spark, then reading the newest messages."
-    task.measure = lambda: Measured(min(0.95, task.took_s / DRY_RUN_USUAL_S), reading)
+    task.measure = lambda: TaskProgress(min(0.95, task.took_s / DRY_RUN_USUAL_S), reading)
     started = await visit.tasks.start(task, act, visit.acting)
     # Also if it has ended: its page shows the rows.
     return Done(address("tasks", started.id), "")
@@ -288,8 +288,10 @@ async def put_rule(visit: Visit) -> Response:
     changed = await PipelineClient(visit.services.client).change_rules(name, [new], validate_only=is_trial)
     notes_text = " ".join(changed.notes)
     if is_trial:
-        found = await try_condition(visit, [topic], condition or "TRUE")
-        matched = "".join(f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in found)
+        results = await try_condition(visit, [topic], condition or "TRUE")
+        matched = "".join(
+            f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in results
+        )
         return Checked(f"The rule could be put; nothing was changed. {matched}{notes_text}".strip())
     words = ["--topic", topic, *(word for one in targets for word in ("--to", one))]
     if condition:
@@ -303,8 +305,8 @@ async def delete_rule(visit: Visit) -> Response:
     """Delete a rule; what it has routed stays."""
     name, rule = visit.names["pipeline"], visit.text("rule", length_max=249)
     visit.confirm(rule)
-    left = (await PipelineClient(visit.services.client).change_rules(name, gone=[rule])).rules
-    return _done(name, f"Rule {rule} is deleted, {left:,} left", "rule", "delete", name, rule)
+    remaining = (await PipelineClient(visit.services.client).change_rules(name, deleted=[rule])).rules
+    return _done(name, f"Rule {rule} is deleted, {remaining:,} left", "rule", "delete", name, rule)
 
 
 async def trigger(visit: Visit) -> Response:

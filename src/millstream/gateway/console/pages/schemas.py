@@ -31,8 +31,8 @@ _TOPIC: Final = ResourceType.TOPIC
 
 async def list_all(visit: Visit) -> Response:
     client = SchemaClient(visit.services.client)
-    found = (await client.subjects(ListSubjectsRequest())).subjects
-    names = sorted(name for name in found if visit.search.lower() in name.lower())
+    subjects = (await client.subjects(ListSubjectsRequest())).subjects
+    names = sorted(name for name in subjects if visit.search.lower() in name.lower())
     rows = []
     for name in visit.on_page(names):
         try:
@@ -98,19 +98,19 @@ async def show(visit: Visit) -> Response:
     name, version = visit.names["subject"], visit.text("version") or "latest"
     client = SchemaClient(visit.services.client)
     versions = (await client.subject(GetSubjectRequest(subject=name))).versions
-    found = await client.version(name, version)
+    response = await client.version(name, version)
     config = (await client.settings(name, default_to_global=True)).config or {}
-    earlier = [one for one in versions if one < found.version]
+    earlier = [one for one in versions if one < response.version]
     lines: list[str] = []
     if earlier:
-        lines = difference(await client.version(name, str(earlier[-1])), found)[2 : DIFF_LINES_MAX + 2]
+        lines = difference(await client.version(name, str(earlier[-1])), response)[2 : DIFF_LINES_MAX + 2]
     topic = subject_topic(name)
     await visit.look_up((Operation.DELETE, _TOPIC, topic), (Operation.ALTER_CONFIGS, _TOPIC, topic))
     context = {
         "name": name,
         "versions": versions,
-        "found": found,
-        "text": readable(found),
+        "found": response,
+        "text": readable(response),
         "earlier": earlier[-1] if earlier else None,
         "lines": [(line, {"+": "added", "-": "removed", "@": "place"}.get(line[:1], "")) for line in lines],
         "level": config.get("compatibilityLevel", ""),

@@ -170,8 +170,8 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 progress = Progress()
                 await visit.note_reading(name, "filter", filter=text)
                 examples: list[Message] = []
-                async for found in visit.searches.read(visit.services, topic, ranges, condition, progress):
-                    examples = [*examples, *found][-EXAMPLES:]
+                async for step in visit.searches.read(visit.services, topic, ranges, condition, progress):
+                    examples = [*examples, *step][-EXAMPLES:]
                     await asyncio.sleep(0)
                 rows = await message_rows(visit, name, reversed(examples))
                 tried.append({"topic": name, "read": progress.read, "matched": progress.matched, "rows": rows})

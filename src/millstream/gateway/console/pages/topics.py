@@ -54,7 +54,7 @@ async def list_all(visit: Visit) -> Response:
     """List topics, searched, ordered and paged by the nodes."""
     internal = visit.text("internal") == "1"
     order, descending = visit.choice("order", ORDERS), visit.text("down") == "1"
-    found = await topics_page(
+    listing = await topics_page(
         visit.services.client,
         search=visit.search,
         internal=internal,
@@ -63,10 +63,12 @@ async def list_all(visit: Visit) -> Response:
         offset=visit.page * PAGE_ROWS,
         limit=PAGE_ROWS,
     )
-    rates = {one.name: series.now for one in found.topics if (series := visit.history.topics.get(one.name)) is not None}
+    rates = {
+        one.name: series.now for one in listing.topics if (series := visit.history.topics.get(one.name)) is not None
+    }
     context = {
-        **visit.paging(found.total),
-        "topics": found.topics,
+        **visit.paging(listing.total),
+        "topics": listing.topics,
         "rates": rates,
         "internal": internal,
         "order": order,

@@ -99,7 +99,7 @@ class AbandonedFiles:
         try:
             looks = _FolderListings(self._clock, progress)
             with ThreadPoolExecutor(min(_AT_ONCE, len(due)), thread_name_prefix="leftovers") as pool:
-                deleted = sum(pool.map(looks.look, due.values()))
+                deleted = sum(pool.map(looks.delete_files_in, due.values()))
         except Exception as error:
             _logger.info("files of failed attempts could not be listed: %s", error)
         now = self._clock()
@@ -121,7 +121,7 @@ class _FolderListings:
         self._until = clock() + SWEEP_S
         self._is_over = False
 
-    def look(self, folder: _Folder) -> int:
+    def delete_files_in(self, folder: _Folder) -> int:
         """Delete the files in a folder, unless the sweep is over; return how many."""
         if self._is_over or self._clock() > self._until:
             return 0
@@ -148,19 +148,19 @@ def abandoned_files_of(pipeline_id: UUID) -> AbandonedFiles:
 
 
 def _delete_abandoned(folder: _Folder) -> int:
-    found = [path for path in folder.storage.data_files(folder.path) if _is_of(path, folder.attempts)]
-    if not found:
+    candidates = [path for path in folder.storage.data_files(folder.path) if _was_written_by(path, folder.attempts)]
+    if not candidates:
         return 0
     # They should be in no commit; check all the same, since a table is worth more than the space.
     log = DeltaLog(folder.storage)
     log.refresh()
-    left = set(found) - set(log.paths())
-    for path in left:
+    uncommitted = set(candidates) - set(log.paths())
+    for path in uncommitted:
         folder.storage.delete(path)
-    return len(left)
+    return len(uncommitted)
 
 
-def _is_of(path: str, attempts: dict[str, float]) -> bool:
+def _was_written_by(path: str, attempts: dict[str, float]) -> bool:
     """Whether one of the attempts has written or rewritten a file."""
     name = path.rpartition("/")[2]
     return any(f"_{attempt}" in name or f".{attempt}." in name for attempt in attempts)

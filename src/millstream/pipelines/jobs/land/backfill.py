@@ -26,14 +26,14 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source
-from millstream.pipelines.jobs.land.task import Landing, Report, Work
+from millstream.pipelines.jobs.land.task import Landing, Report, TopicWork
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.jobs.land.upsert import UpsertJob, keyed
 from millstream.pipelines.lake.columns import UNREADABLE_BATCH
 from millstream.pipelines.lake.parquet_table import ParquetTable
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable, Mark
-from millstream.pipelines.lake.table_file import ActiveFile, Written
+from millstream.pipelines.lake.table_file import ActiveFile, WrittenFile
 from millstream.pipelines.lake.task_writer import BATCH_ROWS
 from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.options import BROKERS, read_options
@@ -220,7 +220,7 @@ class _Requarantine(_PastJob):
             brokers=self._context.brokers,
             access=self._task_access([batch]),
         )
-        results = [msgspec.json.decode(text, type=_Decoded) for text in self._with_files(work, files).values()]
+        results = [msgspec.json.decode(text, type=_DecodedFile) for text in self._with_files(work, files).values()]
         batch.reports = [
             Report(
                 topic=batch.topic,
@@ -235,7 +235,7 @@ class _Requarantine(_PastJob):
 
 
 class _UpsertRequarantine(_Requarantine, UpsertJob):
-    """The same for tables with one row per key."""
+    """Decodes quarantined messages again for a table with one row per key."""
 
     def _decode(self, batch: TopicBatch) -> None:
         keyed(batch).route(0.0, self._settings.bucket_bytes)
@@ -245,12 +245,12 @@ class _UpsertRequarantine(_Requarantine, UpsertJob):
         self._merge(batch)
 
 
-class _Decoded(NamedTuple):
+class _DecodedFile(NamedTuple):
     """The result for one file of a quarantine, as it is sent to the driver."""
 
     rows: int
-    files: list[Written]
-    quarantined: list[Written]
+    files: list[WrittenFile]
+    quarantined: list[WrittenFile]
     counts: dict[str, int]
 
 
@@ -259,7 +259,7 @@ class _DecodeAgain:
     """The work of tasks: decodes the messages of one quarantine file."""
 
     topic: str
-    work: Work
+    work: TopicWork
     quarantine: Storage
     attempt: str
     brokers: str
@@ -272,7 +272,7 @@ class _DecodeAgain:
         return [(writer.storage, writer.folder) for writer in writers]
 
     def __call__(self, file: ActiveFile) -> str:
-        """Return a `_Decoded` as JSON."""
+        """Return a `_DecodedFile` as JSON."""
         asked = {BROKERS: self.brokers, "subscribe": self.topic, "columns": ",".join(RECORD_NAMES)}
         landing = Landing(self.topic, self.work, read_options(asked, self.access))
         try:
@@ -283,7 +283,7 @@ class _DecodeAgain:
         except BaseException:
             landing.abort()
             raise
-        return json.dumps(_Decoded(report.rows, list(report.files), list(report.quarantined), dict(report.counts)))
+        return json.dumps(_DecodedFile(report.rows, list(report.files), list(report.quarantined), dict(report.counts)))
 
     def _messages(self, file: ActiveFile, landing: Landing) -> Iterator[pa.RecordBatch]:
         """Yield the messages of a file; rows that represent unreadable batches stay in the quarantine."""
@@ -298,7 +298,7 @@ class _DecodeAgain:
 
     def discard(self, results: Iterable[str]) -> None:
         for result in results:
-            decoded = msgspec.json.decode(result, type=_Decoded)
+            decoded = msgspec.json.decode(result, type=_DecodedFile)
             self.work.writer.discard(decoded.files)
             self.work.quarantine.discard(decoded.quarantined)
 

@@ -20,7 +20,7 @@ from millstream.core.errors import InvalidSetting
 from millstream.core.payload_columns import order_column
 from millstream.core.pipeline import DEBEZIUM, NO_DECODING, LandSettings
 from millstream.pipelines.jobs.land.inference import column_of
-from millstream.pipelines.lake.columns import EXACT_MAX, Place, path_text, values_at
+from millstream.pipelines.lake.columns import EXACT_MAX, FieldPath, path_text, values_at
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, canonical_keys
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import Filter, compile_filter
@@ -50,7 +50,7 @@ def condition(text: str) -> Filter:
 _compiled = lru_cache(maxsize=64)(lambda text: compile_filter(text, bare_fields=True))
 
 
-def holds(text: str, batch: pa.RecordBatch, topic: str) -> Flags:
+def condition_matches(text: str, batch: pa.RecordBatch, topic: str) -> Flags:
     """Return for every message of one partition whether a condition holds."""
     if not len(batch):
         return np.zeros(0, np.bool_)
@@ -88,9 +88,9 @@ class ChangeRule:
     """How the messages of a topic become changes."""
 
     topic: str
-    key: tuple[Place, ...] = ()
+    key: tuple[FieldPath, ...] = ()
     """The columns of the key; none if it is the key of the message."""
-    order: Place | None = None
+    order: FieldPath | None = None
     """The column that orders changes."""
     lifted: tuple[str, str] | None = None
     """A field of Debezium's envelope that becomes a column, and the name of the column."""
@@ -106,8 +106,8 @@ class ChangeRule:
         lifted = (field, order) if field != order else None
         return cls(
             topic=topic,
-            key=tuple(_place(name) for name in settings.key_fields),
-            order=_place(order) if order else None,
+            key=tuple(_parse_path(name) for name in settings.key_fields),
+            order=_parse_path(order) if order else None,
             lifted=lifted,
             delete_when=settings.delete_when,
             is_debezium=settings.decode == DEBEZIUM,
@@ -115,7 +115,7 @@ class ChangeRule:
         )
 
     @property
-    def stored_key(self) -> tuple[Place, ...]:
+    def stored_key(self) -> tuple[FieldPath, ...]:
         """Return where the key is in a row of the table."""
         return self.key or (("key",),)
 
@@ -137,7 +137,7 @@ class ChangeRule:
             values = pc.replace_with_mask(values, pa.array(deletes), pa.array(documents, pa.binary()))
         if self.delete_when:
             at = batch.schema.get_field_index("value")
-            deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
+            deletes = deletes | condition_matches(self.delete_when, batch.set_column(at, "value", values), self.topic)
         return Payloads(values, deletes, empty, reasons)
 
     def _open_envelopes(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, dict[int, str]]:
@@ -161,17 +161,17 @@ class ChangeRule:
         event = _event(value)
         is_delete = event.op == "d"
         if is_delete:
-            found = _object(event.before) or self._key_document(key) or _EMPTY
+            row = _object(event.before) or self._key_document(key) or _EMPTY
         elif event.op in ("c", "u", "r"):
             after = _object(event.after)
             if after is None:
                 raise _NotAChange(f"op is {event.op!r}, and there is no `after`")
-            found = after
+            row = after
         else:
             raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
         if self.lifted is not None:
-            found = _with_field(found, self.lifted[1], _read_field(event, self.lifted[0]))
-        return found, is_delete
+            row = _with_field(row, self.lifted[1], _read_field(event, self.lifted[0]))
+        return row, is_delete
 
     def _key_document(self, key: bytes | None) -> bytes | None:
         """Return the fields of `key` that a message key holds: an object, or the value of the only field."""
@@ -224,19 +224,19 @@ class ChangeRule:
 
         A delete event that goes to the quarantine deletes nothing, so its tombstone has to.
         """
-        found = np.zeros(len(batch), np.bool_)
+        ignored = np.zeros(len(batch), np.bool_)
         offset = 0
         messages = zip(batch.column("offset").to_pylist(), batch.column("key").to_pylist(), strict=True)
         for row, (offset, key) in enumerate(messages):
             if opened.empty[row]:
-                found[row] = key in deleted and offset - deleted[key] <= TOMBSTONE_OFFSETS
+                ignored[row] = key in deleted and offset - deleted[key] <= TOMBSTONE_OFFSETS
             elif opened.deletes[row] and is_change[row]:
                 deleted[key] = offset
             else:
                 deleted.pop(key, None)
         for key in [key for key, at in deleted.items() if offset - at > TOMBSTONE_OFFSETS]:
             del deleted[key]
-        return found
+        return ignored
 
     def _without_rounded(self, rows: pa.StructArray, reasons: pa.Array) -> pa.Array:
         """Add a reason to rows with a key or an order value that may have been rounded, so that others equal it."""
@@ -256,11 +256,11 @@ class ChangeRule:
         found = None if self.order is None else self._column(rows, self.order, "order.by")
         return pa.nulls(len(rows), pa.int64()) if found is None else found
 
-    def _column(self, rows: pa.StructArray, place: Place, setting: str) -> pa.Array | None:
-        found = values_at(rows, (column_of(place[0]) if self.key or setting != "key" else place[0], *place[1:]))
-        if found is not None and (pa.types.is_nested(found.type) or pa.types.is_boolean(found.type)):
-            raise InvalidSetting(f"`{setting}` names {path_text(place)}, which is {found.type}; name a plain field")
-        return found
+    def _column(self, rows: pa.StructArray, place: FieldPath, setting: str) -> pa.Array | None:
+        values = values_at(rows, (column_of(place[0]) if self.key or setting != "key" else place[0], *place[1:]))
+        if values is not None and (pa.types.is_nested(values.type) or pa.types.is_boolean(values.type)):
+            raise InvalidSetting(f"`{setting}` names {path_text(place)}, which is {values.type}; name a plain field")
+        return values
 
 
 class _NotAChange(Exception):
@@ -355,6 +355,6 @@ def _first_reason(reasons: pa.Array, is_wrong: pa.Array, text: str) -> pa.Array:
     return pc.if_else(wrong, pa.scalar(text, pa.string()), reasons) if pc.any(wrong).as_py() else reasons
 
 
-def _place(name: str) -> Place:
+def _parse_path(dotted: str) -> FieldPath:
     """Return the path that a dotted name means."""
-    return tuple(name.split("."))
+    return tuple(dotted.split("."))

@@ -29,11 +29,11 @@ from millstream.pipelines.jobs.land.inference import dropped_fields, fields_of, 
 from millstream.pipelines.lake.columns import (
     ELEMENT,
     EXACT_MAX,
-    Place,
+    FieldPath,
     inexact_reason,
-    leaf_places,
-    narrower,
+    leaf_paths,
     path_text,
+    widened_paths,
 )
 from millstream.pipelines.source.rows import NESTING_MAX, is_text_too_deep, is_too_deep
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
@@ -65,11 +65,11 @@ def values_by_name(document: Mapping[str, Any], names: Iterable[str]) -> dict[st
 
 
 def _by_lower(document: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    lowered: dict[str, Any] = {}
     for name in sorted(document):
         if document[name] is not None:
-            found.setdefault(name.lower(), document[name])
-    return found
+            lowered.setdefault(name.lower(), document[name])
+    return lowered
 
 
 class Spellings:
@@ -92,11 +92,11 @@ class Spellings:
         return any(pc.any(pc.match_substring_regex(texts, pattern)).as_py() for pattern in self._patterns)
 
 
-def others_in(known: Iterable[pa.Field], found: Iterable[pa.Field]) -> set[str]:
+def others_in(known: Iterable[pa.Field], fields: Iterable[pa.Field]) -> set[str]:
     """Return the other spellings of known fields among those found."""
     by_lower = {field.name.lower(): field for field in known}
     others: set[str] = set()
-    for field in found:
+    for field in fields:
         have = by_lower.get(field.name.lower())
         if have is not None:
             if have.name != field.name:
@@ -115,17 +115,17 @@ def with_others(fields: Iterable[pa.Field], others: Iterable[str]) -> list[pa.Fi
     ]
 
 
-def merged(array: pa.Array, kind: pa.DataType) -> pa.Array:
+def merge_spellings(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Merge values that were read under several spellings into their columns."""
     if pa.types.is_list(kind):
-        values = merged(array.values, kind.value_type)
+        values = merge_spellings(array.values, kind.value_type)
         return pa.ListArray.from_arrays(array.offsets, values, type=kind, mask=array.is_null())
     if not pa.types.is_struct(kind):
         return array
     columns = []
     for field in kind:
         names = (field.name, *_spellings(field.name, sorted(one.name for one in array.type)))
-        columns.append(pc.coalesce(*(merged(array.field(name), field.type) for name in names)))
+        columns.append(pc.coalesce(*(merge_spellings(array.field(name), field.type) for name in names)))
     return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
 
 
@@ -282,7 +282,9 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
     return _scalar(value, kind, path)
 
 
-def _numbers(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[tuple[Place, pa.DataType, int | float]]:
+def _numbers(
+    value: Any, kind: pa.DataType, above: FieldPath = ()
+) -> Iterator[tuple[FieldPath, pa.DataType, int | float]]:
     """Yield the numbers of a value, each with its path and the type of its column."""
     if pa.types.is_struct(kind) and isinstance(value, Mapping):
         values = values_by_name(value, (field.name for field in kind))
@@ -295,7 +297,7 @@ def _numbers(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[tuple
         yield above, kind, value
 
 
-def _wider(value: Any, kind: pa.DataType) -> frozenset[Place]:
+def _wider(value: Any, kind: pa.DataType) -> frozenset[FieldPath]:
     """Return the paths of long columns whose value here only a double can hold.
 
     An integer of more than 64 bits written with all its digits does not count: a double would not keep them.
@@ -303,7 +305,7 @@ def _wider(value: Any, kind: pa.DataType) -> frozenset[Place]:
     return frozenset(
         place
         for place, column, number in _numbers(value, kind)
-        if pa.types.is_int64(column) and isinstance(number, float) and not _is_long(_whole(number))
+        if pa.types.is_int64(column) and isinstance(number, float) and not _is_long(_as_integer(number))
     )
 
 
@@ -324,7 +326,7 @@ def _keeps_digits(number: int) -> bool:
     return double == number or Decimal(repr(double)) == number
 
 
-def _whole(number: float) -> int | None:
+def _as_integer(number: float) -> int | None:
     """Return a number with a fraction or an exponent as an integer, such as 3.0; None if it is not one, or is huge."""
     try:
         exact = Decimal(number.text if isinstance(number, _Number) else repr(number))
@@ -339,7 +341,7 @@ def _is_long(number: int | None) -> bool:
     return number is not None and -(2**63) <= number < 2**63
 
 
-def _beyond_doubles(value: Any, place: Place) -> int | None:
+def _beyond_doubles(value: Any, place: FieldPath) -> int | None:
     """Return the first whole number at a path that a double cannot represent exactly; None without one."""
     if not place:
         return value if isinstance(value, int) and abs(value) > EXACT_MAX else None
@@ -378,7 +380,7 @@ def _scalar(value: Any, kind: pa.DataType, path: str) -> Any:
 
 
 def _integer(value: Any, kind: pa.DataType, name: str, path: str) -> int:
-    number = None if isinstance(value, str) else _whole(value) if isinstance(value, float) else int(value)
+    number = None if isinstance(value, str) else _as_integer(value) if isinstance(value, float) else int(value)
     limit = 2 ** (_BITS[kind] - 1)
     return number if number is not None and -limit <= number < limit else _refuse(value, name, path)
 
@@ -438,7 +440,7 @@ def _refuse(value: Any, name: str, path: str) -> NoReturn:
 
 
 _APART_MAX: Final = 32
-"""Up to this many payloads are decoded one by one."""
+"""The size of a batch that is decoded one payload at a time."""
 
 _OTHERS_MAX: Final = 32
 """With more spellings of the same names, payloads are decoded one by one."""
@@ -457,13 +459,13 @@ class Widening(NamedTuple):
     """The first row of a batch with fractions in long columns."""
 
     row: int
-    places: frozenset[Place]
-    all_places: frozenset[Place]
+    places: frozenset[FieldPath]
+    all_places: frozenset[FieldPath]
     """The long columns with fractions in any row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodedPayloads:
     """The payloads of a batch: a column per field, and for each row null or why it cannot be decoded."""
 
     columns: pa.StructArray
@@ -488,7 +490,7 @@ class Decoder:
         fields: pa.Schema,
         *,
         evolves: bool,
-        fixed: Mapping[Place, str] | None = None,
+        fixed: Mapping[FieldPath, str] | None = None,
         refuses_rounding: bool = False,
     ) -> None:
         self._fields = fields
@@ -504,10 +506,10 @@ class Decoder:
         # Where fields are looked for, other spellings are found with them.
         self._spellings = None if evolves else Spellings(fields)
 
-    def decode(self, values: pa.Array) -> Decoded:
+    def decode(self, values: pa.Array) -> DecodedPayloads:
         """Decode a column of payloads; a message without one has no fields, which is not an error."""
         if not len(values):
-            return Decoded(pa.array([], self._kind), pa.array([], pa.string()))
+            return DecodedPayloads(pa.array([], self._kind), pa.array([], pa.string()))
         whole = self._decode_together(values)
         if whole is not None:
             return whole
@@ -517,7 +519,7 @@ class Decoder:
         starts = range(0, len(values), size)
         parts = [self.decode(values.slice(start, size)) for start in starts]
         widenings = [(start, part.widening) for start, part in zip(starts, parts, strict=True)]
-        return Decoded(
+        return DecodedPayloads(
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
             tuple(
@@ -529,7 +531,7 @@ class Decoder:
 
     # -- all at once ----------------------------------------------------------------------------------------------
 
-    def _decode_together(self, values: pa.Array) -> Decoded | None:
+    def _decode_together(self, values: pa.Array) -> DecodedPayloads | None:
         """Decode everything at once; None if Arrow's parser refuses a payload."""
         texts = _texts(values)
         text = None if texts is None else _lines(texts)
@@ -541,7 +543,7 @@ class Decoder:
             decoded = self._without_rounded(decoded, values, texts)
         return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
 
-    def _without_rounded(self, decoded: Decoded, values: pa.Array, texts: pa.Array) -> Decoded | None:
+    def _without_rounded(self, decoded: DecodedPayloads, values: pa.Array, texts: pa.Array) -> DecodedPayloads | None:
         """Add reasons for numbers that the parser has rounded."""
         rows = pa.array(_rows_beyond(decoded.columns))
         rows = rows.filter(pc.match_substring_regex(texts.take(rows), _MANY_DIGITS)) if len(rows) else rows
@@ -556,7 +558,7 @@ class Decoder:
             reasons[row] = _rounding(document, self._kind)
         return replace(decoded, reasons=pa.array(reasons, pa.string()))
 
-    def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
+    def _with_maps(self, decoded: DecodedPayloads, values: pa.Array) -> DecodedPayloads | None:
         """Add the columns of maps, which the parser does not read; None if a value is not an object."""
         try:
             documents = [
@@ -576,7 +578,7 @@ class Decoder:
         whole = pa.StructArray.from_arrays(columns, fields=list(self._fields))
         return replace(decoded, columns=whole, dropped=decoded.dropped - maps.keys())
 
-    def _decode_text(self, text: pa.Buffer, values: pa.Array, others: frozenset[str]) -> Decoded | None:
+    def _decode_text(self, text: pa.Buffer, values: pa.Array, others: frozenset[str]) -> DecodedPayloads | None:
         if len(others) > _OTHERS_MAX:
             return None
         rows = len(values)
@@ -586,10 +588,14 @@ class Decoder:
             return None
         if self._evolves and (more := others | others_in(self._fields, table.schema)) != others:
             return self._decode_text(text, values, more)
-        found = self._found_in(table, values) if self._evolves else ()
-        if found is None:
+        additions = self._found_in(table, values) if self._evolves else ()
+        if additions is None:
             return None
-        dropped = frozenset(dropped_fields(_after(self._fields, found), table.schema)) if self._evolves else frozenset()
+        dropped = (
+            frozenset(dropped_fields(_with_new_fields(self._fields, additions), table.schema))
+            if self._evolves
+            else frozenset()
+        )
         declared = table.select(schema.names)
         if declared.schema.types != schema.types:
             # A value without a column of its own is inside one that exists.
@@ -600,23 +606,23 @@ class Decoder:
         columns = self._columns(declared, rows)
         if columns is None:
             return None
-        return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped=dropped)
+        return DecodedPayloads(columns, pa.nulls(rows, pa.string()), additions, dropped=dropped)
 
     def _found_in(self, table: pa.Table, values: pa.Array) -> tuple[tuple[int, pa.Schema], ...] | None:
         """Return the rows with new fields; None if the parser's types do not show which these are."""
         if grown(self._fields, table.schema) == self._fields:
             return ()
-        known = {_lower(place) for place in leaf_places(self._fields)}
-        places = [place for place in leaf_places(table.schema) if _lower(place) not in known]
+        known = {_lower(place) for place in leaf_paths(self._fields)}
+        places = [place for place in leaf_paths(table.schema) if _lower(place) not in known]
         try:
             # Arrow's parser makes invalid arrays of new fields whose lists begin with null.
             columns = table.select(sorted({place[0] for place in places}))
             columns.validate(full=True)
             firsts = {_first_row(columns.column(place[0]).combine_chunks(), place[1:]) for place in places}
-            found = _found(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
+            found = _new_fields_in(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
         except (UndecodablePayload, pa.ArrowInvalid):
             return None
-        fields = _after(self._fields, found)
+        fields = _with_new_fields(self._fields, found)
         return found if grown(fields, table.schema) == fields else None
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
@@ -626,7 +632,7 @@ class Decoder:
         arrays = [column.combine_chunks() for column in table.columns]
         if table.schema.names != self._parsed_as.names or table.schema.types != self._parsed_as.types:
             several = pa.StructArray.from_arrays(arrays, fields=list(table.schema))
-            arrays = merged(several, pa.struct(list(self._parsed_as))).flatten()
+            arrays = merge_spellings(several, pa.struct(list(self._parsed_as))).flatten()
         if any(_has_infinity(array) for array in arrays):
             return None
         try:
@@ -637,11 +643,11 @@ class Decoder:
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
-    def _decode_singly(self, values: pa.Array) -> Decoded:
+    def _decode_singly(self, values: pa.Array) -> DecodedPayloads:
         rows: list[dict[str, object]] = []
         reasons: list[str | None] = []
         documents: list[tuple[int, dict[str, Any]]] = []
-        wide: list[tuple[int, frozenset[Place], frozenset[Place]]] = []
+        wide: list[tuple[int, frozenset[FieldPath], frozenset[FieldPath]]] = []
         for number, value in enumerate(values.to_pylist()):
             try:
                 document = parsed(value)
@@ -656,14 +662,14 @@ class Decoder:
                 # Whether the payload fits does not matter: that depends on fields which may be new, too.
                 documents.append((number, document))
                 wide.append((number, places, places))
-        found = _found(self._fields, documents)
-        fields = _after(self._fields, found)
+        additions = _new_fields_in(self._fields, documents)
+        fields = _with_new_fields(self._fields, additions)
         dropped = frozenset(name for _row, one in documents for name in dropped_fields(fields, fields_of(one)))
-        return Decoded(
-            pa.array(rows, self._kind), pa.array(reasons, pa.string()), found, _first_widening(wide), dropped
+        return DecodedPayloads(
+            pa.array(rows, self._kind), pa.array(reasons, pa.string()), additions, _first_widening(wide), dropped
         )
 
-    def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, frozenset[Place]]:
+    def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, frozenset[FieldPath]]:
         """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
         row: dict[str, object] = {}
         reasons: dict[str, str] = {}
@@ -677,7 +683,7 @@ class Decoder:
             return row, _rounding(document, self._kind) if self._refuses_rounding else None, frozenset()
         return row, *self._widen_for(document, *next(iter(reasons.items())))
 
-    def _widen_for(self, document: dict[str, Any], name: str, reason: str) -> tuple[str, frozenset[Place]]:
+    def _widen_for(self, document: dict[str, Any], name: str, reason: str) -> tuple[str, frozenset[FieldPath]]:
         """Return why a field of a payload does not fit, and the paths with fractions that have to become double.
 
         As with new fields, it does not matter whether the payload fits then.
@@ -705,7 +711,7 @@ class SchemaDecoder:
         rows: SchemaRows,
         *,
         evolves: bool,
-        fixed: Mapping[Place, str] | None = None,
+        fixed: Mapping[FieldPath, str] | None = None,
         refuses_rounding: bool = False,
     ) -> None:
         self._fields = fields
@@ -714,58 +720,60 @@ class SchemaDecoder:
         self._fixed = fixed or {}
         self._refuses_rounding = refuses_rounding
 
-    def decode(self, values: pa.Array, headers: pa.Array | None) -> Decoded:
+    def decode(self, values: pa.Array, headers: pa.Array | None) -> DecodedPayloads:
         """Decode a column of payloads, whose schemas may be named in headers."""
         read = self._rows.read(values, headers)
         columns = columns_of(read, self._fields)
         reasons = read.reasons
         for at in _rows_beyond(columns) if self._refuses_rounding else ():
             reasons[at] = reasons[at] or _rounding(read.rows[at], columns.type)
-        found: list[tuple[int, pa.Schema]] = []
-        wide: list[tuple[int, frozenset[Place], frozenset[Place]]] = []
+        additions: list[tuple[int, pa.Schema]] = []
+        wide: list[tuple[int, frozenset[FieldPath], frozenset[FieldPath]]] = []
         for row, schema in read.schemas if self._evolves else ():
-            if (new := new_fields(_after(self._fields, found), schema)) is not None:
-                found.append((row, new))
-            places = frozenset(narrower(self._fields, schema)) - self._fixed.keys()
+            if (new := new_fields(_with_new_fields(self._fields, additions), schema)) is not None:
+                additions.append((row, new))
+            places = frozenset(widened_paths(self._fields, schema)) - self._fixed.keys()
             wide.append((row, places, places))
-        return Decoded(columns, pa.array(reasons, pa.string()), tuple(found), _first_widening(wide))
+        return DecodedPayloads(columns, pa.array(reasons, pa.string()), tuple(additions), _first_widening(wide))
 
 
-def _first_widening(rows: Iterable[tuple[int, frozenset[Place], frozenset[Place]]]) -> Widening | None:
+def _first_widening(rows: Iterable[tuple[int, frozenset[FieldPath], frozenset[FieldPath]]]) -> Widening | None:
     """Merge rows with fractions, in order."""
     wide = [one for one in rows if one[1]]
     return Widening(*wide[0][:2], frozenset().union(*(one[2] for one in wide))) if wide else None
 
 
-def _found(known: pa.Schema, documents: Iterable[tuple[int, dict[str, Any]]]) -> tuple[tuple[int, pa.Schema], ...]:
+def _new_fields_in(
+    known: pa.Schema, documents: Iterable[tuple[int, dict[str, Any]]]
+) -> tuple[tuple[int, pa.Schema], ...]:
     """Return the rows with new fields, and the columns that these make."""
-    found: list[tuple[int, pa.Schema]] = []
+    additions: list[tuple[int, pa.Schema]] = []
     for row, document in documents:
         new = new_fields(known, fields_of(document))
         if new is not None:
-            found.append((row, new))
+            additions.append((row, new))
             known = grown(known, new)
-    return tuple(found)
+    return tuple(additions)
 
 
-def _after(known: pa.Schema, found: Iterable[tuple[int, pa.Schema]]) -> pa.Schema:
+def _with_new_fields(known: pa.Schema, additions: Iterable[tuple[int, pa.Schema]]) -> pa.Schema:
     """Return the fields including those found."""
-    for _row, new in found:
+    for _row, new in additions:
         known = grown(known, new)
     return known
 
 
-def _first_row(array: pa.Array, way: Place) -> int:
+def _first_row(array: pa.Array, path: FieldPath) -> int:
     """Return the first row with a value at a path; -1 without one."""
-    if not way:
+    if not path:
         return pc.index(array.is_valid(), True).as_py()  # type: ignore[no-any-return]
-    if way[0] != ELEMENT:
-        return _first_row(array.flatten()[array.type.get_field_index(way[0])], way[1:])
-    element = _first_row(array.flatten(), way[1:])
+    if path[0] != ELEMENT:
+        return _first_row(array.flatten()[array.type.get_field_index(path[0])], path[1:])
+    element = _first_row(array.flatten(), path[1:])
     return -1 if element < 0 else pc.list_parent_indices(array)[element].as_py()
 
 
-def _lower(place: Place) -> Place:
+def _lower(place: FieldPath) -> FieldPath:
     return tuple(name.lower() for name in place)
 
 

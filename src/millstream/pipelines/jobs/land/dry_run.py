@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 
 SAMPLED: Final = 100
 """The number of messages per partition in the sample."""
@@ -58,7 +58,7 @@ class SampleRows:
         if "reason" in batch.schema.names:
             self.reasons.update(batch.column("reason").to_pylist())
 
-    def close(self) -> list[Written]:
+    def close(self) -> list[WrittenFile]:
         """Return no files."""
         return []
 
@@ -67,7 +67,7 @@ class SampleRows:
         self.shown.clear()
         self.reasons.clear()
 
-    def discard(self, written: Iterable[Written]) -> None:
+    def discard(self, written: Iterable[WrittenFile]) -> None:
         """Do nothing: there are no files."""
 
 
@@ -111,15 +111,15 @@ class LandedSample:
 def shown_row(row: dict[str, Any]) -> dict[str, Any]:
     """Make a row readable: bytes and types that JSON lacks as text; long values truncated."""
     shown: dict[str, Any] = {}
-    left = ROW_BYTES_MAX
+    remaining_bytes = ROW_BYTES_MAX
     for name, value in row.items():
         part = _displayed_value(value)
         size = len(name) + len(json.dumps(part))
-        if size > left and isinstance(part, dict | list):
+        if size > remaining_bytes and isinstance(part, dict | list):
             part = _shorten(json.dumps(part, ensure_ascii=False))
             size = len(name) + len(json.dumps(part))
-        left -= size
-        if left < 0:
+        remaining_bytes -= size
+        if remaining_bytes < 0:
             shown["…"] = f"{len(row) - len(shown)} more columns"
             break
         shown[name] = part

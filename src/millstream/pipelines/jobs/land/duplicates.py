@@ -69,29 +69,29 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
     return every.field("value").filter(is_id).take(pa.array(positions, mask=positions < 0))
 
 
-def within(found: pa.Table, ranges: Iterable[Range]) -> pa.Table:
-    number, offset = found.column("partition"), found.column("offset")
-    matches = pa.chunked_array([pa.repeat(False, len(found))])
+def select_in_ranges(ids: pa.Table, ranges: Iterable[Range]) -> pa.Table:
+    number, offset = ids.column("partition"), ids.column("offset")
+    matches = pa.chunked_array([pa.repeat(False, len(ids))])
     for one in ranges:
         is_in = pc.and_(pc.greater_equal(offset, one.start), pc.less(offset, one.end))
         matches = pc.or_(matches, pc.and_(pc.equal(number, one.partition), is_in))
-    return found.filter(matches)
+    return ids.filter(matches)
 
 
-def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
+def find_repeated(ids: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
     """Return the offsets whose id is known or repeated, by partition, and the ids of the other messages."""
-    found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
-    found = found.append_column("row", pa.array(np.arange(len(found))))
-    firsts = found.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
+    ids = ids.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
+    ids = ids.append_column("row", pa.array(np.arange(len(ids))))
+    firsts = ids.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
     # The known ids far outnumber a batch, so they are never hashed themselves.
-    again = known.filter(pc.is_in(known, found.column("id")))
-    is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), again)))
-    left_out = found.filter(pc.invert(is_kept))
+    again = known.filter(pc.is_in(known, ids.column("id")))
+    is_kept = pc.and_(pc.is_in(ids.column("row"), firsts), pc.invert(pc.is_in(ids.column("id"), again)))
+    left_out = ids.filter(pc.invert(is_kept))
     by_partition = {
         number: left_out.filter(pc.equal(left_out.column("partition"), number)).column("offset").combine_chunks()
         for number in pc.unique(left_out.column("partition")).to_pylist()
     }
-    return by_partition, found.filter(is_kept).column("id").combine_chunks()
+    return by_partition, ids.filter(is_kept).column("id").combine_chunks()
 
 
 class RecentIds:

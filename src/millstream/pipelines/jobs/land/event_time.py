@@ -129,16 +129,16 @@ def event_times(values: pa.Array) -> pa.Array:
     """Return values of a column as timestamps in UTC; null for those that are not."""
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        found = _from_text(pc.replace_substring_regex(values, _FINER, r"\1"))
+        times = _from_text(pc.replace_substring_regex(values, _FINER, r"\1"))
     elif pa.types.is_timestamp(kind):
-        found = values.cast(pa.timestamp("us", kind.tz), safe=False)
+        times = values.cast(pa.timestamp("us", kind.tz), safe=False)
     elif pa.types.is_date(kind):
-        found = values.cast(pa.timestamp("us"), safe=False)
+        times = values.cast(pa.timestamp("us"), safe=False)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        found = _from_milliseconds(values)
+        times = _from_milliseconds(values)
     else:
-        found = pa.nulls(len(values), _UTC)
-    numbers = found.cast(pa.int64())
+        times = pa.nulls(len(values), _UTC)
+    numbers = times.cast(pa.int64())
     is_time = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
     return pc.if_else(is_time, numbers, pa.scalar(None, pa.int64())).cast(_UTC)
 

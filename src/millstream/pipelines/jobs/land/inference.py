@@ -25,7 +25,7 @@ from millstream.pipelines.lake.columns import (
     EVENT_HOUR,
     EXACT_MAX,
     RAW,
-    Place,
+    FieldPath,
     inexact_reason,
     retyped,
 )
@@ -47,10 +47,10 @@ _LONG_MAX: Final = 2**63 - 1
 
 def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """Merge schemas in their order; different numbers are double, and of other incompatible types the first stays."""
-    found: pa.DataType = pa.struct([])
+    joined: pa.DataType = pa.struct([])
     for schema in schemas:
-        found = _join_types(found, pa.struct(list(schema)))
-    return pa.schema(list(found))
+        joined = _join_types(joined, pa.struct(list(schema)))
+    return pa.schema(list(joined))
 
 
 def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
@@ -84,17 +84,17 @@ def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
     return list(fields.values())
 
 
-def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
+def grown(known: pa.Schema, inferred: pa.Schema) -> pa.Schema:
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
-    fields, _ = _grown_fields(list(known), list(found), room, DEPTH_MAX)
+    fields, _ = _grown_fields(list(known), list(inferred), room, DEPTH_MAX)
     return pa.schema(fields)
 
 
-def dropped_fields(known: pa.Schema, found: pa.Schema) -> set[str]:
+def dropped_fields(known: pa.Schema, inferred: pa.Schema) -> set[str]:
     """Return the found fields that have no column, because of their names or the number of columns."""
     columns = {field.name.lower() for field in known}
-    named = {field.name for field in found if not is_undecided(field.type) and field.name.lower() not in columns}
-    inner: dict[str, pa.Field] = {field.name.lower(): field for field in found}
+    named = {field.name for field in inferred if not is_undecided(field.type) and field.name.lower() not in columns}
+    inner: dict[str, pa.Field] = {field.name.lower(): field for field in inferred}
     for field in known:
         have = inner.get(field.name.lower())
         if have is not None and pa.types.is_struct(field.type) and pa.types.is_struct(have.type):
@@ -103,10 +103,10 @@ def dropped_fields(known: pa.Schema, found: pa.Schema) -> set[str]:
     return named
 
 
-def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
+def _grown_fields(known: list[pa.Field], inferred: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
     # Spark and other readers ignore case, so another spelling is not another column.
     fields = {field.name.lower(): field for field in known}
-    for field in found:
+    for field in inferred:
         have = fields.get(field.name.lower())
         if have is not None:
             kind, room = _grown_type(have.type, field.type, room, depth)
@@ -118,27 +118,27 @@ def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth
     return list(fields.values()), room
 
 
-def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
-    if pa.types.is_struct(known) and pa.types.is_struct(found):
-        fields, room = _grown_fields(list(known), list(found), room, depth - 1)
+def _grown_type(known: pa.DataType, inferred: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
+    if pa.types.is_struct(known) and pa.types.is_struct(inferred):
+        fields, room = _grown_fields(list(known), list(inferred), room, depth - 1)
         return pa.struct(fields), room
-    if pa.types.is_list(known) and pa.types.is_list(found):
-        kind, room = _grown_type(known.value_type, found.value_type, room, depth - 1)
+    if pa.types.is_list(known) and pa.types.is_list(inferred):
+        kind, room = _grown_type(known.value_type, inferred.value_type, room, depth - 1)
         return pa.list_(known.value_field.with_type(kind)), room
     return known, room
 
 
-def _new_type(found: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
+def _new_type(inferred: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
     """Return the type of a new column as far as there is room; null if nothing is known yet."""
-    if is_undecided(found):
+    if is_undecided(inferred):
         return NOTHING, room
-    if depth > 0 and pa.types.is_list(found):
-        element, room = _new_type(found.value_type, room, depth - 1)
+    if depth > 0 and pa.types.is_list(inferred):
+        element, room = _new_type(inferred.value_type, room, depth - 1)
         return element if pa.types.is_null(element) else pa.list_(pa.field("element", element)), room
-    if depth > 0 and pa.types.is_struct(found):
-        fields, room = _grown_fields([], list(found), room, depth - 1)
+    if depth > 0 and pa.types.is_struct(inferred):
+        fields, room = _grown_fields([], list(inferred), room, depth - 1)
         return pa.struct(fields) if fields else NOTHING, room
-    kind = pa.string() if depth <= 0 and pa.types.is_nested(found) else found
+    kind = pa.string() if depth <= 0 and pa.types.is_nested(inferred) else inferred
     return (kind, room - 1) if room > 0 else (NOTHING, room)
 
 
@@ -167,9 +167,9 @@ class NewFields(NamedTuple):
     fields: pa.Schema
 
 
-def new_fields(known: pa.Schema, found: pa.Schema) -> pa.Schema | None:
+def new_fields(known: pa.Schema, inferred: pa.Schema) -> pa.Schema | None:
     """Return the columns that found fields add or extend; None without any."""
-    after = grown(known, found)
+    after = grown(known, inferred)
     if after == known:
         return None
     return pa.schema([field for field in after if field.name not in known.names or known.field(field.name) != field])
@@ -183,7 +183,7 @@ class Evolution:
         fields: pa.Schema,
         messages: Iterable[NewFields] = (),
         *,
-        doubles: Collection[Place] = (),
+        doubles: Collection[FieldPath] = (),
         first_partition: int = -1,
     ) -> None:
         """Begin with the fields of a table.
@@ -298,7 +298,7 @@ class SampleResult(NamedTuple):
     fields: pa.Schema
     messages: int
     """The messages that could be decoded."""
-    fixed: dict[Place, str]
+    fixed: dict[FieldPath, str]
     """Fields whose columns never become double, since they have numbers that doubles cannot hold, with the reasons."""
 
 
@@ -322,8 +322,8 @@ def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects:
     for document in documents:
         votes.add(document)
         messages += 1
-    found = votes.type()
-    fields = grown(known, pa.schema(list(found) if pa.types.is_struct(found) else []))
+    kind = votes.type()
+    fields = grown(known, pa.schema(list(kind) if pa.types.is_struct(kind) else []))
     return SampleResult(fields, messages, {place: inexact_reason(number) for place, number in votes.inexact()})
 
 
@@ -406,7 +406,7 @@ class _Votes:
         # The numbers that do not fit into a long are quarantined, where a double would make different ones equal.
         return pa.int64() if abs(self._farthest) > EXACT_MAX else pa.float64()
 
-    def inexact(self, above: Place = ()) -> Iterator[tuple[Place, int]]:
+    def inexact(self, above: FieldPath = ()) -> Iterator[tuple[FieldPath, int]]:
         """Yield the paths of long columns that have a number which doubles cannot hold, with the number."""
         kind = self._kind()
         if kind == "number" and abs(self._farthest) > EXACT_MAX:

@@ -42,7 +42,7 @@ from millstream.pipelines.jobs.land.dry_run import (
     LandedSample,
     SampleRows,
 )
-from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated, within
+from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, find_repeated, keep_bounded, select_in_ranges
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, decide, payload_fields, sample_ranges, shown_columns
 from millstream.pipelines.jobs.land.sources import (
@@ -56,11 +56,11 @@ from millstream.pipelines.jobs.land.sources import (
 )
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
+from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, FieldPath, widest
 from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.storage import environment_options
 from millstream.pipelines.lake.table import LakeTable, open_table
-from millstream.pipelines.runtime.fault import Marked, kind_in
+from millstream.pipelines.runtime.fault import MarkedTask, kind_in
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted
@@ -95,35 +95,38 @@ def declared_fields(text: str) -> pa.Schema:
     return pa.schema([_field(column) for column in columns])
 
 
-def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
+def merge_schema(known: pa.Schema, declared: pa.Schema) -> pa.Schema:
     """Return the given fields with the names and types of the table.
 
     Where the table has long and double is given the result is double, and structs gain fields; widening the table is
     left to the caller.
     """
-    return pa.schema(_merge_fields(list(known), list(given), keep_others=False))
+    return pa.schema(_merge_fields(list(known), list(declared), keep_others=False))
 
 
-def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, keep_others: bool) -> list[pa.Field]:
+def _merge_fields(known: list[pa.Field], declared: list[pa.Field], *, keep_others: bool) -> list[pa.Field]:
     """Merge given fields into known ones; `keep_others` keeps fields that only the table has."""
-    given_by_name = {field.name.lower(): field for field in given}
-    there = {field.name.lower(): field for field in known}
-    fields = [*known, *(field for field in given if field.name.lower() not in there)] if keep_others else given
+    given_by_name = {field.name.lower(): field for field in declared}
+    known_by_name = {field.name.lower(): field for field in known}
+    fields = (
+        [*known, *(field for field in declared if field.name.lower() not in known_by_name)] if keep_others else declared
+    )
     return [
-        _merge_field(there.get(field.name.lower()), given_by_name.get(field.name.lower()) or field) for field in fields
+        _merge_field(known_by_name.get(field.name.lower()), given_by_name.get(field.name.lower()) or field)
+        for field in fields
     ]
 
 
-def _merge_field(known: pa.Field | None, given: pa.Field) -> pa.Field:
-    return given if known is None else known.with_type(_merge_type(known.type, given.type))
+def _merge_field(known: pa.Field | None, declared: pa.Field) -> pa.Field:
+    return declared if known is None else known.with_type(_merge_type(known.type, declared.type))
 
 
-def _merge_type(known: pa.DataType, given: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(known) and pa.types.is_struct(given):
-        return pa.struct(_merge_fields(list(known), list(given), keep_others=True))
-    if pa.types.is_list(known) and pa.types.is_list(given):
-        return pa.list_(known.value_field.with_type(_merge_type(known.value_type, given.value_type)))
-    return given if pa.types.is_int64(known) and pa.types.is_float64(given) else known
+def _merge_type(known: pa.DataType, declared: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(known) and pa.types.is_struct(declared):
+        return pa.struct(_merge_fields(list(known), list(declared), keep_others=True))
+    if pa.types.is_list(known) and pa.types.is_list(declared):
+        return pa.list_(known.value_field.with_type(_merge_type(known.value_type, declared.value_type)))
+    return declared if pa.types.is_int64(known) and pa.types.is_float64(declared) else known
 
 
 def _field(column: PayloadColumn) -> pa.Field:
@@ -199,7 +202,7 @@ class LandJob:
         self._message_bytes: dict[str, float] = {}
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
-        self._fixed: dict[str, dict[Place, str]] = {}
+        self._fixed: dict[str, dict[FieldPath, str]] = {}
         self._first_partitions: dict[str, int] = {}
         """The partitions with which batches begin since others ended before their next message, by topic id."""
         self._dropped: dict[str, set[str]] = {}
@@ -388,10 +391,10 @@ class LandJob:
 
     def _check_event_time(self, topic: str, table: LakeTable) -> None:
         """Raise `InvalidSetting` if the table exists and is partitioned in another way."""
-        there, declared = table.event_time(), self._settings.event_time
-        if there is None or there == ("" if declared is None else str(declared)):
+        stored, declared = table.event_time(), self._settings.event_time
+        if stored is None or stored == ("" if declared is None else str(declared)):
             return
-        how = there or "the hour of landing"
+        how = stored or "the hour of landing"
         raise InvalidSetting(
             f"the table at {self._lake}/{topic} is partitioned by {how}, not by {declared or 'the hour of landing'}: "
             "a table keeps its partitioning; change `partition.by` back, or move the table with its quarantine away "
@@ -421,7 +424,7 @@ class LandJob:
             return pa.schema([*known, *(pa.field(name, pa.map_(pa.string(), pa.string())) for name in maps)])
         return merge_schema(known, self._declared_fields)
 
-    def _fixed_of(self, topic: str, table: LakeTable, schema: pa.Schema | None) -> dict[Place, str]:
+    def _fixed_of(self, topic: str, table: LakeTable, schema: pa.Schema | None) -> dict[FieldPath, str]:
         """Return the fields whose columns are known to stay as they are."""
         if schema is None or topic not in self._fixed:
             self._fixed[topic] = table.fixed()
@@ -505,7 +508,7 @@ class LandJob:
         shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
         with self._leftovers.watch(work.attempt, work.output_folders, self._context.progress):
-            rows = numbers.mapInArrow(Marked(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
+            rows = numbers.mapInArrow(MarkedTask(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
         self._context.progress()
         return {row[0]: row[1] for row in rows}
 
@@ -528,7 +531,7 @@ class LandJob:
         attempt = uuid4().hex[:16]
         works = {batch.topic: batch.work(landed, attempt) for batch in batches}
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
-        landing = Marked(LandTasks(self._context.brokers, shared, works, self._task_access(batches)))
+        landing = MarkedTask(LandTasks(self._context.brokers, shared, works, self._task_access(batches)))
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
         places = [(writer.storage, writer.folder) for writer in writers]
         with self._leftovers.watch(attempt, places, self._context.progress):
@@ -563,7 +566,7 @@ class LandJob:
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         access = self._task_access(batches)
         tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared, access)
-        found = numbers.mapInArrow(Marked(tasks_of_ids), duplicates.COLUMNS).toArrow()
+        found = numbers.mapInArrow(MarkedTask(tasks_of_ids), duplicates.COLUMNS).toArrow()
         for batch in batches:
             batch.id_rows = found.filter(pc.equal(found.column("topic"), batch.topic))
 
@@ -578,7 +581,7 @@ class LandJob:
             recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
             self._recent[batch.topic] = recent
         known = recent.known(datetime.now(UTC), {number: plan.start for number, plan in batch.plans.items()})
-        batch.left_out, batch.ids = repeated(within(batch.id_rows, batch.topic_ranges()), known)
+        batch.left_out, batch.ids = find_repeated(select_in_ranges(batch.id_rows, batch.topic_ranges()), known)
         del known
         keep_bounded(self._recent.values())
 

@@ -67,14 +67,14 @@ class Sources:
         """Return the existing topics by name."""
         return self.link.call(_find_sources(self.link.client, self._names, self._pattern))
 
-    def missing(self, found: Iterable[Source]) -> list[str]:
+    def missing(self, sources: Iterable[Source]) -> list[str]:
         """Return the named topics that do not exist."""
-        there = {source.topic for source in found}
-        return [name for name in self._names if name not in there]
+        existing = {source.topic for source in sources}
+        return [name for name in self._names if name not in existing]
 
     def ids(self, topics: Collection[str]) -> dict[str, str]:
-        found = self.link.call(self.link.client.metadata(topics))
-        return {name: str(topic.topic_id) for name, topic in found.topics.items()}
+        metadata = self.link.call(self.link.client.metadata(topics))
+        return {name: str(topic.topic_id) for name, topic in metadata.topics.items()}
 
     def message_bytes(self, ranges: Sequence[Range]) -> float | None:
         """Estimate the stored size of a topic's messages from the first of those to be read; None if that fails.
@@ -114,8 +114,8 @@ async def _find_sources(client: Client, names: list[str], pattern: re.Pattern[st
     firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
     ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
     limit = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
-    found = await asyncio.gather(*(_build_source(client, topic, firsts, ends, limit) for topic in selected))
-    return [source for source in found if source is not None]
+    sources = await asyncio.gather(*(_build_source(client, topic, firsts, ends, limit) for topic in selected))
+    return [source for source in sources if source is not None]
 
 
 async def _build_source(
@@ -174,14 +174,14 @@ class PartitionPlan:
 
 def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> dict[int, PartitionPlan]:
     """Plan a topic's partitions, given the next offsets of its table."""
-    found = {}
+    planned = {}
     for number, end in source.end.items():
         start = landed.get(number)
         # Partitions added later start at their first message, whatever is configured for the topic.
         first = end if start is None and from_latest and not landed else source.first[number]
         begin = max(first, start if start is not None else 0)
-        found[number] = PartitionPlan(start, begin, max(begin, end))
-    return found
+        planned[number] = PartitionPlan(start, begin, max(begin, end))
+    return planned
 
 
 def topic_ranges(topic: str, plan_of: Mapping[int, PartitionPlan]) -> list[Range]:

@@ -20,8 +20,15 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
-from millstream.pipelines.jobs.land.changes import NO_ORDER, TOMBSTONE_OFFSETS, ChangeRule, Deleted, Flags, holds
-from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
+from millstream.pipelines.jobs.land.changes import (
+    NO_ORDER,
+    TOMBSTONE_OFFSETS,
+    ChangeRule,
+    Deleted,
+    Flags,
+    condition_matches,
+)
+from millstream.pipelines.jobs.land.decoding import DecodedPayloads, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.dry_run import SampleRows
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import (
@@ -32,8 +39,8 @@ from millstream.pipelines.jobs.land.inference import (
     NewFields,
     column_of,
 )
-from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place, completed, is_inexact, values_at
-from millstream.pipelines.lake.table_file import Written, from_json, to_json
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, FieldPath, completed, is_inexact, values_at
+from millstream.pipelines.lake.table_file import WrittenFile, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import task_link
@@ -74,7 +81,7 @@ class WideningNeed(NamedTuple):
 
     partition: int
     offset: int
-    places: list[Place]
+    places: list[FieldPath]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +93,15 @@ class Report:
     """Messages read."""
     lost: int = 0
     """Offsets that were deleted before they were read."""
-    files: tuple[Written, ...] = ()
-    quarantined: tuple[Written, ...] = ()
+    files: tuple[WrittenFile, ...] = ()
+    quarantined: tuple[WrittenFile, ...] = ()
     new_fields: tuple[NewFields, ...] = ()
     """The messages with fields that have no column; the task wrote nothing then, nor with `widening`."""
     widening: WideningNeed | None = None
     """Which message needs wider columns."""
-    fractions: frozenset[Place] = frozenset()
+    fractions: frozenset[FieldPath] = frozenset()
     """The long columns with fractions."""
-    large: frozenset[Place] = frozenset()
+    large: frozenset[FieldPath] = frozenset()
     """The new long columns with numbers that doubles cannot hold."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts by name."""
@@ -132,8 +139,8 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str
             quarantined=tuple(from_json(quarantined)),
             new_fields=_decode_new_fields(new_fields),
             widening=msgspec.json.decode(widening, type=WideningNeed | None),
-            fractions=msgspec.json.decode(fractions, type=frozenset[Place]),
-            large=msgspec.json.decode(large, type=frozenset[Place]),
+            fractions=msgspec.json.decode(fractions, type=frozenset[FieldPath]),
+            large=msgspec.json.decode(large, type=frozenset[FieldPath]),
             counts=msgspec.json.decode(counts, type=dict[str, int]),
             dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
@@ -159,7 +166,7 @@ LogStart = Callable[[str, int], int]
 """Returns the log start offset of a partition."""
 
 
-class Reading:
+class RangeReader:
     """Reads ranges and counts the offsets that were deleted.
 
     Only offsets before the log start count. Offsets without messages in between, of aborted transactions and control
@@ -216,7 +223,7 @@ _UNREADABLE: Final = pa.schema([QUARANTINE.field(name) for name in ("partition",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TopicWork:
     """How one topic is landed in one batch."""
 
     writer: RowWriter
@@ -225,11 +232,11 @@ class Work:
     """The payload fields that have columns when the batch begins."""
     new_fields: Sequence[NewFields] = ()
     """The messages with fields that get columns."""
-    doubles: frozenset[Place] = frozenset()
+    doubles: frozenset[FieldPath] = frozenset()
     """The new columns that are double because of fractions after their first number."""
     first_partition: int = -1
     """The partition with which the batch begins; the others follow by their numbers."""
-    new_longs: frozenset[Place] = frozenset()
+    new_longs: frozenset[FieldPath] = frozenset()
     """The long columns that the table does not have yet."""
     refuses_rounding: bool = False
     """Whether whole numbers that a double would round do not fit."""
@@ -238,7 +245,7 @@ class Work:
     """Whether payloads are decoded by the schemas that they name."""
     evolves: bool = False
     """Whether to look for fields without a column and for numbers that need a wider one."""
-    fixed: Mapping[Place, str] = field(default_factory=dict)
+    fixed: Mapping[FieldPath, str] = field(default_factory=dict)
     """The paths whose columns stay as narrow as they are, with the reasons."""
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """The offsets of repeated messages, which are not landed, by partition."""
@@ -259,7 +266,7 @@ class LandTasks:
     """The function of `mapInArrow` that maps task numbers to reports."""
 
     def __init__(
-        self, brokers: str, tasks: Sequence[Sequence[Range]], works: Mapping[str, Work], access: Access = NO_ACCESS
+        self, brokers: str, tasks: Sequence[Sequence[Range]], works: Mapping[str, TopicWork], access: Access = NO_ACCESS
     ) -> None:
         self._brokers = brokers
         self._access = access
@@ -296,7 +303,7 @@ class LandTasks:
         def records(one: Range) -> Iterator[pa.RecordBatch]:
             return read_records(one, options, partial(landing.quarantine, one.partition))
 
-        reading = Reading(records, log_start(options))
+        reading = RangeReader(records, log_start(options))
         try:
             for one in topic_ranges:
                 landing.begin(one)
@@ -308,14 +315,14 @@ class LandTasks:
             raise
 
 
-Decode = Callable[[pa.Array, pa.RecordBatch], Decoded]
+Decode = Callable[[pa.Array, pa.RecordBatch], DecodedPayloads]
 """Decodes a column of payloads, given with their messages."""
 
 
 class Landing:
     """Writes the messages of one topic; once a field has no column, it only collects fields."""
 
-    def __init__(self, topic: str, work: Work, options: ReadOptions | None = None) -> None:
+    def __init__(self, topic: str, work: TopicWork, options: ReadOptions | None = None) -> None:
         self._topic = topic
         self._work = work
         self._options = options
@@ -331,10 +338,10 @@ class Landing:
         self._decoders: dict[int, tuple[pa.Schema, Decode]] = {}
         self._has_new_fields = False
         self._widening: WideningNeed | None = None
-        self._fractions: set[Place] = set()
-        self._large: set[Place] = set()
+        self._fractions: set[FieldPath] = set()
+        self._large: set[FieldPath] = set()
         self._rows = 0
-        self._files: list[Written] = []
+        self._files: list[WrittenFile] = []
         self._counts: Counter[str] = Counter()
         self._dropped: set[str] = set()
         self._folders = None if work.event_time is None else EventFolders(work.event_time.event_time.unit)
@@ -417,7 +424,7 @@ class Landing:
     def _must_repeat(self) -> bool:
         return self._has_new_fields or self._widening is not None
 
-    def _record(self, decoded: Decoded, batch: pa.RecordBatch) -> None:
+    def _record(self, decoded: DecodedPayloads, batch: pa.RecordBatch) -> None:
         """Collect new fields, the first message that needs wider columns, and new columns that cannot be wider."""
         if len(self._dropped) < _DROPPED_MAX:
             self._dropped.update(decoded.dropped)
@@ -460,7 +467,7 @@ class Landing:
         at = batch.schema.get_field_index("value")
         messages = batch.set_column(at, "value", values)
         for expected in self._work.expectations:
-            violated = holds(f"NOT ({expected})", messages, self._topic)
+            violated = condition_matches(f"NOT ({expected})", messages, self._topic)
             count = int(np.count_nonzero(violated))
             if not count:
                 continue

@@ -22,8 +22,8 @@ from millstream.pipelines.jobs.land.inference import (
     table_schema,
 )
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, topic_ranges
-from millstream.pipelines.jobs.land.task import Report, WideningNeed, Work
-from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, narrower, places_of, retyped
+from millstream.pipelines.jobs.land.task import Report, TopicWork, WideningNeed
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, FieldPath, paths_of_type, retyped, widened_paths
 from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
@@ -45,7 +45,7 @@ class TopicBatch:
     """The payload fields that have columns when the batch begins."""
     new_fields: list[NewFields] = field(default_factory=list)
     """The messages with fields that get columns by the commit."""
-    doubles: frozenset[Place] = frozenset()
+    doubles: frozenset[FieldPath] = frozenset()
     """The long fields of such messages that are double because of later ones."""
     first_partition: int = -1
     """The partition with which the batch begins; the others follow by their numbers."""
@@ -57,7 +57,7 @@ class TopicBatch:
     """How often new fields were found."""
     schema: pa.Schema | None = None
     """The columns of the table; None if it does not exist yet."""
-    fixed: dict[Place, str] = field(default_factory=dict)
+    fixed: dict[FieldPath, str] = field(default_factory=dict)
     """Long fields whose columns stay long, with the reasons."""
     record: pa.Schema = RAW
     """The columns of every record in the table."""
@@ -85,7 +85,7 @@ class TopicBatch:
     """The messages with ids, those that are not landed too; None without deduplication."""
     widening: WideningNeed | None = None
     """The first message that needs wider columns, until `make_room`."""
-    new_doubles: frozenset[Place] = frozenset()
+    new_doubles: frozenset[FieldPath] = frozenset()
     """The new long columns with fractions, and without numbers that doubles cannot hold; with `widening`."""
     widened: int = 0
     """The number of columns that became double."""
@@ -130,7 +130,7 @@ class TopicBatch:
         # A merge rewrites rows that it does not change, with the columns that the settings no longer name.
         return pa.schema([*schema, *(one for one in self.schema if one.name not in schema.names)])
 
-    def work(self, landed: datetime, attempt: str) -> Work:
+    def work(self, landed: datetime, attempt: str) -> TopicWork:
         """Return the parameters of an attempt's tasks."""
         topic_id = self.source.topic_id
         return self.work_into(
@@ -138,9 +138,9 @@ class TopicBatch:
             self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
         )
 
-    def work_into(self, writer: RowWriter, quarantine: RowWriter) -> Work:
+    def work_into(self, writer: RowWriter, quarantine: RowWriter) -> TopicWork:
         """Return the parameters of tasks that write with these writers."""
-        return Work(
+        return TopicWork(
             writer=writer,
             quarantine=quarantine,
             fields=self.fields,
@@ -163,13 +163,13 @@ class TopicBatch:
             skips_lost=self.ids is None,
         )
 
-    def _kept_long(self) -> dict[Place, str]:
-        return dict.fromkeys(places_of(self.evolution().fields, pa.int64()), KEEPS_TYPES)
+    def _kept_long(self) -> dict[FieldPath, str]:
+        return dict.fromkeys(paths_of_type(self.evolution().fields, pa.int64()), KEEPS_TYPES)
 
-    def _new_longs(self) -> frozenset[Place]:
+    def _new_longs(self) -> frozenset[FieldPath]:
         """Return the long fields that the table does not have."""
-        known = set(places_of(payload_fields(self.schema), pa.int64()))
-        return frozenset(places_of(self.evolution().fields, pa.int64())) - known
+        known = set(paths_of_type(payload_fields(self.schema), pa.int64()))
+        return frozenset(paths_of_type(self.evolution().fields, pa.int64())) - known
 
     def make_room(self) -> None:
         """Make columns double for the first message that needs it, or end the batch before that message.
@@ -210,7 +210,7 @@ class TopicBatch:
 
     def widen(self, run: Run, bytes_max: int) -> None:
         """Widen the table's columns where values need it, or find out why that fails."""
-        places = [] if self.schema is None else list(narrower(self.schema, self.table_schema()))
+        places = [] if self.schema is None else list(widened_paths(self.schema, self.table_schema()))
         if not places:
             return
         refused = {
@@ -223,12 +223,12 @@ class TopicBatch:
 
     def keep_narrow(self, reason: str) -> None:
         """Keep columns long that could not be widened."""
-        places = [] if self.schema is None else narrower(self.schema, self.table_schema())
+        places = [] if self.schema is None else widened_paths(self.schema, self.table_schema())
         refused = {(field_of(place[0]), *place[1:]): reason for place in places}
         self.fixed.update(refused)
         self.fields = retyped(self.fields, refused, pa.int64())
 
-    def _widened(self, places: list[Place], run: Run, bytes_max: int) -> dict[Place, str]:
+    def _widened(self, places: list[FieldPath], run: Run, bytes_max: int) -> dict[FieldPath, str]:
         known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
         refused = {place: reason for place, reason in known.items() if reason is not None}
         asked = [place for place in places if place not in refused]

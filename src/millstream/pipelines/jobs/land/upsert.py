@@ -22,7 +22,7 @@ from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source
 from millstream.pipelines.jobs.land.task import Report
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.columns import RAW, TOPIC_ID, Place
+from millstream.pipelines.lake.columns import RAW, TOPIC_ID, FieldPath
 from millstream.pipelines.lake.keyed_table import BucketMerge, KeyedTable, merge_result
 from millstream.pipelines.lake.merging import MergeRule
 from millstream.pipelines.lake.storage import Storage
@@ -107,6 +107,6 @@ def keyed(batch: TopicBatch) -> KeyedTable:
     return batch.table
 
 
-def _column(place: Place) -> Place:
+def _column(path: FieldPath) -> FieldPath:
     """Return the path in the table of a path in payloads."""
-    return (column_of(place[0]), *place[1:])
+    return (column_of(path[0]), *path[1:])

@@ -140,9 +140,9 @@ class Account:
     isolation: str = ""
     dead_letter_topic: str = ""
     start: int | None = None
-    """Where the queue began; None if that was before the ledger."""
+    """The first offset of the queue; None if the queue is older than the ledger."""
     scanned: int = 0
-    """Where the scan had reached in the last window."""
+    """The offset that the scan had reached in the last window."""
     is_deleted: bool = False
     letters: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     """The position of the last letter of each dead-lettered message."""
@@ -224,7 +224,7 @@ class Account:
                 row = int(rows[at if before >= 0 else at + 1])
                 self._gaps.append((row, f"frames {known[at] + 1} to {known[at + 1] - 1}"))
             if (np.diff(known) < 0).any():
-                self._find("missing_events", 0, 0, "the frames of the queue are not in order")
+                self._add_finding("missing_events", 0, 0, "the frames of the queue are not in order")
             self.sequence = int(part[-1])
 
     def _check_window(self, window: LedgerWindow, end: int, reason: str, gaps: list[str]) -> None:
@@ -250,17 +250,19 @@ class Account:
             if is_known:
                 missing = f": {', '.join(gaps)} of the queue are missing" if gaps else ""
                 text = f"the queue has finished it, but no event says how{missing}"
-                self._find_all("lost", ended, first, text)
+                self._add_findings("lost", ended, first, text)
                 outcomes[ended] = LOST
             else:
                 outcomes[ended] = UNRECORDED
         elif is_known:
             for gap in gaps:
-                self._find("missing_events", 0, 0, f"{gap} of the queue are missing; every message is accounted for")
+                self._add_finding(
+                    "missing_events", 0, 0, f"{gap} of the queue are missing; every message is accounted for"
+                )
         undone = unfinished & (outcomes > WAITING)
         if undone.any():
             if is_known:
-                self._find_all("unfinished", undone, first, "an event ended it, but the queue still has it")
+                self._add_findings("unfinished", undone, first, "an event ended it, but the queue still has it")
             outcomes[undone] = WAITING
         outcomes[unfinished & (outcomes == UNSEEN)] = WAITING
 
@@ -307,8 +309,8 @@ class Account:
         outcomes[after:] = UNRECORDED
         if self.delivery == EXACTLY_ONCE:
             again = (self._duplicated == 1) & (outcomes != UNRECORDED)
-            self._find_all("duplicated", again, 0, "it was accepted or leased again after it had been accepted")
-        self._find_all("expired", outcomes == EXPIRED, 0, "retention deleted it before it was accepted")
+            self._add_findings("duplicated", again, 0, "it was accepted or leased again after it had been accepted")
+        self._add_findings("expired", outcomes == EXPIRED, 0, "retention deleted it before it was accepted")
 
     def _compare_with_log(self, present: Iterable[OffsetRange], cut: int, log_start: int) -> None:
         outcomes = self._outcomes
@@ -317,14 +319,14 @@ class Account:
         if begin >= after:
             return
         ranges = np.array([(one.start, one.end) for one in present], np.int64).reshape(-1, 2)
-        there = _marked(ranges - self.base, self.size)[begin:after]
+        is_present = _marked(ranges - self.base, self.size)[begin:after]
         part = outcomes[begin:after]
-        wrong = there & (part == ABSENT)
+        wrong = is_present & (part == ABSENT)
         if wrong.any():
-            self._find_all("lost", wrong, begin, "the ledger records no message here, but the log has one")
+            self._add_findings("lost", wrong, begin, "the ledger records no message here, but the log has one")
             part[wrong] = LOST
-        part[there & (part == UNSEEN)] = WAITING
-        part[~there & (part == UNSEEN)] = ABSENT
+        part[is_present & (part == UNSEEN)] = WAITING
+        part[~is_present & (part == UNSEEN)] = ABSENT
 
     def _note_unreadable(self, start: int, end: int, reason: str) -> None:
         """Count messages as lost that the log no longer has, unless an event says what happened to them.
@@ -333,13 +335,13 @@ class Account:
         """
         if start >= end:
             return
-        self._find("unreadable", start, end, f"{reason}, so the ledger cannot be compared with the log here")
+        self._add_finding("unreadable", start, end, f"{reason}, so the ledger cannot be compared with the log here")
         part = self._outcomes[start - self.base : end - self.base]
         unknown = (part == UNSEEN) | (part == ABSENT)
-        self._find_all("lost", unknown, start - self.base, f"{reason}, and no event says what happened to it")
+        self._add_findings("lost", unknown, start - self.base, f"{reason}, and no event says what happened to it")
         part[unknown] = LOST
 
-    def lose_letters(self, missing: Sequence[int]) -> None:
+    def count_lost_letters(self, missing: Sequence[int]) -> None:
         """Count messages as lost whose letters are not where they should be."""
         for offset in missing:
             place = offset - self.base
@@ -347,7 +349,7 @@ class Account:
                 self._outcomes[place] = LOST
                 topic, partition, at = self.letters[offset]
                 detail = f"its dead letter is not at {topic}/{partition}@{at}"
-                self._find("lost", offset, offset + 1, detail)
+                self._add_finding("lost", offset, offset + 1, detail)
 
     def totals(self) -> dict[str, int]:
         """Return the number of messages by outcome."""
@@ -365,12 +367,12 @@ class Account:
             "duplicated": self.counted.get("duplicated", 0)
         }
 
-    def _find_all(self, kind: str, places: npt.NDArray[np.bool_], first: int, detail: str) -> None:
+    def _add_findings(self, kind: str, places: npt.NDArray[np.bool_], first: int, detail: str) -> None:
         edges = np.flatnonzero(np.diff(np.concatenate(([False], places, [False])).astype(np.int8)))
         for start, end in (edges.reshape(-1, 2) + (self.base + first)).tolist():
-            self._find(kind, start, end, detail)
+            self._add_finding(kind, start, end, detail)
 
-    def _find(self, kind: str, start: int, end: int, detail: str) -> None:
+    def _add_finding(self, kind: str, start: int, end: int, detail: str) -> None:
         self.counted[kind] = self.counted.get(kind, 0) + max(end - start, 0)
         if sum(one.kind == kind for one in self.findings[-FINDINGS_MAX:]) < FINDINGS_MAX:
             self.findings.append(Finding(kind, start, end, detail))

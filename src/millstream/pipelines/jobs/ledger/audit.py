@@ -29,7 +29,7 @@ from millstream.pipelines.jobs.ledger.events import OVERFLOWED, UNREADABLE
 from millstream.pipelines.jobs.ledger.table import FAULTS, Damage, LedgerTable
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import open_table
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.landed_history import landings
 from millstream.pipelines.source.link import Link, link_to
@@ -170,7 +170,7 @@ class SparkTasks:
         return self._spark.sparkContext.defaultParallelism
 
     def run(self, work: Work, count: int, columns: str) -> list[dict[str, Any]]:
-        rows = self._spark.range(0, count, 1, count).mapInArrow(Marked(work), columns).collect()
+        rows = self._spark.range(0, count, 1, count).mapInArrow(MarkedTask(work), columns).collect()
         return [row.asDict() for row in rows]
 
 
@@ -267,8 +267,8 @@ def _first_since(link: Link, topic: str | None, partition: int, since_ms: int) -
     """Return the first offset published at a time or later; the end if no message is that new."""
     if topic is None:
         return 0
-    found = link.call(link.client.list_offsets(topic, {partition: since_ms}))[partition].offset
-    return 2**62 if found < 0 else int(found)
+    offset = link.call(link.client.list_offsets(topic, {partition: since_ms}))[partition].offset
+    return 2**62 if offset < 0 else int(offset)
 
 
 Extent = tuple[str, str, int, int]
@@ -278,7 +278,7 @@ def _extents(table: LedgerTable) -> tuple[dict[tuple[str, str, int], Extent], li
     """Return the names and the range of offsets of every queue in the table, and what the table says is missing."""
     keys = ["subscription_id", "topic_id", "partition"]
     columns = [*keys, "kind", "subscription", "topic", "offset", "end_offset", "reason", "state_partition"]
-    found: dict[tuple[str, str, int], Extent] = {}
+    extents: dict[tuple[str, str, int], Extent] = {}
     findings: list[dict[str, Any]] = []
     for batch in table.events(columns=columns):
         about_table = pc.is_in(batch.column("kind"), pa.array([OVERFLOWED, UNREADABLE]))
@@ -305,11 +305,11 @@ def _extents(table: LedgerTable) -> tuple[dict[tuple[str, str, int], Extent], li
         for row in totals.to_pylist():
             key = (row["subscription_id"], row["topic_id"], row["partition"])
             low, high = row["offset_min"], max(row["end_offset_max"], row["offset_max"])
-            known = found.get(key)
+            known = extents.get(key)
             if known is not None:
                 low, high = min(low, known[2]), max(high, known[3])
-            found[key] = (row["subscription_max"], row["topic_max"], low, high)
-    return found, findings
+            extents[key] = (row["subscription_max"], row["topic_max"], low, high)
+    return extents, findings
 
 
 class AuditTasks:
@@ -336,7 +336,7 @@ def _account_for(queue: QueueAudit, place: LedgerLocation) -> Result:
     log_start, present, unreadable = _present(place.link(), queue, account, cut) if is_there else (0, None, [])
     account.close(present, first=queue.first, cut=cut, log_start=log_start, unreadable=unreadable)
     if account.letters:
-        account.lose_letters(missing_letters(place.link(), account))
+        account.count_lost_letters(missing_letters(place.link(), account))
     named = ("subscription", "subscription_id", "topic", "topic_id")
     result = {
         "partition": queue.partition,
@@ -416,20 +416,20 @@ def _landed(queue: QueueAudit, log_start: int) -> tuple[int, list[OffsetRange]]:
 
 
 def _ranges(offsets: Iterable[int]) -> list[OffsetRange]:
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for offset in offsets:
-        if found and found[-1][1] == offset:
-            found[-1][1] = offset + 1
+        if ranges and ranges[-1][1] == offset:
+            ranges[-1][1] = offset + 1
         else:
-            found.append([offset, offset + 1])
-    return [OffsetRange(start, end) for start, end in found]
+            ranges.append([offset, offset + 1])
+    return [OffsetRange(start, end) for start, end in ranges]
 
 
 async def committed_ranges(
     client: Client, topic: str, partition: int, start: int, end: int, isolation: int
 ) -> tuple[list[OffsetRange], list[Unreadable]]:
     """Return the ranges of offsets that hold messages which a subscription may see, and those that cannot be read."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     unreadable: list[Unreadable] = []
     offset = start
     while offset < end:
@@ -454,16 +454,16 @@ async def committed_ranges(
             offset = max(offset, header.next_offset)
             if not (header.is_control or is_aborted):
                 try:
-                    _extend(found, response.records, header, start, end)
+                    _extend(ranges, response.records, header, start, end)
                 except BatchRejected as error:
                     first, after = max(header.base_offset, start), min(header.next_offset, end)
                     unreadable.append(Unreadable(first, after, f"its batch cannot be read ({error})"))
         if offset == before:
             break
-    return [OffsetRange(first, after) for first, after in found], unreadable
+    return [OffsetRange(first, after) for first, after in ranges], unreadable
 
 
-def _extend(found: list[list[int]], records: memoryview, header: BatchHeader, start: int, end: int) -> None:
+def _extend(ranges: list[list[int]], records: memoryview, header: BatchHeader, start: int, end: int) -> None:
     """Add the messages of a batch; one that was compacted has fewer than its offsets."""
     if header.record_count == header.next_offset - header.base_offset:
         spans = [(int(header.base_offset), int(header.next_offset))]
@@ -473,10 +473,10 @@ def _extend(found: list[list[int]], records: memoryview, header: BatchHeader, st
         first, after = max(first, start), min(after, end)
         if first >= after:
             continue
-        if found and found[-1][1] == first:
-            found[-1][1] = after
+        if ranges and ranges[-1][1] == first:
+            ranges[-1][1] = after
         else:
-            found.append([first, after])
+            ranges.append([first, after])
 
 
 # -- dead letters -------------------------------------------------------------------------------------------------

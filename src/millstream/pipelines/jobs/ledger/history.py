@@ -48,7 +48,7 @@ def add_history(document: Trace, lake: str, *, adds_deleted: bool = True) -> Tra
     found = [_completed(one, lives.get(one["subscription_id"], ()), offset) for one in live.values()]
     for subscription_id, life in lives.items():
         if adds_deleted and subscription_id not in live and any(row["subscription"] for row in life):
-            found.append(_completed(_gone(subscription_id, life), life, offset))
+            found.append(_completed(_deleted_subscription(subscription_id, life), life, offset))
     published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
     if document["published_ms"] is None and published:
         document = {**document, "published_ms": _ms(published[-1]), "published": published[-1].isoformat()}
@@ -64,7 +64,7 @@ def _rows(table: LedgerTable, topic_id: str, partition: int, offset: int) -> lis
     return sorted(rows, key=lambda row: (row["state_offset"], row["row"] or 0))
 
 
-def _gone(subscription_id: str, life: Iterable[Trace]) -> Trace:
+def _deleted_subscription(subscription_id: str, life: Iterable[Trace]) -> Trace:
     name = next(row["subscription"] for row in life if row["subscription"])
     return {
         "subscription": name,

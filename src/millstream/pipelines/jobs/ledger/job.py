@@ -21,7 +21,7 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.job import report_landed
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, Sources, plans, tasks, topic_ranges
-from millstream.pipelines.jobs.land.task import Reading, log_start
+from millstream.pipelines.jobs.land.task import RangeReader, log_start
 from millstream.pipelines.jobs.ledger.audit import (
     HARMLESS,
     AuditReport,
@@ -34,7 +34,7 @@ from millstream.pipelines.jobs.ledger.audit import (
 from millstream.pipelines.jobs.ledger.events import decode_events, unreadable_event
 from millstream.pipelines.jobs.ledger.table import AUDITED, FAULTS, DamagedLedger, LedgerTable, ledger_storage
 from millstream.pipelines.lake.storage import environment_options
-from millstream.pipelines.lake.table_file import Written, from_json, to_json
+from millstream.pipelines.lake.table_file import WrittenFile, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
@@ -71,7 +71,7 @@ class LedgerTasks:
                 report = {"rows": rows, "lost": lost, "files": to_json(files)}
                 yield pa.RecordBatch.from_pylist([report], schema=_REPORT)
 
-    def _land(self, ranges: Sequence[Range]) -> tuple[int, int, list[Written]]:
+    def _land(self, ranges: Sequence[Range]) -> tuple[int, int, list[WrittenFile]]:
         options = read_options(
             {BROKERS: self._brokers, "subscribe": SUBSCRIPTIONS, "columns": "key,value,offset,timestamp"}, self._access
         )
@@ -84,7 +84,7 @@ class LedgerTasks:
                 one, options, shape, skip=lambda lost: waiting.append(unreadable_event(lost, one.partition))
             )
 
-        reading = Reading(read, log_start(options))
+        reading = RangeReader(read, log_start(options))
         try:
             for one in ranges:
                 for records in reading.batches(one):
@@ -150,7 +150,7 @@ class LedgerJob:
         return Step(rows=rows, lag=lag, wait_s=0.0 if lag else waits_s, counts=counts, levels=self._table.last_audit())
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def _plan(self, source: Source) -> dict[int, PartitionPlan]:
         landed = self._table.next_offsets([(source.topic_id, number) for number in source.end])
@@ -183,7 +183,7 @@ class LedgerJob:
         counts = {"files": len(files), "events": sum(file.rows for file in files), "lost": lost}
         return rows, {name: number for name, number in counts.items() if number}
 
-    def _run(self, source: Source, ranges: Sequence[Range]) -> tuple[int, int, list[Written]]:
+    def _run(self, source: Source, ranges: Sequence[Range]) -> tuple[int, int, list[WrittenFile]]:
         if not ranges:
             return 0, 0, []
         shares = tasks(ranges, {SUBSCRIPTIONS: FRAME_BYTES}, parallelism=self._runner.parallelism)

@@ -24,7 +24,7 @@ from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.lake.delta_log import COMMITS_KEPT, DeltaLog
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable, TopicPartition
-from millstream.pipelines.lake.table_file import Written
+from millstream.pipelines.lake.table_file import WrittenFile
 from millstream.pipelines.lake.task_writer import RowWriter
 
 NAME: Final = "__ledger"
@@ -98,7 +98,7 @@ class LedgerTable:
     def writer(self, topic_id: str, attempt: str) -> RowWriter:
         return self._delta.writer(EVENTS, topic_id, attempt=attempt)
 
-    def commit(self, files: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
+    def commit(self, files: Sequence[WrittenFile], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
         """Add files, advance and seal atomically; False if another run has landed the same."""
         digests = {file.path: self.digest(file.path) for file in files}
         spans = {f"{topic_id}/{number}": list(span) for (topic_id, number), span in offsets.items()}
@@ -128,7 +128,7 @@ class LedgerTable:
         names = [one.base_name.removesuffix(".json") for one in stored if one.base_name.endswith(".json")]
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
-    def discard(self, files: Iterable[Written]) -> None:
+    def discard(self, files: Iterable[WrittenFile]) -> None:
         """Delete files for which no commit was tried."""
         self._delta.discard(files)
 
@@ -176,11 +176,11 @@ class LedgerTable:
     # -- seals --------------------------------------------------------------------------------------------------
 
     def digest(self, path: str) -> str:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         with self.storage.files().open_input_stream(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
-                found.update(chunk)
-        return found.hexdigest()
+                digest.update(chunk)
+        return digest.hexdigest()
 
     def last_seal(self) -> str:
         """Return the last seal; empty before the first commit."""
@@ -200,31 +200,31 @@ class LedgerTable:
         table = self._refresh()
         if table is None:
             return []
-        found, known = self._verify_chain(table.version())
+        damage, known = self._verify_chain(table.version())
         active = set(self._delta.log.paths())
         for path in sorted(active):
             if path not in known:
-                found.append(Damage("added", path, "it belongs to the table, but no commit has sealed it"))
+                damage.append(Damage("added", path, "it belongs to the table, but no commit has sealed it"))
                 continue
             try:
                 digest = self.digest(path)
             except FileNotFoundError:
-                found.append(Damage("missing", path, "the file is gone"))
+                damage.append(Damage("missing", path, "the file is gone"))
                 continue
             except OSError as error:
                 if error.errno is None:
                     # The store cannot be reached, which says nothing about the file.
                     raise
-                found.append(Damage("unreadable", path, f"the file cannot be read: {os.strerror(error.errno)}"))
+                damage.append(Damage("unreadable", path, f"the file cannot be read: {os.strerror(error.errno)}"))
                 continue
             if digest != known[path]:
-                found.append(Damage("changed", path, "its content is not what was landed"))
+                damage.append(Damage("changed", path, "its content is not what was landed"))
         for path in sorted(known.keys() - active):
-            found.append(Damage("missing", path, "it was landed, but the table no longer has it"))
-        return found
+            damage.append(Damage("missing", path, "it was landed, but the table no longer has it"))
+        return damage
 
     def _verify_chain(self, last_version: int) -> tuple[list[Damage], dict[str, str]]:
-        found: list[Damage] = []
+        damage: list[Damage] = []
         known: dict[str, str] = {}
         reached: dict[str, int] = {}
         previous: str | None = FIRST_SEAL
@@ -235,7 +235,7 @@ class LedgerTable:
             except (FileNotFoundError, ValueError) as error:
                 is_gone = isinstance(error, FileNotFoundError)
                 kind, problem = ("missing", "is gone") if is_gone else ("broken", "cannot be read")
-                found.append(Damage(kind, path, f"the commit {problem}"))
+                damage.append(Damage(kind, path, f"the commit {problem}"))
                 # What follows it cannot be compared with it.
                 previous, reached = None, {}
                 continue
@@ -243,23 +243,23 @@ class LedgerTable:
             text = next((one["commitInfo"].get(SEAL) for one in actions if "commitInfo" in one), None)
             if text is None:
                 if added:
-                    found.append(Damage("unsealed", path, "it adds files, but has no seal"))
+                    damage.append(Damage("unsealed", path, "it adds files, but has no seal"))
                 continue
             try:
                 seal, digest = _read_seal(text)
             except CorruptState as error:
-                found.append(Damage("broken", path, str(error)))
+                damage.append(Damage("broken", path, str(error)))
                 continue
             follows = previous is None or seal.previous == previous
             if seal.digest != digest or not follows or added != set(seal.files):
-                found.append(Damage("broken", path, "the seal does not match the commit, or the one before it"))
+                damage.append(Damage("broken", path, "the seal does not match the commit, or the one before it"))
             for partition, (start, end) in seal.offsets.items():
                 if reached.get(partition, start) != start:
-                    found.append(Damage("gap", path, f"{partition} continues at {start}, not at {reached[partition]}"))
+                    damage.append(Damage("gap", path, f"{partition} continues at {start}, not at {reached[partition]}"))
                 reached[partition] = end
             known |= seal.files
             previous = digest
-        return found, known
+        return damage, known
 
     def _actions(self, path: str) -> list[dict[str, Any]]:
         with self.storage.files().open_input_stream(path) as stream:

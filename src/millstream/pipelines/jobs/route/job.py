@@ -28,7 +28,7 @@ from millstream.pipelines.jobs.batch_loop import (
 )
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RoutingRule, RuleSet, rule_set
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.options import WriteOptions
@@ -83,12 +83,12 @@ def routed(
 
 
 def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None:
-    found = rules.matches(ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=rules.uses))
-    if not found:
+    rows_by_target = rules.matches(ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=rules.uses))
+    if not rows_by_target:
         return None
-    names = list(found)
-    taken = np.concatenate([found[name] for name in names])
-    which = np.repeat(np.arange(len(names), dtype=np.int32), [found[name].size for name in names])
+    names = list(rows_by_target)
+    taken = np.concatenate([rows_by_target[name] for name in names])
+    which = np.repeat(np.arange(len(names), dtype=np.int32), [rows_by_target[name].size for name in names])
     topics = pa.array(names, pa.string()).take(pa.array(which))
     rows = to_arrow(columns, topic=one.topic, partition=one.partition, names=NAMES).take(pa.array(taken))
     return rows.append_column(_TOPIC, topics)
@@ -133,7 +133,7 @@ class RouteJob:
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(routed=sent))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     # -- internals ------------------------------------------------------------------------------------------------
 
@@ -145,14 +145,14 @@ class RouteJob:
             self._missing = ""
         except UnknownTopic as unknown:
             link = self._loop.link
-            there = link.call(link.client.metadata(topics)).topics
-            left = [topic for topic in topics if topic in there]
-            if not left:
+            existing = link.call(link.client.metadata(topics)).topics
+            existing_topics = [topic for topic in topics if topic in existing]
+            if not existing_topics:
                 raise
             if str(unknown) != self._missing:
                 _logger.warning("the rules of a topic wait until it exists", extra={"reason": str(unknown)})
                 self._missing = str(unknown)
-            plan = self._loop.plan(left)
+            plan = self._loop.plan(existing_topics)
         return plan
 
     def _routed_here(self, plan: Plan) -> int | None:
@@ -165,7 +165,7 @@ class RouteJob:
         loop = self._loop
         writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
         reading = loop.reading_access({one.topic for one in plan.ranges})
-        tasks = Marked(routing(plan.ranges, self._routing_rules, writing, plan.batch, reading))
+        tasks = MarkedTask(routing(plan.ranges, self._routing_rules, writing, plan.batch, reading))
         return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 
     def _refresh_filters(self) -> None:

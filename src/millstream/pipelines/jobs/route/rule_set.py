@@ -63,11 +63,11 @@ class NumberRange:
 
 def number_range_of(parts: Sequence[Node]) -> NumberRange | None:
     """Return the bounds that conjuncts set on the first field that has any."""
-    found = [(part, bounds) for part in parts if (bounds := _bounds(part)) is not None]
-    if not found:
+    bounded = [(part, bounds) for part in parts if (bounds := _bounds(part)) is not None]
+    if not bounded:
         return None
-    source = found[0][1][0]
-    mine = [(low, high) for _part, (of, low, high) in found if of == source]
+    source = bounded[0][1][0]
+    mine = [(low, high) for _part, (of, low, high) in bounded if of == source]
     low, high = max(low for low, _high in mine), min(high for _low, high in mine)
     return NumberRange(source, low, high, is_all=len(mine) == len(parts))
 
@@ -181,10 +181,10 @@ def compile_condition(text: str) -> Condition:
 
 def _handle(node: Node) -> Handle | NumberRange | None:
     parts = node.parts if isinstance(node, Junction) and node.operator == "AND" else (node,)
-    found = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
+    handles = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
     # Text is usually more selective than numbers.
-    found.sort(key=lambda handle: handle.kind is not Kind.TEXT)
-    return found[0] if found else number_range_of(parts)
+    handles.sort(key=lambda handle: handle.kind is not Kind.TEXT)
+    return handles[0] if handles else number_range_of(parts)
 
 
 def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:
@@ -292,12 +292,12 @@ class RuleSet:
 
     def matches(self, batch: DecodedBatch) -> dict[str, Rows]:
         """Return the rows of each target that gets any, in order."""
-        found: dict[str, list[Rows]] = {target: [np.arange(len(batch))] for target in self._everything}
+        rows_by_target: dict[str, list[Rows]] = {target: [np.arange(len(batch))] for target in self._everything}
         for number, rows in self._matching(batch):
             for target in self._targets[number]:
-                found.setdefault(target, []).append(rows)
+                rows_by_target.setdefault(target, []).append(rows)
         # Several rules may send a message to the same target, which gets it once.
-        return {target: _together(several, len(batch)) for target, several in found.items()}
+        return {target: _together(several, len(batch)) for target, several in rows_by_target.items()}
 
     # -- internals ------------------------------------------------------------------------------------------------
 

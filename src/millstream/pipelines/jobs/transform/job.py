@@ -31,7 +31,7 @@ from millstream.pipelines.jobs.batch_loop import (
     parts_of,
     read_part,
     set_job_batch,
-    skipping,
+    skip_deleted,
     small_batch_slot,
     stream_of,
 )
@@ -41,7 +41,7 @@ from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
 from millstream.pipelines.jobs.transform.statement import explain_errors
 from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.options import BROKERS, WriteOptions
 from millstream.pipelines.source.ranges import ranges_between
@@ -333,7 +333,7 @@ class StreamLoop:
     def _beginnings(self) -> Ends:
         """Return the pipeline's position, where a stream without a checkpoint starts."""
         resolver = self._loop.resolver(self._prepared.statement.topics)
-        there = resolver.partitions()
+        partitions = resolver.partitions()
         link, group = self._loop.link, self._pipeline.group
         committed = self._loop.committed()
         query = self._checkpoint.query_id()
@@ -342,10 +342,10 @@ class StreamLoop:
                 "a stream restarts with an empty state: its checkpoint is not at the pipeline's position",
                 extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
             )
-        first = resolver.latest(there) if self._settings.start == LATEST else resolver.earliest(there)
+        first = resolver.latest(partitions) if self._settings.start == LATEST else resolver.earliest(partitions)
         ends = {
             topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
-            for topic, numbers in there.items()
+            for topic, numbers in partitions.items()
         }
         if self._settings.start == LATEST and not all(topic in committed for topic in ends):
             # Otherwise a later run that starts at the end would skip messages that arrive before the first batch.
@@ -368,7 +368,7 @@ class StreamLoop:
         )
         access = self._prepared.loop.reading_access([topic])
         decode = decoding(view, self._prepared.accumulator, self._context.brokers, access)
-        return stream.mapInArrow(Marked(decode), view.schema)
+        return stream.mapInArrow(MarkedTask(decode), view.schema)
 
     def _counts(self) -> dict[str, int]:
         """Return the counts since the last step."""
@@ -408,7 +408,7 @@ class StreamLoop:
             topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
             for topic, numbers in earliest.items()
         }
-        return skipping(start, there)[1]
+        return skip_deleted(start, there)[1]
 
     def _latest(self) -> Mapping[str, Mapping[int, int]]:
         resolver = self._loop.resolver(self._prepared.statement.topics)
@@ -506,7 +506,7 @@ class _Batches:
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def _parts(self, plan: Plan) -> Sequence[Part]:
         prepared = self._prepared

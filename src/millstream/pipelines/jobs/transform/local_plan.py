@@ -118,14 +118,14 @@ def _module(package: Any, name: str) -> Any:
 
 def _bounded(batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
     """Return all batches, or None as soon as they are too large."""
-    found: list[pa.RecordBatch] = []
+    kept_batches: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
         size += batch.nbytes
         if size > BYTES_MAX:
             return None
-        found.append(batch)
-    return found
+        kept_batches.append(batch)
+    return kept_batches
 
 
 def _operators(plan: Any) -> Iterator[str]:

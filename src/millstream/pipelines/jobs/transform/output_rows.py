@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.jobs.batch_loop import PART_SCHEMA, as_row, batch_of_job
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.row_producer import write_part
@@ -50,12 +50,12 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
 
 def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
     """Return the parts that the tasks of a job write, as rows."""
-    return frame.mapInArrow(Marked(_writing(options.for_tasks(batch.query), lambda: batch)), PART_SCHEMA)
+    return frame.mapInArrow(MarkedTask(_writing(options.for_tasks(batch.query), lambda: batch)), PART_SCHEMA)
 
 
 def written_by_job(frame: DataFrame, options: WriteOptions) -> DataFrame:
-    """Return the same for the batch that each job passes to its tasks; the options are those of tasks."""
-    return frame.mapInArrow(Marked(_writing(options, lambda: batch_of_job().batch)), PART_SCHEMA)
+    """Return the written parts for the batch that each job passes to its tasks; the options are those of tasks."""
+    return frame.mapInArrow(MarkedTask(_writing(options, lambda: batch_of_job().batch)), PART_SCHEMA)
 
 
 def _writing(

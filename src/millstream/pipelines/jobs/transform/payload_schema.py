@@ -67,10 +67,10 @@ class PayloadSchemas:
         """Whether new fields are added as they appear."""
         return self._decodes and topic not in self._declared
 
-    def grown_by(self, found: Mapping[str, pa.Schema]) -> PayloadSchemas | None:
+    def grown_by(self, new_fields: Mapping[str, pa.Schema]) -> PayloadSchemas | None:
         """Return the schemas extended by new fields; None if there are none."""
         larger = dict(self._inferred)
-        for topic, fields in found.items():
+        for topic, fields in new_fields.items():
             if self.grows(topic):
                 known = to_arrow(self._inferred.get(topic, StructType()))
                 larger[topic] = to_spark(grown(known, fields))
@@ -84,7 +84,7 @@ def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
     """Parse the payload schemas of a pipeline's settings, by topic."""
     from pyspark.errors import PySparkException
 
-    found: dict[str, StructType] = {}
+    schemas: dict[str, StructType] = {}
     for topic, text in texts.items():
         try:
             schema = StructType.fromDDL(text)
@@ -95,8 +95,8 @@ def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
             raise InvalidSetting(f"the schema of {topic!r} has to name columns, such as `id long, amount double`")
         for field in schema.fields:
             _check_type(topic, field.name, field.dataType)
-        found[topic] = schema
-    return found
+        schemas[topic] = schema
+    return schemas
 
 
 def _check_type(topic: str, name: str, kind: DataType) -> None:
@@ -123,8 +123,8 @@ def to_spark(schema: pa.Schema) -> StructType:
 def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[Range]:
     """Return the ranges of the last messages of every partition."""
     resolver = loop.resolver([topic])
-    there = resolver.partitions()
-    first, last = resolver.earliest(there), resolver.latest(there)
+    partitions = resolver.partitions()
+    first, last = resolver.earliest(partitions), resolver.latest(partitions)
     start = {
         name: {
             number: max(first[name][number], end - min(count, max(1, SAMPLE_ALL_MAX // len(ends))))

@@ -51,7 +51,7 @@ from millstream.pipelines.jobs.transform.payload_schema import (
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
 from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, rows_of_view, view_of
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.runtime.fault import Marked, marked_function
+from millstream.pipelines.runtime.fault import MarkedTask, marked_function
 from millstream.pipelines.runtime.spark_session import SUBSTITUTION
 from millstream.pipelines.source.options import WriteOptions
 
@@ -100,7 +100,7 @@ def rows_of(spark: SparkSession, storage: Storage, table: DeltaTable) -> tuple[D
     schema = from_arrow_schema(dataset.schema)
     types = to_arrow_schema(schema, timezone="UTC")
     reading = TableTasks(storage, table.version(), types, [frozenset(paths[first::count]) for first in range(count)])
-    return _without_lineage(spark.range(0, count, 1, count).mapInArrow(Marked(reading), schema)), size
+    return _without_lineage(spark.range(0, count, 1, count).mapInArrow(MarkedTask(reading), schema)), size
 
 
 def _without_lineage(frame: DataFrame) -> DataFrame:
@@ -157,7 +157,7 @@ class LakeView:
         return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
 
     @property
-    def shown(self) -> object:
+    def content_version(self) -> object:
         """Return a value that changes with the rows that the view shows."""
         return self._frame
 
@@ -274,7 +274,7 @@ class QueryPlan:
         return any(of_topic for _, of_topic in self._nodes)
 
     @property
-    def remembers(self) -> bool:
+    def needs_earlier_messages(self) -> bool:
         """Whether it needs messages of earlier batches."""
         return any(
             of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in self._nodes
@@ -499,7 +499,7 @@ class PreparedQuery:
             table.refresh()
         writing = self.options.for_tasks(query)
         access = {topic: self.loop.reading_access([topic]) for topic in self.views}
-        depends = (writing, access, self.views, [table.shown for table in self.tables])
+        depends = (writing, access, self.views, [table.content_version for table in self.tables])
         if self._kept[0] != depends:
             for topic, view in self.views.items():
                 frame = view.frame_of_job(self.spark, self.loop.options.brokers, self.accumulator, access[topic])
@@ -522,13 +522,13 @@ class PreparedQuery:
         rows = self._rows()
         return rows.select(*_WHOLE) if self._is_whole(rows) else rows
 
-    def grow(self, found: Mapping[str, pa.Schema]) -> bool:
+    def grow(self, new_fields: Mapping[str, pa.Schema]) -> bool:
         """Add new payload fields; return whether they change the statement's result.
 
         If the statement cannot be run with them, it continues without them: a new message must not break a running
         pipeline.
         """
-        larger = self.schemas.grown_by(found)
+        larger = self.schemas.grown_by(new_fields)
         if larger is None:
             return False
         before = self.views
@@ -572,14 +572,16 @@ class PreparedQuery:
         if not plan.reads_topics:
             raise InvalidSetting("the statement reads no topic outside of conditions; join with it instead")
         plan.check_sets()
-        self.needs_state = plan.remembers
+        self.needs_state = plan.needs_earlier_messages
         self.is_repeatable = plan.is_repeatable
         self.output_mode = UPDATE if plan.aggregates and not self.watermarks else APPEND
         # Messages that are written as they are have every column, and the columns of a state cannot change.
-        is_fixed = plan.remembers or self._is_whole(self._rows())
+        is_fixed = plan.needs_earlier_messages or self._is_whole(self._rows())
         used = plan.used | {column for column, _ in self.watermarks.values()}
         evolving = {
-            topic: replace(view, evolves=not is_fixed and self.schemas.grows(topic) and self._sees_more(view, plan))
+            topic: replace(
+                view, evolves=not is_fixed and self.schemas.grows(topic) and self._uses_new_fields(view, plan)
+            )
             for topic, view in self.whole.items()
         }
         self.views = {topic: view.narrowed(used) for topic, view in evolving.items()}
@@ -597,15 +599,15 @@ class PreparedQuery:
         return explain_errors(text, lambda: QueryPlan(self.spark.sql(text)).rows())
 
     def _take(self, larger: PayloadSchemas) -> None:
-        kept = self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode
+        previous = self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode
         self.schemas = larger
         try:
             self.analyse()
         except InvalidSetting:
-            self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode = kept
+            self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode = previous
             self.views = {topic: replace(view, evolves=False) for topic, view in self.views.items()}
 
-    def _sees_more(self, view: TopicView, plan: QueryPlan) -> bool:
+    def _uses_new_fields(self, view: TopicView, plan: QueryPlan) -> bool:
         """Whether new payload fields could occur in rows without being named."""
         return self.statement.has_star or not view.structs.isdisjoint(plan.used_whole)
 
@@ -643,14 +645,14 @@ def prepare(
     folder = Path(context.folder, str(pipeline.pipeline_id))
     stream = _stream_folder(folder, settings)
     fixed = StoredSchemas(stream / _SCHEMAS)
-    kept = StoredSchemas(folder / _SCHEMAS)
+    stored = StoredSchemas(folder / _SCHEMAS)
     of_stream = fixed.read()
     given, watermarks = parse_schemas(named_texts("schemas", settings.schemas)), settings.delays()
     _check_topics("schemas", given, statement)
     _check_topics("watermarks", watermarks, statement)
     known = PayloadSchemas(
         given,
-        of_stream or _known_columns(kept, context),
+        of_stream or _known_columns(stored, context),
         decodes=settings.decode != NO_DECODING,
         by_schema=settings.decode == BY_SCHEMA,
     )
@@ -671,19 +673,19 @@ def prepare(
     )
     prepared.begin(known)
     if prepared.schemas.inferred != known.inferred:
-        kept.write(prepared.schemas.inferred)
+        stored.write(prepared.schemas.inferred)
     if prepared.needs_state and not of_stream:
         fixed.write(prepared.schemas.inferred)
     return prepared
 
 
-def _known_columns(kept: StoredSchemas, context: JobContext) -> Mapping[str, StructType]:
+def _known_columns(stored: StoredSchemas, context: JobContext) -> Mapping[str, StructType]:
     """Return the inferred columns; those of a backfilled pipeline come first, and the backfill's own are added."""
     if context.backfilled is None:
-        return kept.read()
+        return stored.read()
     of_pipeline = StoredSchemas(Path(context.folder, str(context.backfilled), _SCHEMAS)).read()
     both = PayloadSchemas({}, of_pipeline, decodes=True)
-    own = {topic: to_arrow(schema) for topic, schema in kept.read().items()}
+    own = {topic: to_arrow(schema) for topic, schema in stored.read().items()}
     return (both.grown_by(own) or both).inferred
 
 
@@ -783,8 +785,8 @@ def returned_type(name: str, function: Any) -> str:
         raise InvalidSetting(f"declare what function {name!r} returns: `def {name}(…) -> float`")
     is_type = isinstance(given, type)
     text = given.__name__ if is_type else str(given).strip("'\"")
-    found = _OPTIONAL.fullmatch(text)
-    text = text if found is None else (found[1] or found[2])
+    match = _OPTIONAL.fullmatch(text)
+    text = text if match is None else (match[1] or match[2])
     return _TYPES.get(text.rpartition(".")[2], text)
 
 

@@ -141,8 +141,8 @@ def _start(text: str, error: PySparkException) -> int | None:
     for context in error.getQueryContext() or ():
         if context.fragment() and context.fragment() in text:
             return int(context.startIndex())
-    found = re.search(r"line (\d+),? pos (\d+)", str(error))
-    if found is None:
+    match = re.search(r"line (\d+),? pos (\d+)", str(error))
+    if match is None:
         return None
     lines = text.splitlines(keepends=True)
-    return sum(map(len, lines[: int(found[1]) - 1])) + int(found[2])
+    return sum(map(len, lines[: int(match[1]) - 1])) + int(match[2])

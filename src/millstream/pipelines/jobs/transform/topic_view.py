@@ -19,10 +19,10 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.jobs.batch_loop import BatchLoop, batch_of_job, numbers_of, reading_options
-from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder, documents
+from millstream.pipelines.jobs.land.decoding import DecodedPayloads, Decoder, SchemaDecoder, documents
 from millstream.pipelines.jobs.land.inference import decide, grown, joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
-from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import task_link
 from millstream.pipelines.source.options import WriteOptions
@@ -167,14 +167,14 @@ class TopicView:
     ) -> DataFrame:
         access = loop.reading_access([self.topic])
         fetch = fetching(tuple(ranges), loop.options.brokers, self, accumulator, access)
-        return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
+        return numbers_of(spark, ranges).mapInArrow(MarkedTask(fetch), self.schema)
 
     def frame_of_job(
         self, spark: SparkSession, brokers: str, accumulator: FindingsAccumulator, access: Access
     ) -> DataFrame:
         """Return the rows of the ranges that each job passes to its tasks, read by one task."""
         fetch = fetching(None, brokers, self, accumulator, access)
-        return spark.range(0, 1, 1, 1).mapInArrow(Marked(fetch), self.schema)
+        return spark.range(0, 1, 1, 1).mapInArrow(MarkedTask(fetch), self.schema)
 
 
 def view_of(topic: str, payload: StructType | None, *, by_schema: bool = False) -> TopicView:
@@ -242,7 +242,7 @@ def decoding(
     is_plain = all(one.origin is Origin.RECORD for one in view.columns)
     by_fields = Decoder(known, evolves=view.evolves)
 
-    def decoded_by() -> Callable[[pa.RecordBatch], Decoded]:
+    def decoded_by() -> Callable[[pa.RecordBatch], DecodedPayloads]:
         if not view.by_schema:
             return lambda batch: by_fields.decode(batch.column("value"))
         rows = SchemaRows(task_link(reading_options(brokers, (view.topic,), access)), view.topic)
@@ -270,7 +270,7 @@ def _has_fields(kind: DataType) -> bool:
 
 
 def _record_findings(
-    decoded: Decoded, batch: pa.RecordBatch, view: TopicView, accumulator: FindingsAccumulator
+    decoded: DecodedPayloads, batch: pa.RecordBatch, view: TopicView, accumulator: FindingsAccumulator
 ) -> None:
     undecoded = len(decoded.reasons) - decoded.reasons.null_count
     fields = None

@@ -22,6 +22,7 @@ from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.dispatch import Dispatch
+from millstream.broker.kafka.produce_codec import read_pipelined
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Traffic
@@ -30,6 +31,7 @@ from millstream.core.errors import StorageFailure
 from millstream.core.metric import Distribution
 from millstream.core.quota import PRODUCER_BYTE_RATE
 from millstream.protocol.messages.codec import load_request_class, read_response
+from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.api_requests import write_request
 from millstream_testing.batches import encode_values
 from millstream_testing.single_node import single_node
@@ -43,6 +45,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent = bytearray()
+        self.is_aborted = False
 
     def write(self, data: bytes) -> None:
         self.sent += data
@@ -57,7 +60,10 @@ class Wire:
         pass
 
     def is_closing(self) -> bool:
-        return False
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -126,7 +132,7 @@ def frame(
 
 @st.composite
 def requests(draw: st.DrawFn, version: int, topic_id: UUID) -> list[bytes]:
-    """Requests of one client that are mostly alike."""
+    """Requests of one client that differ little."""
     frames: list[bytes] = []
     sequence = 0
     is_idempotent = draw(st.booleans())
@@ -204,7 +210,7 @@ def test_requests_that_arrive_together_have_the_same_effect(data: st.DataObject,
 
 @pytest.mark.parametrize("version", [7, 9, 13])
 @pytest.mark.parametrize("flush", ["os", "always"])
-async def test_requests_alike_are_appended_in_one_write(
+async def test_pipelined_requests_are_appended_in_one_write(
     tmp_path: Path, flush: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with single_node(tmp_path) as topics:
@@ -253,7 +259,9 @@ async def test_if_the_disk_refuses_them_together_they_are_written_one_by_one(
 
 
 @pytest.mark.parametrize("error", [ErrorCode.kafka_storage_error, ErrorCode.request_timed_out])
-async def test_requests_alike_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ErrorCode) -> None:
+async def test_pipelined_requests_fail_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ErrorCode
+) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=1, overrides={"flush": "always"})
         partition = topics.partition("t", 0)
@@ -272,3 +280,93 @@ async def test_requests_alike_fail_together(tmp_path: Path, monkeypatch: pytest.
             await until(lambda: len(client.responses(9)) == 4)
         assert client.responses(9)[1:] == [(number, int(error), -1, -1) for number in (1, 2, 3)]
         assert not partition.waiting
+
+
+@pytest.mark.parametrize("behind", ["other producer", "wrong checksum"])
+async def test_a_write_that_the_disk_refuses_is_reported_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
+        client = Client(topics)
+        batches = [
+            encode_values(b"v", producer_id=7, producer_epoch=0, sequence=0),
+            encode_values(b"v", producer_id=7, producer_epoch=0, sequence=1),
+            encode_values(b"v", producer_id=8 if behind == "other producer" else 7, producer_epoch=0, sequence=2),
+        ]
+        batches[2][-1] ^= behind == "wrong checksum"
+        frames = [frame(9, number, topic.topic_id, bytes(batch)) for number, batch in enumerate(batches)]
+        client.arrive(frames[0])
+
+        def refuse(*_: object) -> None:
+            raise StorageFailure("the disk is full")
+
+        monkeypatch.setattr(topics.partition("t", 0).log, "write", refuse)
+        client.arrive(b"".join(frames[1:]))
+        assert client.responses(9)[1][1] == ErrorCode.kafka_storage_error
+
+
+async def test_a_request_with_unknown_tags_is_served_before_others(tmp_path: Path) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
+        client = Client(topics)
+        frames = [frame(9, number, topic.topic_id, bytes(encode_values(b"v"))) for number in range(3)]
+        # One tag, number 99, with one byte, in place of none.
+        tagged = frames[0][4:-1] + b"\x01\x63\x01\x00"
+        client.arrive(struct.pack(">i", len(tagged)) + tagged + b"".join(frames[1:]))
+        assert client.responses(9) == [(number, 0, number, 0) for number in range(3)]
+
+
+async def test_records_beyond_the_end_of_a_request_are_not_stored(tmp_path: Path) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
+        client = Client(topics)
+        frames = [frame(7, number, topic.topic_id, bytes(encode_values(bytes(100)))) for number in range(3)]
+        client.arrive(frames[0])
+        cut = struct.pack(">i", len(frames[2]) - 12) + frames[2][4:]
+        client.arrive(frames[1] + cut)
+        assert topics.partition("t", 0).log.end_offset == 2
+        assert client.wire.is_aborted
+
+
+@pytest.mark.parametrize("setting", [{"message.timestamp.type": "LogAppendTime"}, {"cleanup.policy": "compact"}])
+async def test_requests_that_cannot_be_appended_together_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str]
+) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os", **setting})
+        monkeypatch.setattr("millstream.broker.kafka.apis.produce.read_pipelined", None)
+        keyed = bytes(encode_batch([NewRecord(b"k", b"v", (), 1000)]))
+        client = Client(topics)
+        frames = [frame(9, number, topic.topic_id, keyed) for number in range(3)]
+        client.arrive(b"".join(frames))
+        assert client.responses(9) == [(number, 0, number, 0) for number in range(3)]
+
+
+async def test_requests_of_two_producers_are_not_read_again_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
+        calls: list[int] = []
+
+        def count(*arguments: Any) -> Any:
+            found = read_pipelined(*arguments)
+            calls.append(len(found[0]))
+            return found
+
+        monkeypatch.setattr("millstream.broker.kafka.apis.produce.read_pipelined", count)
+        client = Client(topics)
+        frames = [
+            frame(
+                9,
+                number,
+                topic.topic_id,
+                bytes(encode_values(b"v", producer_id=7 + number % 2, producer_epoch=0, sequence=number // 2)),
+            )
+            for number in range(101)
+        ]
+        client.arrive(frames[0])
+        client.arrive(b"".join(frames[1:]))
+        assert client.responses(9) == [(number, 0, number, 0) for number in range(101)]
+        assert calls == [99]
