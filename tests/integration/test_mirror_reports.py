@@ -220,9 +220,10 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         assert "secret" in berlin("tail", topic, "--from", "start").out
         assert berlin("schema", "show", subject, "--json").document["id"] == registered.document["id"]
         assert "mirror-password" not in berlin("mirror", "describe", name, "--json").out
-        elsewhere = berlin("mirror", "update", name, "--set", "from=127.0.0.1:1")
-        assert "password was set for" in elsewhere.err, "whoever may change the source does not learn the password"
-        assert elsewhere.code != 0
+        for change in ("from=127.0.0.1:1", "sasl.mechanism=PLAIN"):
+            elsewhere = berlin("mirror", "update", name, "--set", change)
+            assert "password is not sent elsewhere" in elsewhere.err, "who changes the source does not learn it"
+            assert elsewhere.code != 0
         refused = berlin("mirror", "create", f"{name}-2", "--from", locked.server.kafka, *wrong)
         assert "registry here has" in refused.err
 
