@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +16,13 @@ from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import COMMON, Common, Partitions, flag
 from millstream.cli.output import as_json_text, print_bytes, print_note
 from millstream.client.admin.position import POSITION_HELP, Kind, Position, parse_position
-from millstream.core.errors import UnknownTopic
+from millstream.core.errors import QuotaExceeded, UnknownTopic
 
 if TYPE_CHECKING:
+    from millstream.client.admin.messages import DecodedRecord
     from millstream.client.admin.tailer import Message, Tailer
     from millstream.core.ids import OffsetRange
+    from millstream.protocol.records.record import Record
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -166,12 +168,17 @@ def _make_printer(client: Client, topic: TopicMetadata, *, raw: bool, as_json: b
     from millstream.cli.message_text import as_text
     from millstream.client.admin.messages import as_document, decode_record
 
+    async def decode(record: Record) -> DecodedRecord | None:
+        with suppress(QuotaExceeded):
+            return await decode_record(client, topic.name, record)
+        return None
+
     async def show_raw(message: Message) -> bytes:
         return (message.record.value or b"") + b"\n"
 
     async def show_document(message: Message) -> bytes:
         document = as_document(topic.name, topic.topic_id, message.partition, message.record)
-        decoded = await decode_record(client, topic.name, message.record)
+        decoded = await decode(message.record)
         document.update({} if decoded is None else decoded.document())
         return as_json_text(document).encode() + b"\n"
 
@@ -179,7 +186,7 @@ def _make_printer(client: Client, topic: TopicMetadata, *, raw: bool, as_json: b
     colour = indent and not os.environ.get("NO_COLOR")
 
     async def show_text(message: Message) -> bytes:
-        decoded = await decode_record(client, topic.name, message.record)
+        decoded = await decode(message.record)
         text = as_text(topic.name, message.partition, message.record, colour=colour, indent=indent, decoded=decoded)
         return text.encode() + b"\n"
 

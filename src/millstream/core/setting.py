@@ -69,7 +69,7 @@ class Setting:
     is_url: bool = False
     """Whether the value is a URL that may contain a password, which is not shown."""
     sent_to: tuple[str, ...] = ()
-    """For a secret that is sent: the settings that say where and how."""
+    """For a secret that is sent: the setting that says where, followed by those that say how."""
 
     def parse(self, text: str) -> Any:
         """Parse a flag, variable or file entry, or raise `InvalidSetting`."""
@@ -288,10 +288,12 @@ def check_destinations(
     for secret in by_name.values():
         if secret.name not in declared or secret.name in changes:
             continue
-        for name in secret.sent_to:
-            default = value_text(by_name[name].default)
+        for at, name in enumerate(secret.sent_to):
+            setting = by_name[name]
+            default = value_text(setting.default)
             former, new = before.get(name, default), changes.get(name, before.get(name)) or default
-            if not _destinations(new) <= _destinations(former):
+            is_same = setting.parse(former) == setting.parse(new)
+            if not is_same and (at or not _destinations(new) <= _destinations(former)):
                 raise InvalidSetting(
                     f"{secret.name} is not sent elsewhere, or in another way, than it was set for: with a new {name}, "
                     f"set {secret.name} again, or reset it"

@@ -23,7 +23,7 @@ messages reserve memory, which must not keep publishers out."""
 
 RETRY_S: Final = 1
 REFUSED_LATELY_S: Final = 10.0
-"""How long a node warns that it has refused a request."""
+"""How long a node warns after it has refused a request because of these limits."""
 PAUSE_S_MAX: Final = 0.5
 """A publisher that the broker throttles for longer is refused instead of being kept waiting."""
 
@@ -66,7 +66,7 @@ class Pressure:
 
     def warnings(self) -> list[str]:
         return [
-            f"{lane.name.lower()} requests are refused: {number} are in progress"
+            f"{lane.name.lower()} requests were refused in the last {REFUSED_LATELY_S:g} s; {number} are in progress"
             for lane, number in zip(Lane, self.requests, strict=True)
             if time.monotonic() - self._refused_at[lane] < REFUSED_LATELY_S
         ]
@@ -75,8 +75,7 @@ class Pressure:
         """Admit a request or refuse it; without authentication there are no principals."""
         number, held, most = self.requests[lane], self._requests_held[lane, principal], self._requests_max[lane]
         if number >= most or (principal and is_crowding(held, number, most)):
-            self._refused_at[lane] = time.monotonic()
-            raise self._refusal(f"{held or number} requests of this kind are in progress")
+            raise self._refusal(lane, f"{held or number} requests of this kind are in progress")
         self.requests[lane] = number + 1
         if principal:
             self._requests_held[lane, principal] += 1
@@ -96,7 +95,7 @@ class Pressure:
         """Reserve memory for a body or a response, or refuse the request."""
         taken, held, most = self.bytes[lane], self._bytes_held[lane, principal], self._bytes_max[lane]
         if taken + size > most or (principal and is_crowding(held + size, taken + size, most)):
-            raise self._refusal(f"requests in progress hold {held or taken} bytes")
+            raise self._refusal(lane, f"requests in progress hold {held or taken} bytes")
         self.bytes[lane] = taken + size
         if principal:
             self._bytes_held[lane, principal] += size
@@ -109,10 +108,15 @@ class Pressure:
     def check_pause(self, pause_s: float) -> None:
         """Refuse a publisher that would have to wait for long because the broker throttles it."""
         if pause_s > PAUSE_S_MAX:
-            raise self._refusal("the broker throttles publishers", int(pause_s) + 1)
+            raise _too_many("the broker throttles publishers", int(pause_s) + 1)
 
-    def _refusal(self, why: str, retry_s: int = RETRY_S) -> Refused:
-        return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
+    def _refusal(self, lane: Lane, why: str) -> Refused:
+        self._refused_at[lane] = time.monotonic()
+        return _too_many(why, RETRY_S)
+
+
+def _too_many(why: str, retry_s: int) -> Refused:
+    return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
 
 
 def _reduce(held: Counter[tuple[Lane, str]], key: tuple[Lane, str], amount: int) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from millstream.client.admin.messages import decode_record
 from millstream.client.schemas import codecs_of, forget_codecs
 from millstream.core.errors import QuotaExceeded, RequestTimedOut, SchemaMismatch
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.gateway import schema_worker
 from millstream.gateway.api.new_message import RecordToPublish
+from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.routes import listening, publishing
 from millstream.gateway.api.services import Services
@@ -117,6 +119,62 @@ async def test_a_stream_without_memory_for_a_decoded_value_ends(monkeypatch: pyt
         async for _ in listening._sent(services, topic, PartitionIndex(0), [record], {}, memory, "schema"):
             pass
     assert tries == listening.DECODE_TRIES
+
+
+async def _pieces_of_stream(
+    monkeypatch: pytest.MonkeyPatch, count: int, places: dict[int, int]
+) -> tuple[list[bytes], list[Record]]:
+    """Return what a stream sends of some records, and those whose size it has determined."""
+    counted: list[Record] = []
+
+    async def decoded_members(*_: Any) -> dict[str, Any]:
+        return {"decoded": msgspec.Raw(b"{}")}
+
+    def held_bytes(record: Record) -> int:
+        counted.append(record)
+        return 1
+
+    monkeypatch.setattr(listening, "decoded_members", decoded_members)
+    monkeypatch.setattr(listening, "held_bytes", held_bytes)
+    memory = RequestMemory(Pressure(), Lane.WAIT)
+    records = [Record(Offset(offset), 0, None, b"x", ()) for offset in range(count)]
+    topic: Any = SimpleNamespace(name="orders", topic_id="")
+    services: Any = SimpleNamespace(client=None)
+    sent = listening._sent(services, topic, PartitionIndex(0), records, places, memory, "schema")
+    return [piece async for piece in sent], counted
+
+
+async def test_a_stream_of_decoded_values_determines_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, counted = await _pieces_of_stream(monkeypatch, 100, {})
+    assert (len(pieces), len(counted)) == (100, 100)
+
+
+async def test_of_many_partitions_only_the_last_event_has_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, _ = await _pieces_of_stream(monkeypatch, 3, dict.fromkeys(range(listening.PARTITIONS_NAMED_MAX + 1), 0))
+    assert [b"\nid:" in piece or piece.startswith(b"id:") for piece in pieces] == [False, False, True]
+
+
+async def test_a_value_that_nothing_has_room_to_decode_is_not_taken_for_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Crowded:
+        async def decode_json(self, *_: Any) -> Any:
+            raise QuotaExceeded("256 values are being examined already")
+
+    monkeypatch.setattr("millstream.client.schemas.codecs_of", lambda _: Crowded())
+    client: Any = None
+    with pytest.raises(QuotaExceeded):
+        await decode_record(client, "orders", Record(Offset(0), 0, None, b"\0\0\0\0\1x", ()))
+
+
+def test_a_refused_request_is_reported_for_a_while() -> None:
+    pressure = Pressure(requests_max=(4, 4, 4))
+    for _ in range(3):
+        pressure.enter(Lane.WAIT, "User:app")
+    assert pressure.warnings() == []
+    with pytest.raises(Refused):
+        pressure.enter(Lane.WAIT, "User:app")
+    assert pressure.warnings() == ["wait requests were refused in the last 10 s; 3 are in progress"]
 
 
 async def test_encoded_values_count_as_memory_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Traffic
 from millstream.broker.net.turns import Turns
-from millstream.core.errors import StorageFailure
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import NotEnoughReplicas, StorageFailure
 from millstream.core.metric import Distribution
 from millstream.core.quota import PRODUCER_BYTE_RATE
 from millstream.protocol.messages.codec import load_request_class, read_response
@@ -128,6 +129,19 @@ def frame(
     )
     request = cls(transactional_id=None, acks=acks, timeout=timedelta(milliseconds=timeout_ms), topic_data=(data,))
     return write_request(correlation_id, client, request)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives how many requests were read together each time."""
+    reads: list[int] = []
+
+    def count(*arguments: Any) -> Any:
+        pipelined = read_pipelined(*arguments)
+        reads.append(len(pipelined[0]))
+        return pipelined
+
+    monkeypatch.setattr("millstream.broker.kafka.apis.produce.read_pipelined", count)
+    return reads
 
 
 @st.composite
@@ -254,8 +268,29 @@ async def test_if_the_disk_refuses_them_together_they_are_written_one_by_one(
             return write(segment, batches)
 
         monkeypatch.setattr(log, "write", refuse_large)
+        reads = count_reads(monkeypatch)
         client.arrive(b"".join(frames[1:]))
         assert client.responses(9) == [(number, 0, number, 0) for number in range(4)]
+        assert reads == [2], "they are read together once"
+
+
+async def test_requests_without_enough_replicas_are_read_together_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
+        client = Client(topics)
+        frames = [frame(9, number, topic.topic_id, bytes(encode_values(b"v"))) for number in range(50)]
+        client.arrive(frames[0])
+
+        def refuse(_partition: Partition, _acks: int) -> None:
+            raise NotEnoughReplicas("one replica is in sync, two are required")
+
+        monkeypatch.setattr(Partition, "_check_in_sync", refuse)
+        reads = count_reads(monkeypatch)
+        client.arrive(b"".join(frames[1:]))
+        assert [code for _, code, _, _ in client.responses(9)] == [0] + [int(ErrorCode.not_enough_replicas)] * 49
+        assert reads == [48]
 
 
 @pytest.mark.parametrize("error", [ErrorCode.kafka_storage_error, ErrorCode.request_timed_out])
@@ -348,14 +383,7 @@ async def test_requests_of_two_producers_are_not_read_again_for_each(
 ) -> None:
     async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=1, overrides={"flush": "os"})
-        calls: list[int] = []
-
-        def count(*arguments: Any) -> Any:
-            found = read_pipelined(*arguments)
-            calls.append(len(found[0]))
-            return found
-
-        monkeypatch.setattr("millstream.broker.kafka.apis.produce.read_pipelined", count)
+        reads = count_reads(monkeypatch)
         client = Client(topics)
         frames = [
             frame(
@@ -369,4 +397,4 @@ async def test_requests_of_two_producers_are_not_read_again_for_each(
         client.arrive(frames[0])
         client.arrive(b"".join(frames[1:]))
         assert client.responses(9) == [(number, 0, number, 0) for number in range(101)]
-        assert calls == [99]
+        assert reads == [99]

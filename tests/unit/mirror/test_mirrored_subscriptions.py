@@ -136,7 +136,7 @@ async def test_other_changes_are_mirrored_if_secrets_would_be_sent_to_another_en
     settings = {push.URL: "https://b.example/hook", PAUSED: "true"}
     await here.queues._sync_subscription(msgspec.structs.replace(offered(), settings=settings))
     assert here.declared.alter.call_args.args[1] == {PAUSED: "true"}
-    assert "keeps its millstream.push.url" in str(here.notes[f"subscription {BILLING}"])
+    assert "keeps its millstream.push.url" in str(here.notes[f"subscription {BILLING}, push"])
 
 
 async def test_a_deletion_keeps_the_letters() -> None:

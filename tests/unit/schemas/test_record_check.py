@@ -231,6 +231,16 @@ TREE = {
     "name": "Tree",
     "fields": [{"name": "name", "type": "string"}, {"name": "children", "type": {"type": "array", "items": "Tree"}}],
 }
+OPTIONAL = {
+    "type": "record",
+    "name": "Optional",
+    "fields": [{"name": f"o{at}", "type": ["null", "string"], "default": None} for at in range(10)],
+}
+BINARY = {
+    "type": "record",
+    "name": "Binary",
+    "fields": [{"name": f"b{at}", "type": ["null", "Binary"], "default": None} for at in range(9)],
+}
 BRANCH = {"type": "record", "name": "Branch", "fields": [{"name": "twigs", "type": {"type": "array", "items": "Wood"}}]}
 WOOD = {"type": "record", "name": "Wood", "fields": [{"name": "branches", "type": {"type": "array", "items": BRANCH}}]}
 
@@ -243,6 +253,15 @@ WOOD = {"type": "record", "name": "Wood", "fields": [{"name": "branches", "type"
             b"\x02a\x02\x02b\x00\x00",
             {"name": "a", "children": [{"name": "b", "children": []}]},
         ),
+        (
+            {
+                "type": "array",
+                "items": {"type": "record", "name": "H", "fields": [{"name": "h", "type": ["null", OPTIONAL]}]},
+            },
+            b"\x02\x02" + bytes(10) + b"\x00",
+            [{"h": {f"o{at}": None for at in range(10)}}],
+        ),
+        ({"type": "array", "items": BINARY}, b"\x02" + bytes(9) + b"\x00", [{f"b{at}": None for at in range(9)}]),
         (WOOD, b"\x02\x02\x00\x00\x00", {"branches": [{"twigs": [{"branches": []}]}]}),
         ({"type": "map", "values": "null"}, b"\x02\x02a\x00", {"a": None}),
         ({"type": "array", "items": ["null"]}, b"\x02\x00\x00", [None]),

@@ -26,7 +26,6 @@ from millstream.core.errors import (
     InvalidTimestamp,
     InvalidTransactionState,
     RecordError,
-    StorageFailure,
 )
 from millstream.core.ids import Offset
 from millstream.core.topic import TopicSettings
@@ -384,7 +383,7 @@ def _write_placed(log: Log, segment: Segment, batches: Sequence[bytearray | memo
     """Write batches that have their offsets; take the offsets back if that fails."""
     try:
         return log.write(segment, batches[0] if len(batches) == 1 else b"".join(batches))
-    except StorageFailure:
+    except BaseException:
         for batch in batches:
             OFFSET_LENGTH_EPOCH.pack_into(batch, 0, 0, len(batch) - LOG_OVERHEAD_BYTES, -1)
         raise

@@ -380,10 +380,12 @@ class MirroredQueues:
                     await declared.alter(offered.name, changes, topics=topics)
             self._run.notes.pop(key, None)
             if unsent:
-                self._run.notes[key] = Problem(
+                self._run.notes[f"{key}, push"] = Problem(
                     f"subscription {offered.name!r} keeps its {push.URL}, which differs from the source's: {unsent}"
                 )
-            elif originals:
+            else:
+                self._run.notes.pop(f"{key}, push", None)
+            if originals:
                 self._run.notes[key] = (
                     f"subscription {offered.name!r} is mirrored without {listed(originals)}, which here are topics of "
                     "this cluster and not copies"

@@ -198,11 +198,15 @@ class AvroCodec(Codec):
 
 
 class _AvroSize(NamedTuple):
-    """What a value of a schema has at least, and at most without further bytes."""
+    """How many bytes a value of a schema takes, compared with the values inside it that take none."""
 
     bytes_min: int
-    empty_values: int
-    """The values inside that take no bytes."""
+    excess: int
+    """How many of those values a value may have beyond `_EMPTY_VALUES_MAX` for each of its bytes; often negative."""
+
+
+def _sized(bytes_min: int) -> _AvroSize:
+    return _AvroSize(bytes_min, -_EMPTY_VALUES_MAX * bytes_min)
 
 
 class _AvroShape:
@@ -213,7 +217,7 @@ class _AvroShape:
         """Whether values may be nested in each other."""
         self.holds_too_much = False
         """Whether a few bytes may hold any number of values, or far more values than bytes."""
-        self._sizes: dict[str, _AvroSize] = {name: _AvroSize(size, 0) for name, size in _AVRO_BYTES_MIN.items()}
+        self._sizes: dict[str, _AvroSize] = {name: _sized(size) for name, size in _AVRO_BYTES_MIN.items()}
         self._sizes["null"] = _AvroSize(0, 1)
         self._around: dict[str, int] = {}
         """The named types that are being examined, and in how many unions, arrays and maps each is."""
@@ -227,20 +231,21 @@ class _AvroShape:
             return self._examine_named(schema)
         if isinstance(schema, list):
             branches = self._examine_within(schema)
-            return _AvroSize(1, max((one.empty_values for one in branches), default=0))
+            # The number of the branch takes a byte.
+            return _AvroSize(1, max((one.excess for one in branches), default=0) - _EMPTY_VALUES_MAX)
         kind = schema["type"]
         if kind in ("record", "error"):
             return self._examine_record(schema)
         if kind in ("array", "map"):
             (item,) = self._examine_within([schema["items" if kind == "array" else "values"]])
             # The key of a map takes a byte.
-            bytes_min = item.bytes_min + (kind == "map")
-            if not bytes_min or item.empty_values > _EMPTY_VALUES_MAX * bytes_min:
+            key_bytes = int(kind == "map")
+            if not item.bytes_min + key_bytes or item.excess > _EMPTY_VALUES_MAX * key_bytes:
                 self.holds_too_much = True
-            return _AvroSize(1, 0)
+            return _sized(1)
         if kind in ("enum", "fixed"):
-            found = self._sizes[schema["name"]] = _AvroSize(1 if kind == "enum" else schema["size"], 0)
-            return found
+            size = self._sizes[schema["name"]] = _sized(1 if kind == "enum" else schema["size"])
+            return size
         return self._examine(kind)
 
     def _examine_named(self, name: str) -> _AvroSize:
@@ -262,7 +267,7 @@ class _AvroShape:
         self._around[name] = self._depth
         sizes = [self._examine(field["type"]) for field in schema["fields"]]
         del self._around[name]
-        size = _AvroSize(sum(one.bytes_min for one in sizes), sum(one.empty_values for one in sizes))
+        size = _AvroSize(sum(one.bytes_min for one in sizes), sum(one.excess for one in sizes))
         self._sizes[name] = size
         return size
 

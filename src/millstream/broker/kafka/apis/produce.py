@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
 from kio.schema.errors import ErrorCode
@@ -503,12 +504,15 @@ class Produce:
             ):
                 return None
             batches, correlation_ids, ends = read_pipelined(frame, header, request, pipelined.data, pipelined.at)
-            if not batches:
-                return None
-            appended = partition.write_first([records, *batches], acks=acks)
         except MillstreamError:
-            # The first request is refused on its own.
+            # The request is refused on its own.
             return None
+        if not batches:
+            return None
+        appended: Sequence[AppendedRange] = ()
+        with suppress(MillstreamError):
+            # If none can be written, the first request is refused on its own.
+            appended = partition.write_first([records, *batches], acks=acks)
         count = len(appended)
         if count <= len(batches):
             # Otherwise each of the others would be read again with every request before it.

@@ -233,9 +233,8 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
         size += decoded_bytes(more)
         request.memory.resize(size)
         documents.append(leased(message, worker, **more))
-    undecoded = messages[len(documents) :]
+    await services.leasing.return_messages(name, worker, messages[len(documents) :])
     del messages[len(documents) :]
-    await services.leasing.return_messages(name, worker, undecoded)
     return PulledMessages(documents)
 
 
