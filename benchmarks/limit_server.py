@@ -27,7 +27,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import uvloop
 
@@ -192,6 +192,18 @@ def sync_files(files: list[int]) -> None:
         os.fdatasync(file)
 
 
+class Repeated(NamedTuple):
+    """A request for one partition, so that those like it need not be parsed."""
+
+    before: bytes
+    """Everything before the length of the records."""
+    number: int
+    """Of the partition."""
+    partition: Partition
+    response: bytes
+    """The beginning of the response, up to the partition."""
+
+
 class Connection(asyncio.BufferedProtocol):
     """Receives into one reused buffer, so that no byte is copied between socket and file."""
 
@@ -205,6 +217,7 @@ class Connection(asyncio.BufferedProtocol):
         self.unsent: list[bytes] = []
         self.written: dict[Partition, None] = {}
         self.produced: list[bytes] = []
+        self.repeated: Repeated | None = None
         self.transport: asyncio.Transport
         self.handlers: dict[int, Callable[[int, int, int, int], None]] = {
             PRODUCE: self.produce,
@@ -292,6 +305,10 @@ class Connection(asyncio.BufferedProtocol):
         return value
 
     def produce(self, version: int, correlation: int, at: int, end: int) -> None:
+        begin = at
+        if self.repeated is not None and self.view[at : at + len(self.repeated.before)] == self.repeated.before:
+            self.produce_again(self.repeated, correlation, at)
+            return
         _, at = self.text(at)
         acks = _I16.unpack_from(self.view, at)[0]
         at += 6
@@ -310,8 +327,19 @@ class Connection(asyncio.BufferedProtocol):
                 at += 8 + length
                 response += _PRODUCED.pack(index, 0, base, -1, 0)
                 self.written[partition] = None
+                if acks and at == end:
+                    before = bytes(self.view[begin : at - length - 4])
+                    self.repeated = Repeated(before, index, partition, bytes(response[: -_PRODUCED.size]))
         if acks:
             self.produced.append(struct.pack(">ii", 8 + len(response), correlation) + response + bytes(4))
+
+    def produce_again(self, repeated: Repeated, correlation: int, at: int) -> None:
+        """Store the records of a request that differs from an earlier one only in them."""
+        at += len(repeated.before) + 4
+        base = repeated.partition.append(self.view, at, at + self.integer(at - 4))
+        self.written[repeated.partition] = None
+        response = repeated.response + _PRODUCED.pack(repeated.number, 0, base, -1, 0)
+        self.produced.append(struct.pack(">ii", 8 + len(response), correlation) + response + bytes(4))
 
     def fetch(self, version: int, correlation: int, at: int, end: int) -> None:
         _, wait_ms, _, bytes_max = struct.unpack_from(">iiii", self.view, at)
