@@ -209,8 +209,9 @@ def test_a_node_refuses_keys_readable_by_others(tmp_path: Path, mode: int) -> No
     keys = tmp_path / "keys"
     assert call_command(["secrets", "init", "--file", str(keys)]).code == 0
     keys.chmod(mode)
+    data, any_port = str(tmp_path / "data"), "127.0.0.1:0"
     refused = call_command(
-        ["serve", "--data", str(tmp_path / "data"), "--kafka", "127.0.0.1:0", "--secrets-key-file", str(keys)]
+        ["serve", "--data", data, "--kafka", any_port, "--http", any_port, "--secrets-key-file", str(keys)]
     )
     assert refused.code == 2
     assert "chmod 600" in refused.err

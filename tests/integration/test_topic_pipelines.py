@@ -516,6 +516,7 @@ def test_spark_refuses_the_statements_that_nodes_refuse(spark: SparkSession, sql
         explain_errors(sql, lambda: parser.parseQuery(sql))
 
 
+@pytest.mark.usefixtures("spark")
 def test_nodes_read_columns_as_spark_does() -> None:
     text = (
         "a long, `b c`: array<struct<d:decimal(5,2), e numeric>> NOT NULL COMMENT 'x', order map<string, timestamp>,"
