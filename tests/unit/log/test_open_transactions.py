@@ -97,12 +97,10 @@ def test_a_marker_invalidates_the_guard() -> None:
         producers.check_client_batch_order(batch_of(SEVEN)[0], 0, guard)
 
 
-def test_a_later_batch_waits_for_the_one_verified_first() -> None:
+@pytest.mark.parametrize("verified", [(1, 2), (2, 1)])
+def test_of_batches_verified_together_the_first_begins_the_transaction(verified: tuple[int, int]) -> None:
     producers = Producers(expiry_ms=HOUR_MS)
-    write(producers, 0, SEVEN)
-    end(producers, 1, marker_of(SEVEN))
-    assert producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=False) is not None
-    guard = producers.start_guard(SEVEN, 0, 2, 0, bumps_epoch=False)
+    guard = [producers.start_guard(SEVEN, 0, sequence, 0, bumps_epoch=False) for sequence in verified][-1]
     with pytest.raises(OutOfOrderSequence):
         producers.check_client_batch_order(batch_of(SEVEN, 0, 2)[0], 0, guard)
     assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, guard) is None
