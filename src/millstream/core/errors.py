@@ -62,6 +62,7 @@ MillstreamError
 ├── BatchRejected                  the batch was read and will never be accepted as it is
 │   ├── CorruptBatch               framing or CRC is wrong
 │   ├── MismatchedBatch            valid, but it does not match the range that the disk lost
+│   │   └── DivergedLog            it shows that one of the logs diverged
 │   ├── InvalidBatch               well framed, but not what a producer may send
 │   ├── BatchTooLarge
 │   └── UnsupportedCompression
@@ -401,6 +402,10 @@ class CorruptBatch(BatchRejected):
 
 class MismatchedBatch(BatchRejected):
     """A batch from another replica is valid, but does not fit the gap that the disk lost."""
+
+
+class DivergedLog(MismatchedBatch):
+    """A batch from another replica is of a later epoch than the records behind the gap: one of the logs diverged."""
 
 
 class InvalidBatch(BatchRejected):

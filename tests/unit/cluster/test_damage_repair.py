@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -176,6 +177,26 @@ async def test_unacknowledged_records_are_served_only_by_the_leader_in_its_epoch
         for epoch in (-1, 0, 1)
     ]
     assert given == [False, True, False]
+
+
+async def test_a_log_that_diverged_where_it_is_damaged_is_truncated(group: ReplicaGroup) -> None:
+    group.cut |= {(TWO, ONE), (THREE, ONE), (ONE, TWO), (ONE, THREE)}
+    former = group.partition(1)
+    for number in range(COUNT, COUNT + 4):
+        former.write(encode_values(b"never acknowledged %060d" % number), acks=1)
+    harm(group, 1, COUNT + 1)
+    harm(group, 1, COUNT)
+    scrub(group, 1)
+    assert former.log.damage
+    group.set_state(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+    leader = group.partition(2)
+    await until(lambda: leader.is_leader)
+    for number in range(COUNT, COUNT + 6):
+        await leader.append(encode_values(b"%0100d" % number))
+    group.heal()
+    await until(lambda: are_whole(group) and is_in_sync(group))
+    assert len({content(group.partition(node)) for node in (1, 2, 3)}) == 1
+    assert b"never acknowledged" not in content(former)
 
 
 async def test_a_leader_that_cannot_write_to_its_disk_hands_over(group: ReplicaGroup) -> None:

@@ -26,6 +26,7 @@ from millstream.core.errors import (
     CorruptBatch,
     CorruptState,
     DamagedRange,
+    DivergedLog,
     LogUnavailable,
     MillstreamError,
     MismatchedBatch,
@@ -63,8 +64,9 @@ class DamageRepair:
     Leader or follower, a replica asks the others for the batches of a lost range, the leader first, and writes them in
     place. If several replicas lost different ranges, each gets what the others still have. A follower takes what its
     leader has; otherwise only acknowledged records are repaired, because all replicas are identical below the high
-    watermark. A leader that cannot repair a range that others have hands over to one of them. A range that no other
-    replica has is permanently lost, and reported as such to readers.
+    watermark. If the leader's records there are of later epochs than what follows here, the log has diverged, and a
+    follower truncates it. A leader that cannot repair a range that others have hands over to one of them. A range that
+    no other replica has is permanently lost, and reported as such to readers.
     """
 
     def __init__(self, me: NodeId, links: ReplicaLinks, *, random: Random, registration: Callable[[], int]) -> None:
@@ -134,6 +136,7 @@ class DamageRepair:
         undecided: MillstreamError | None = None
         cannot: MismatchedBatch | StorageFailure | None = None
         for node in self._other_replicas(partition):
+            is_leader = node == partition.follows
             try:
                 batches = await self._fetch(partition, node, lost)
             except MillstreamError as error:
@@ -144,6 +147,14 @@ class DamageRepair:
                     await partition.restore_range(lost, batches)
                     self._repaired += 1
                     return
+            except DivergedLog as error:
+                if is_leader:
+                    truncated = partition.truncate_diverged(lost)
+                    if truncated is not None:
+                        await truncated
+                    partition.log.damage.on_change()
+                    return
+                cannot = error
             except (MismatchedBatch, StorageFailure) as error:
                 cannot = error
             except MillstreamError as error:

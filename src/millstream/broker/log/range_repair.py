@@ -18,7 +18,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import ProducerReplay
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Index, Segment, cleaned_path
-from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
+from millstream.core.errors import DivergedLog, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.rewrite import empty_batch
 
@@ -29,8 +29,8 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
     """Select the batches of another replica that belong in a lost range; return them and the offset after them.
 
     Raise `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they must
-    begin where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which
-    compaction joins offsets, are cut to fit.
+    begin where the range does, be contiguous, and be of epochs that fit those around them; `DivergedLog` if an epoch is
+    later than that behind the range. Empty batches, in which compaction joins offsets, are cut to fit.
     """
     latest, last = log.epochs.epoch_at(lost.start - 1), log.epochs.epoch_at(lost.end)
     fitted, expected = bytearray(), lost.start
@@ -45,7 +45,8 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
                 f"{log.partition}: a replica returned offset {header.base_offset} instead of {expected}"
             )
         if not latest <= header.leader_epoch <= last:
-            raise MismatchedBatch(
+            unfit = DivergedLog if header.leader_epoch > last else MismatchedBatch
+            raise unfit(
                 f"{log.partition}: a replica returned a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )

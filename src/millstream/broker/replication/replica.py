@@ -221,6 +221,14 @@ class Replica:
         fitted, next_offset = fit_batches(self.log, lost, batches)
         await self._store.repair_range(RangeRepair(self.log, lost, fitted, next_offset))
 
+    def truncate_diverged(self, lost: LostRange) -> asyncio.Future[None] | None:
+        """Truncate at a lost range in whose place the leader has later epochs: nothing behind it is in its log.
+
+        The future is that of `truncate`.
+        """
+        before = self.log.epochs.epoch_at(lost.start - 1)
+        return self.truncate(EpochEnd(before, Offset(lost.start)), leader_epoch=self.leader_epoch)
+
     def abandon_range(self, lost: LostRange) -> None:
         """Report to readers that a range is lost permanently: no other replica has it either."""
         self.log.damage.beyond_repair.add(lost.offsets)
