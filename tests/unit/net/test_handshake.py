@@ -45,7 +45,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     listener = Listener(Echo(), limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600)
     sock = bind("127.0.0.1", 0, flag="kafka")
     port = sock.getsockname()[1]
-    await listener.start(sock, ListenerOptions(service=Echo(), limits=LIMITS, tls=FollowedTls(files).context))
+    await listener.start(sock, ListenerOptions(service=Echo(), limits=LIMITS, tls=FollowedTls(files)))
     yield Running(listener, port, client_tls(certificates.ca))
     await listener.drain(1)
 

@@ -24,11 +24,13 @@ from millstream.protocol.wire.credentials import client_tls
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
 
-def shake_hands(server: FollowedTls, client: ssl.SSLContext) -> tuple[bytes | None, bytes | None]:
-    """Connect in memory; return the certificates that the server and the client presented."""
+def connect(
+    server: FollowedTls, client: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Connect in memory; return the client's end and the server's."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     here = server.context.wrap_bio(to_server, to_client, server_side=True)
-    there = client.wrap_bio(to_client, to_server, server_hostname="localhost")
+    there = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
     is_done = {here: False, there: False}
     for _ in range(10):
         for side in (there, here):
@@ -39,6 +41,12 @@ def shake_hands(server: FollowedTls, client: ssl.SSLContext) -> tuple[bytes | No
                 except ssl.SSLWantReadError:
                     continue
     assert all(is_done.values())
+    return there, here
+
+
+def shake_hands(server: FollowedTls, client: ssl.SSLContext) -> tuple[bytes | None, bytes | None]:
+    """Connect in memory; return the certificates that the server and the client presented."""
+    there, here = connect(server, client)
     return there.getpeercert(binary_form=True), here.getpeercert(binary_form=True)
 
 
@@ -93,6 +101,23 @@ def test_clients_of_another_authority_are_accepted_once_its_file_exists(tmp_path
     assert shown(bob) == "CN=bob"
     with pytest.raises(ssl.SSLError):
         shake_hands(followed, alice)
+
+
+def test_a_certificate_of_a_withdrawn_authority_resumes_no_session(tmp_path: Path) -> None:
+    node, first, second = (Certificates(tmp_path / name) for name in ("node", "first", "second"))
+    client_ca = tmp_path / "clients.pem"
+    shutil.copy(first.ca, client_ca)
+    followed = FollowedTls(files_of(node, client_ca))
+    alice = with_certificate(node, first, "alice")
+    alice.maximum_version = ssl.TLSVersion.TLSv1_2
+    # Both stay open: OpenSSL forgets the session of a connection that is dropped.
+    began = connect(followed, alice)
+    session = began[0].session
+    resumed = connect(followed, alice, session)
+    assert resumed[0].session_reused
+    shutil.copy(second.ca, client_ca)
+    with pytest.raises(ssl.SSLError):
+        connect(followed, alice, session)
 
 
 def test_a_key_readable_by_others_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

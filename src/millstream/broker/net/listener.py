@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
@@ -65,6 +65,14 @@ class _Refused(asyncio.Protocol):
         transport.close()
 
 
+class Tls(Protocol):
+    """The TLS of a listener, which changes while it listens."""
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """The context of the next connection."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerOptions:
     """The properties of one listening socket."""
@@ -72,7 +80,7 @@ class ListenerOptions:
     service: Service
     limits: ConnectionLimits
     name: str = ""
-    tls: ssl.SSLContext | None = None
+    tls: Tls | None = None
     deadline_s: float | None = None
     """How long a client may stay unauthenticated; None where clients need not authenticate."""
     is_limited: bool = True
@@ -333,9 +341,10 @@ class Listener:
         connection = self._create_connection(options)
         connection.opened = partial(self._on_handshake_done, options)
         self._count_address(connection, host, options)
+        context = None if options.tls is None else options.tls.context
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, accepted, ssl=options.tls, ssl_handshake_timeout=HANDSHAKE_S
+                lambda: connection, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
             )
         except ConnectionResetError:
             # Port scanners and simple probes cause this.

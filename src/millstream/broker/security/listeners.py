@@ -270,9 +270,8 @@ class Listeners:
         """Accept connections on all listeners; return a function that closes those no longer allowed."""
         if not self._config.authorizes:
             for bound in self._bound:
-                tls = None if bound.tls is None else bound.tls.context
                 await listener.start(
-                    bound.socket, ListenerOptions(service=service, limits=limits, name=bound.config.name, tls=tls)
+                    bound.socket, ListenerOptions(service=service, limits=limits, name=bound.config.name, tls=bound.tls)
                 )
             return None
         from millstream.broker.security.gate import RevokedSessions
@@ -303,7 +302,7 @@ class Listeners:
             service=gate,
             limits=LIMITS,
             name=bound.config.name,
-            tls=None if bound.tls is None else bound.tls.context,
+            tls=bound.tls,
             deadline_s=DEADLINE_S if requires else None,
             is_limited=not gate.is_internal,
         )

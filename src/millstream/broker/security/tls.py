@@ -1,7 +1,7 @@
 """TLS of the listeners and between nodes: contexts that follow their files, and the principals of certificates.
 
-Files are checked when a client begins a handshake, so a renewed certificate is used from the next connection on, and
-connections that are open continue. Files that do not fit together are refused, and the last ones that did stay in use.
+Files are checked when a client connects, so a renewed certificate is used from the next connection on, and connections
+that are open continue. Files that do not fit together are refused, and the last ones that did stay in use.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.sslobject_class = DirectConnection
         context.load_cert_chain(self.certificate, self.key)
-        # A resumed session would skip the check of a client's certificate, which may have been replaced.
+        # A session resumed by a ticket would skip the check of a client's certificate, which may be withdrawn.
         context.options |= ssl.OP_NO_TICKET
         if is_server:
             context.num_tickets = 0
@@ -101,20 +101,33 @@ class TlsFiles:
 
 
 class FollowedTls:
-    """A server context that follows its files."""
+    """Server contexts that follow their files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamp = self._refused = ()  # type: tuple[tuple[int, int, int], ...]
         try:
             self._stamp = files.stamp()
-            self._current = files.load(is_server=True)
-            self.context = files.load(is_server=True)
+            self._current = self._load()
         except OSError as error:
             named = [one for one in (files.certificate, files.client_ca, files.key) if one]
             raise InvalidSetting(f"TLS cannot be set up: {tls_file_problem(error, named)}") from error
-        self.context.sni_callback = self._choose
         warn_if_exposed(files.key, flag="tls-key")
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """The context of the next connection.
+
+        With TLS 1.2, a client may resume a session of the same context without showing its certificate again. A context
+        is therefore replaced when its files change: otherwise certificates of a withdrawn authority would remain valid.
+        """
+        self._reload_if_changed()
+        return self._current
+
+    def _load(self) -> ssl.SSLContext:
+        context = self._files.load(is_server=True)
+        context.sni_callback = self._choose
+        return context
 
     def _choose(self, connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called at the beginning of each handshake, whether the client names a server or not."""
@@ -127,7 +140,7 @@ class FollowedTls:
             if stamp in (self._stamp, self._refused):
                 return
             self._refused = stamp
-            self._current = self._files.load(is_server=True)
+            self._current = self._load()
         except (OSError, ssl.SSLError) as error:
             _logger.warning(
                 "a changed certificate cannot be used; the one before stays in use",
