@@ -24,6 +24,7 @@ from millstream.broker.security.sasl import AuthenticatedClient, Authenticator, 
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules
 from millstream.cli.certs import make_node_certificate
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import SHA_256, new_credentials
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
@@ -79,7 +80,7 @@ def opened(
 
 def opened_by_node(authentication: AuthenticationContext, folder: Path, **listener: Any) -> Session:
     files = make_node_certificate(folder, ["localhost"], authentication.cluster, NodeId(2))
-    session = opened(authentication, requires=True, **listener)
+    session = opened(authentication, requires=True, **{"admits_nodes": True, **listener})
     session.admit_certificate(x509.load_pem_x509_certificate(Path(files["certificate"]).read_bytes()))
     return session
 
@@ -286,6 +287,29 @@ async def test_the_session_of_a_throttled_client_ends_with_its_credential(
     await until_ended(session)
     assert not lifted
     session.close()
+
+
+@pytest.mark.parametrize("admits_nodes", [True, False])
+async def test_a_certificate_identifies_a_node_only_where_its_authority_is_that_of_nodes(
+    authentication: AuthenticationContext, tmp_path: Path, admits_nodes: bool
+) -> None:
+    await authentication.state.load()
+    session = opened_by_node(authentication, tmp_path, admits_nodes=admits_nodes, takes_assertions=True)
+    assert session.rights is not None
+    assert session.rights.node_id == (2 if admits_nodes else None)
+    assert session.rights.allows(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME) == admits_nodes
+    assert session.begin(ASSERTION, bare=False) == admits_nodes
+    session.close()
+
+
+async def test_an_expired_certificate_is_refused_in_a_resumed_session_too(
+    authentication: AuthenticationContext, tmp_path: Path
+) -> None:
+    expired, _ = Certificates(tmp_path / "certs").sign("bob", begins_days=-2, lasts_days=1)
+    session = opened(authentication, requires=True)
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        session.admit_certificate(x509.load_pem_x509_certificate(expired.read_bytes()))
+    assert session.rights is None
 
 
 async def test_a_connection_that_is_known_by_its_certificate_ends_with_it(

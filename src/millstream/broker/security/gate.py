@@ -104,6 +104,7 @@ class Gate:
         is_plaintext: bool,
         is_internal: bool = False,
         takes_assertions: bool = False,
+        admits_nodes: bool = False,
     ) -> None:
         self.service = service
         self.limits = limits
@@ -114,6 +115,8 @@ class Gate:
         """Whether this listener is for the node's own processes only."""
         self.takes_assertions = takes_assertions
         """Whether gateways act for their callers here; where clients authenticate by certificate, with their node's."""
+        self.admits_nodes = admits_nodes
+        """Whether certificates may identify nodes here: the authority is the one that nodes trust."""
         self.offered: Sequence[str] = (
             (PLAIN,) if is_internal else authentication.authenticator.offered(is_plaintext=is_plaintext)
         )
@@ -302,7 +305,10 @@ class Session:
         """Admit the holder of a certificate: a node of this cluster, or the principal that the rules map it to."""
         authentication = self._gate.authentication
         until = certificate.not_valid_after_utc.timestamp()
-        name = NodeName.of(uris_of(certificate))
+        if until <= time.time():
+            # A resumed session is not checked by TLS.
+            raise AuthenticationFailed("the certificate has expired")
+        name = NodeName.of(uris_of(certificate)) if self._gate.admits_nodes else None
         if name is None:
             self._require_snapshot()
             principal = authentication.rules.principal(certificate)

@@ -165,6 +165,16 @@ class Listeners:
     def _node_listener(self) -> ListenerConfig:
         return next(one for one in self._config.all_listeners if one.name == self._config.node_listener)
 
+    def _admits_nodes(self, listener: ListenerConfig) -> bool:
+        """Whether certificates may identify nodes on a listener; another authority's could be those of any client.
+
+        While a cluster moves to another listener, nodes that were restarted already use that one.
+        """
+        if not self._config.in_cluster:
+            return False
+        trusted = self._node_listener.tls_client_ca
+        return not trusted or listener.tls_client_ca == trusted
+
     @property
     def _has_internal(self) -> bool:
         return self._config.authorizes and not self._config.in_cluster
@@ -297,6 +307,7 @@ class Listeners:
             is_plaintext=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
             is_internal=bound.config.name == INTERNAL,
             takes_assertions=bound.config.name == self.own_listener,
+            admits_nodes=self._admits_nodes(bound.config),
         )
         return ListenerOptions(
             service=gate,
