@@ -304,6 +304,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         marker(31_000, "t"),
         marker(1, "__consumer_offsets"),
         marker(1, "__transaction_state"),
+        marker(1, "__audit"),
         marker(-1, "t"),
         marker(1, "t", producer_id=-1),
     )
@@ -313,6 +314,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_producer_epoch,
         ErrorCode.not_leader_or_follower,
+        ErrorCode.invalid_topic_exception,
         ErrorCode.invalid_topic_exception,
         ErrorCode.invalid_request,
         ErrorCode.invalid_request,

@@ -6,7 +6,7 @@ INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide the offsets that
 
 A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a forged request cannot fence the
 existing coordinators; a coordinator that this node does not know yet retries. Producer ids and
-epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
+epochs below 0 get INVALID_REQUEST, and the other internal topics, where no transaction writes, INVALID_TOPIC_EXCEPTION.
 
 Version notes: 2 adds the version of the protocol, from which a partition knows whether the marker's epoch is above
 that of the transaction's records (KIP-890), which distinguishes late copies from new ones.
@@ -30,7 +30,7 @@ from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import InvalidRequest, InvalidTopicName, MillstreamError
 from millstream.core.ids import PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+from millstream.core.topic import CONSUMER_OFFSETS, INTERNAL_TOPICS, TopicPartition
 from millstream.protocol.records.control import Marker
 
 
@@ -83,5 +83,5 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
 def _check(marker: Marker, partition: TopicPartition) -> None:
     if marker.producer_id < 0 or marker.producer_epoch < 0:
         raise InvalidRequest(f"no producer has the id {marker.producer_id} and the epoch {marker.producer_epoch}")
-    if partition.topic == TRANSACTION_STATE:
-        raise InvalidTopicName(f"topic {TRANSACTION_STATE!r} takes no part in transactions")
+    if partition.topic in INTERNAL_TOPICS and partition.topic != CONSUMER_OFFSETS:
+        raise InvalidTopicName(f"topic {partition.topic!r} takes no part in transactions")
