@@ -27,7 +27,7 @@ from millstream.core.setting import (
     hide_secrets,
     setting,
 )
-from millstream.core.topic import check_topic_name
+from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
 
 NAME_LENGTH_MAX = 249
 TOPICS_MAX = 1000
@@ -259,6 +259,9 @@ class SubscriptionSettings(Settings):
             )
         if self.has_dead_letters:
             check_topic_name(self.dead_letter_topic)
+        if self.dead_letter_topic in INTERNAL_TOPICS:
+            # Nodes write letters themselves, as no client may write to these topics.
+            raise InvalidSetting(f"{DEAD_LETTER_TOPIC}: {self.dead_letter_topic!r} is internal; name another topic")
         if self.backoff_min_ms > self.backoff_max_ms:
             raise InvalidSetting(
                 f"{BACKOFF_MIN} ({self.backoff_min_ms} ms) is larger than {BACKOFF_MAX} ({self.backoff_max_ms} ms)"

@@ -103,6 +103,7 @@ def test_a_start_is_a_position_or_a_time() -> None:
         ("x", ["a b"], {}, InvalidTopicName, "a b"),
         ("x", ["a"], {DEAD_LETTER_TOPIC: "a"}, InvalidSubscription, "its own dead letters"),
         ("x", ["a"], {DEAD_LETTER_TOPIC: "a b"}, InvalidTopicName, "a b"),
+        ("x", ["a"], {DEAD_LETTER_TOPIC: "__audit"}, InvalidSetting, "internal"),
         ("x", ["a"], {LEASE: "0"}, InvalidSetting, "at least"),
         ("x", ["a"], {"millstream.filtre": "a"}, InvalidSetting, "millstream.filter"),
         ("x", ["a"], {START: "yesterday"}, InvalidSetting, "earliest"),
