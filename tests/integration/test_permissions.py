@@ -29,7 +29,7 @@ from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
 from millstream.client.admin.security import add_acls, remove_acls
 from millstream.core.acl import CLUSTER_NAME, Acl, AclFilter, Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
-from millstream.core.subscription import DEAD_LETTER_TOPIC, DELIVERY, LEDGER, START
+from millstream.core.subscription import DEAD_LETTER_TOPIC, DELIVERY, LEDGER, START, topic_of_start
 from millstream.embedded import EmbeddedBroker
 from millstream.protocol.private.message import Request, decode, encode, request_private, response_type
 from millstream.protocol.private.mirror_messages import BarrierRequest, OfferRequest
@@ -223,6 +223,30 @@ async def test_a_mirror_gets_nothing_about_what_its_user_may_not_read(unauthoriz
     await add_acls(admin, [rule_for(kind, "*") for kind in (ResourceType.TOPIC, ResourceType.GROUP)])
     assert await offered(unauthorized) == [True, True, True]
     assert await refusal(unauthorized, BarrierRequest(topics=[name])) == 0
+    await remove_acls(admin, [AclFilter(principal="User:unauthorized")])
+
+
+async def test_a_mirror_learns_no_hidden_topic_of_a_subscription(unauthorized: Client, admin: Client) -> None:
+    shown, hidden = "offer-shown", "offer-hidden"
+    topics = (await admin.metadata([shown, hidden], create=True)).topics
+    subscriptions = SubscriptionClient(admin)
+    await subscriptions.create("offer-both", [shown, hidden], {START: "earliest"})
+    await subscriptions.create("offer-only-hidden", [hidden], {START: "earliest"})
+    requested = OfferRequest(topics=[topic.topic_id for topic in topics.values()])
+    await add_acls(
+        admin,
+        [
+            rule_for(ResourceType.CLUSTER, CLUSTER_NAME, Operation.DESCRIBE),
+            rule_for(ResourceType.GROUP, "*"),
+            rule_for(ResourceType.TOPIC, shown),
+        ],
+    )
+    for client, visible in ((admin, [shown, hidden]), (unauthorized, [shown])):
+        offered = await request_private(client, None, requested)
+        (both,) = [one for one in offered.subscriptions if one.name == "offer-both"]
+        assert (both.topics, {topic_of_start(start) for start in both.starts}) == (visible, set(visible))
+        is_complete = "offer-only-hidden" in {one.name for one in offered.subscriptions}
+        assert is_complete == (hidden in visible) == (not offered.has_hidden)
     await remove_acls(admin, [AclFilter(principal="User:unauthorized")])
 
 

@@ -21,6 +21,7 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
+from millstream.core.subscription import topic_of_start
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
     AdoptRequest,
@@ -232,17 +233,28 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     cluster_operation = Operation.DESCRIBE
 
     def redact(self, response: OfferResponse, rights: Rights) -> OfferResponse:
-        """Leave out topics that the client may not describe."""
+        """Leave out topics that the client may not describe, and subscriptions that have no others."""
 
         def sees(topic: str) -> bool:
             return rights.topic(Operation.DESCRIBE, topic)
 
+        subscriptions = [
+            msgspec.structs.replace(
+                one,
+                topics=list(filter(sees, one.topics)),
+                starts={start: offsets for start, offsets in one.starts.items() if sees(topic_of_start(start))},
+            )
+            for one in response.subscriptions
+            if any(map(sees, one.topics))
+        ]
         return msgspec.structs.replace(
             response,
             mirrored=[topic for topic in response.mirrored if sees(topic)],
             origins={topic: origins for topic, origins in response.origins.items() if sees(topic)},
             fenced={topic: mirror for topic, mirror in response.fenced.items() if sees(topic)},
             letters={topic: list(filter(sees, held)) for topic, held in response.letters.items() if sees(topic)},
+            subscriptions=subscriptions,
+            has_hidden=response.has_hidden or len(subscriptions) < len(response.subscriptions),
         )
 
     async def handle_from(self, client: ClientInfo, request: OfferRequest) -> OfferResponse:
