@@ -451,6 +451,12 @@ def test_windows_are_written_once_when_they_are_finished(shop: Shop) -> None:
         ("SELECT identifier('java_' || 'method')('java.lang.System', 'exit') AS id FROM orders", "java_method"),
         ("SELECT identifier('schema_of_' || 'xml')('<a/>', map('rowValidationXSDPath', 'x')) FROM orders", "_xml"),
         ("SELECT TRANSFORM(id) USING 'cat /etc/passwd' FROM orders", "cannot run a program"),
+        ("SELECT id FROM orders, identifier('explode')(array((SELECT TRANSFORM(1) USING 'id')))", "run a program"),
+        (
+            "SELECT id FROM orders CROSS JOIN (SELECT max(x) OVER w FROM VALUES (1) AS t(x) "
+            'WINDOW w AS (PARTITION BY (SELECT TRANSFORM(1) using /* it */ r"id" AS y)))',
+            "cannot run a program",
+        ),
         ("SELECT id FROM orders JOIN text.`/etc/passwd` USING (id)", "backquotes"),
         ("SELECT id FROM orders JOIN identifier('text.`/etc/passwd`') USING (id)", "backquotes"),
     ],
