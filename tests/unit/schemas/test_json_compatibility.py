@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -143,3 +145,13 @@ def test_an_invalid_regular_expression_cannot_be_registered(schema: Any, place: 
     assert place in str(caught.value)
     text = json.dumps(schema).replace("([", r"^\\p{L}(?!x)")
     parse(SchemaText(schema_type="JSON", text=text))
+
+
+def test_a_schema_cannot_make_a_node_read_a_file_or_an_address(tmp_path: Path) -> None:
+    (tmp_path / "draft.json").write_text('{"const": "content"}', encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for draft in ((tmp_path / "draft.json").as_uri(), f"http://127.0.0.1:{server.getsockname()[1]}/draft.json"):
+            parse(SchemaText(schema_type="JSON", text=json.dumps({"$schema": draft, "type": "object"})))
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()

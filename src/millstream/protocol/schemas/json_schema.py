@@ -188,9 +188,13 @@ class JsonSchema:
         return self.canonical()
 
 
+_NO_DOCUMENTS: Final = jsonschema_rs.Registry([])
+"""Without it, `$schema` could make the node read any file or address."""
+
+
 def _check_against_metaschema(raw: Any) -> None:
     try:
-        jsonschema_rs.meta.validate(raw)
+        jsonschema_rs.meta.validate(raw, registry=_NO_DOCUMENTS)
     except jsonschema_rs.ValidationError as error:
         place = "/".join(str(step) for step in error.instance_path)
         raise InvalidSchema(f"the JSON Schema is invalid at '#/{place}': {error.message[:500]}") from error
