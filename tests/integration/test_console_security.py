@@ -478,8 +478,13 @@ def test_a_dry_run_reads_with_the_permissions_of_the_user(guarded: Guarded) -> N
         assert sign_in(otto, "otto").status_code == 200
         assert dry_run(alice, "land-orders").status_code == 403
         tokens = set(re.findall("mst_[0-9a-f]+", otto.get("/console/access").text))
-        shown = ended(otto, dry_run(otto, "land-orders"))
+        task = dry_run(otto, "land-orders")
+        shown = ended(otto, task)
         assert "would be landed in a new table" in shown, shown
+        with guarded.client() as other:
+            # Another session of the user may have been opened with a token that has fewer rights.
+            assert sign_in(other, "otto").status_code == 303
+            assert other.get(task.url).status_code == 404
         refused = ended(otto, dry_run(otto, "land-secret"))
         assert "would be landed" not in refused
         assert re.search(r"(not authorized|may not|READ).*secret|secret.*(not authorized|may not|READ)", refused), (

@@ -63,23 +63,25 @@ async def ended(task: Task) -> None:
 async def test_a_short_task_responds_at_once() -> None:
     ends: list[int] = []
     tasks, rights = Tasks(lambda: ends.append(1)), Rights()
-    task = await tasks.start(Task("alice", "Redrive", "/console/x", "millstream dlq redrive x"), soon, rights)
+    task = await tasks.start(
+        Task("alice", "alice-1", "Redrive", "/console/x", "millstream dlq redrive x"), soon, rights
+    )
     assert task.response().to == "/console/x"
     assert task.response().notice == "7 messages delivered again: millstream dlq redrive x"
-    assert (rights.held, ends, tasks.running("alice")) == (0, [1], [])
-    assert tasks.find(task.id, "alice") is task
-    failed = await tasks.start(Task("alice", "Redrive", "/console/x"), wrong, rights)
+    assert (rights.held, ends, tasks.running("alice-1")) == (0, [1], [])
+    assert tasks.find(task.id, "alice-1") is task
+    failed = await tasks.start(Task("alice", "alice-1", "Redrive", "/console/x"), wrong, rights)
     with pytest.raises(Refused, match="no such topic"):
         failed.response()
 
 
-async def test_a_long_task_continues_and_is_visible_to_its_user_only() -> None:
+async def test_a_long_task_continues_and_is_visible_to_its_session_only() -> None:
     tasks, rights = Tasks(lambda: None), Rights()
-    task = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    task = await tasks.start(Task("alice", "alice-1", "Redrive", "/console/x"), forever, rights)
     assert task.response().to == f"/console/tasks/{task.id}"
-    assert (tasks.running("alice"), tasks.running("bob"), rights.held) == ([task], [], 1)
+    assert (tasks.running("alice-1"), tasks.running("alice-2"), rights.held) == ([task], [], 1)
     with pytest.raises(Refused, match="does not know"):
-        tasks.find(task.id, "bob")
+        tasks.find(task.id, "alice-2")
     task.stop()
     await ended(task)
     assert task.state == "stopped"
@@ -93,7 +95,7 @@ async def test_a_task_that_can_be_stopped_is_asked_to_stop() -> None:
         await stops.wait()
         return "3 messages delivered again; stopped before the rest"
 
-    task = Task("alice", "Redrive", "/console/x")
+    task = Task("alice", "alice-1", "Redrive", "/console/x")
     task.on_stop = stops.set
     await tasks.start(task, wait_until_stopped, Rights())
     task.stop()
@@ -103,12 +105,12 @@ async def test_a_task_that_can_be_stopped_is_asked_to_stop() -> None:
 
 async def test_a_task_ends_with_the_session_of_its_user_and_with_the_gateway() -> None:
     tasks, rights = Tasks(lambda: None), Rights()
-    lapsing = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    lapsing = await tasks.start(Task("alice", "alice-1", "Redrive", "/console/x"), forever, rights)
     rights.lapsed.set_result(None)
     await ended(lapsing)
     assert "session" in lapsing.text
     others = Rights()
-    left = await tasks.start(Task("bob", "Redrive", "/console/x"), forever, others)
+    left = await tasks.start(Task("bob", "bob-1", "Redrive", "/console/x"), forever, others)
     await tasks.close()
     assert (left.state, others.held) == ("stopped", 0)
 
@@ -118,14 +120,14 @@ async def test_concurrent_tasks_per_user_are_limited_and_finished_ones_forgotten
 ) -> None:
     tasks, rights = Tasks(lambda: None), Rights()
     for _ in range(TASKS_PER_USER_MAX):
-        await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+        await tasks.start(Task("alice", "alice-1", "Redrive", "/console/x"), forever, rights)
     with pytest.raises(Refused, match="at the same time"):
-        await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
-    first = await tasks.start(Task("bob", "Redrive", "/console/x"), soon, rights)
+        await tasks.start(Task("alice", "alice-1", "Redrive", "/console/x"), forever, rights)
+    first = await tasks.start(Task("bob", "bob-1", "Redrive", "/console/x"), soon, rights)
     monkeypatch.setattr(module, "KEPT_MAX", 1)
     for _ in range(3):
-        last = await tasks.start(Task("bob", "Redrive", "/console/x"), soon, rights)
-    assert tasks.find(last.id, "bob") is last
+        last = await tasks.start(Task("bob", "bob-1", "Redrive", "/console/x"), soon, rights)
+    assert tasks.find(last.id, "bob-1") is last
     with pytest.raises(Refused):
-        tasks.find(first.id, "bob")
+        tasks.find(first.id, "bob-1")
     await tasks.close()

@@ -344,7 +344,7 @@ class ConsoleApp:
             "csrf": visit.csrf,
             "read_only": visit.settings.read_only,
             "notice": visit.notice,
-            "working": visit.tasks.running(visit.user),
+            "working": visit.tasks.running(visit.session),
             "may_describe": may_describe,
             "live": True,
             **page.context,

@@ -54,9 +54,11 @@ Act = Callable[["Task", Services], Awaitable[str]]
 class Task:
     """One task, and its progress."""
 
-    def __init__(self, user: str, title: str, back: str, words: str = "") -> None:
+    def __init__(self, user: str, session: str, title: str, back: str, words: str = "") -> None:
         self.id = secrets.token_urlsafe(12)
         self.user = user
+        self.session = session
+        """Shows the task; other sessions of the user may have fewer rights."""
         self.title = title
         self.back = back
         """The page that it was started from."""
@@ -154,18 +156,18 @@ class Tasks:
         await asyncio.wait({task.running}, timeout=SOON_S)
         return task
 
-    def find(self, task_id: str, user: str) -> Task:
+    def find(self, task_id: str, session: str) -> Task:
         task = self._tasks.get(task_id)
-        if task is None or task.user != user:
+        if task is None or task.session != session:
             raise Refused(
                 HTTPStatus.NOT_FOUND,
                 "this node does not know this task: it ended more than an hour ago, the node has restarted, or another "
-                "node runs it",
+                "node or another session runs it",
             )
         return task
 
-    def running(self, user: str) -> list[Task]:
-        return [one for one in self._tasks.values() if one.is_running and one.user == user]
+    def running(self, session: str) -> list[Task]:
+        return [one for one in self._tasks.values() if one.is_running and one.session == session]
 
     async def close(self) -> None:
         tasks = [one.running for one in self._tasks.values() if one.running is not None]

@@ -149,6 +149,11 @@ class Visit:
         """The key by which searches are counted: the principal, or everyone at an address."""
         return self.principal or self.host
 
+    @property
+    def session(self) -> str:
+        """The key by which tasks are shown: a token of the same user may have fewer rights."""
+        return self.csrf if self.principal else self.host
+
     async def note_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:
         """Record in the audit log, if any, that the user is shown messages; another client does so after the visit."""
         if self.principal:

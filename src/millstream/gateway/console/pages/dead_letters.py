@@ -198,7 +198,7 @@ async def _task(
     if condition and flags:
         # What was counted stays selected, so that the next click changes that and nothing else.
         back += f"?{urlencode({'filter': condition})}"
-    task = Task(visit.user, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
+    task = Task(visit.user, visit.session, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
     task.measure = measure
     task.on_stop = lambda: setattr(outcome, "is_stopped", True)
     return (await visit.tasks.start(task, process, visit.acting)).response()

@@ -188,7 +188,7 @@ async def dry_run(visit: Visit) -> Response:
         task.result = document
         return "Nothing was written or committed."
 
-    task = Task(visit.user, f"Dry run of {name}", address("pipelines", name), "")
+    task = Task(visit.user, visit.session, f"Dry run of {name}", address("pipelines", name), "")
     reading = "Reading the newest messages."
     if pipeline.kind is PipelineKind.TRANSFORM:
         reading = "Starting Spark, then reading the newest messages."

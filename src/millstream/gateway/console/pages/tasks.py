@@ -8,13 +8,13 @@ from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Vi
 
 
 async def show(visit: Visit) -> Response:
-    task = visit.tasks.find(visit.names["task"], visit.user)
+    task = visit.tasks.find(visit.names["task"], visit.session)
     return Page("task.html", {"task": task, "measured": task.measure()})
 
 
 async def stop(visit: Visit) -> Response:
     """Stop it; what it has done stays done."""
-    task = visit.tasks.find(visit.names["task"], visit.user)
+    task = visit.tasks.find(visit.names["task"], visit.session)
     task.stop()
     return Done(address("tasks", task.id), "")
 
