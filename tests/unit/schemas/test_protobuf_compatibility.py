@@ -82,7 +82,7 @@ def test_schemas_that_protoc_rejects_are_rejected(text: str) -> None:
         ProtobufSchema.parse(text)
 
 
-@pytest.mark.parametrize("name", ["../up.proto", "/etc/passwd", ""])
+@pytest.mark.parametrize("name", ["../up.proto", "/etc/passwd", "", ".", "x" * 300])
 def test_references_stay_in_their_folder(name: str) -> None:
     with pytest.raises(InvalidSchema):
         ProtobufSchema.parse('syntax = "proto3";', [(name, ADDRESS[1])])

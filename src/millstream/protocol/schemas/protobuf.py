@@ -140,9 +140,13 @@ def _compile(text: str, others: Mapping[str, str]) -> list[FileDescriptorProto]:
     with tempfile.TemporaryDirectory(prefix="millstream-schema-") as folder:
         for name, content in {**_BUILT_IN, **others, _FILE: text}.items():
             path = Path(folder, _checked_path(name))
-            path.parent.mkdir(parents=True, exist_ok=True)
             decoded = _decode_descriptor(content)
-            path.write_text(content if decoded is None else _Printer([decoded]).print(), encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content if decoded is None else _Printer([decoded]).print(), encoding="utf-8")
+            except OSError as error:
+                # A name that is too long, or also that of a folder.
+                raise InvalidSchema(f"{name[:200]!r} cannot be imported: {error.strerror}") from None
         output = Path(folder, ".descriptors")
         known = Path(grpc_tools.__file__).parent / "_proto"
         arguments = [
