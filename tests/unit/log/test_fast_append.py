@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.log import log as log_module
-from millstream.broker.log.append import AppendedRange, append_fast
+from millstream.broker.log.append import AppendedRange, AppendedRun, append_fast
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError, StorageFailure
-from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.ids import Epoch, Offset, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
@@ -55,6 +56,18 @@ def batches(draw: st.DrawFn, now_ms: int) -> bytearray:
         if draw(st.booleans()):
             batch[17:21] = crc32c(batch[21:]).to_bytes(4, "big")
     return batch if draw(st.integers(0, 9)) else batch[: draw(st.integers(0, len(batch)))]
+
+
+def together(many: Sequence[bytes | bytearray]) -> tuple[memoryview, list[tuple[int, int]]]:
+    """Batches in one buffer, and where each of them is."""
+    ends = list(accumulate(map(len, many)))
+    return memoryview(bytearray().join(many)), list(pairwise([0, *ends]))
+
+
+def each_range(run: AppendedRun) -> list[AppendedRange]:
+    """What each batch would have got alone."""
+    bounds = pairwise([*run.base_offsets, run.appended.next_offset])
+    return [run.appended._replace(base_offset=Offset(start), next_offset=Offset(end)) for start, end in bounds]
 
 
 def open_log(files: MemoryFiles, clock: ManualClock, topic: TopicSettings) -> tuple[LogStore, Log]:
@@ -101,7 +114,7 @@ def test_both_paths_produce_the_same_log(data: st.DataObject, topic: TopicSettin
         if data.draw(st.integers(0, 9)) == 0:
             for files in disks:
                 files.fail_next_writes(".log")
-        with patch.object(log_module, "append_fast", lambda *_: []):
+        with patch.object(log_module, "append_fast", lambda *_: ([], 0)):
             copy = bytearray(batch)
             expected = outcome(lambda: long.append(copy, leader_epoch=epoch))  # noqa: B023
         given_view = memoryview(batch) if data.draw(st.booleans()) else batch
@@ -129,11 +142,10 @@ def test_ordinary_batches_take_the_fast_path(producer_id: int) -> None:
         )
         if sequence == 0:
             # The first batch starts the segment and the epoch, which takes the general path.
-            assert not append_fast(log, [batch], 0)
+            assert append_fast(log, *together([batch]), 0) == ([], 0)
             log.append(batch, leader_epoch=Epoch(0))
         else:
-            (appended,) = append_fast(log, [batch], 0)
-            assert appended.base_offset == sequence
+            assert append_fast(log, *together([batch]), 0) == ([sequence], len(batch))
     store.close_now()
 
 
@@ -164,18 +176,18 @@ def test_batches_appended_together_produce_the_same_log(data: st.DataObject, top
             )
             sequence += is_next
         epoch = Epoch(data.draw(st.sampled_from([0, 0, 0, 1])))
-        with patch.object(log_module, "append_fast", lambda *_: []):
+        with patch.object(log_module, "append_fast", lambda *_: ([], 0)):
             copies = [bytearray(batch) for batch in many]
             expected = [outcome(partial(long.append, copy, leader_epoch=epoch)) for copy in copies]
         results: list[Any] = []
         while len(results) < len(many):
             rest = many[len(results) :]
-            appended = outcome(partial(short.append_first, rest, leader_epoch=epoch))
-            if not isinstance(appended, list) or not appended:
-                appended = [outcome(partial(short.append, rest[0], leader_epoch=epoch))]
-            results += appended
+            run = outcome(partial(short.append_first, *together(rest), leader_epoch=epoch))
+            if isinstance(run, AppendedRun):
+                results += each_range(run)
+            else:
+                results.append(outcome(partial(short.append, rest[0], leader_epoch=epoch)))
         assert results == expected
-        assert many == copies
         assert described(short) == described(long)
         assert contents(disks[0]) == contents(disks[1])
     short_store.close_now()
@@ -187,12 +199,13 @@ def test_batches_that_the_disk_refuses_together_are_unchanged() -> None:
     store, log = open_log(files, clock, TopicSettings())
     many = [encode_batch([NewRecord(b"k", b"v", (), clock.now_ms())]) for _ in range(3)]
     log.append(bytearray(many[0]), leader_epoch=Epoch(0))
-    before = described(log)[:4]
+    before, sent = described(log)[:4], together(many)
     files.fail_next_writes(".log")
     with pytest.raises(StorageFailure):
-        log.append_first(many, leader_epoch=Epoch(0))
+        log.append_first(*sent, leader_epoch=Epoch(0))
     assert described(log)[:4] == before
+    assert sent[0] == b"".join(many)
     # They are not tried together again until the disk works.
-    assert not log.append_first(many, leader_epoch=Epoch(0))
+    assert log.append_first(*sent, leader_epoch=Epoch(0)) is None
     assert [log.append(batch, leader_epoch=Epoch(0)).base_offset for batch in many] == [1, 2, 3]
     store.close_now()

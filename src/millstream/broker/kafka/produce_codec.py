@@ -2,15 +2,16 @@
 
 Ordinary requests have no tagged fields, and `read_plain` reads them with fixed structs, without a call per field. It
 returns None for all others, which `read_any` reads or refuses. Likewise, `write` encodes the response for one partition
-without a call per field, and leaves every other one to `write_any`. `read_pipelined` and `write_pipelined` do the same
+without a call per field, and leaves every other one to `write_any`. `PipelinedReader` and `write_pipelined` do the same
 for many requests of one client that differ only in their records.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -50,13 +51,11 @@ _UUID_BYTES: Final = 16
 FLAGS_AT: Final = 22
 """The lower byte of a batch's attributes, which holds the codec and all flags."""
 NOT_PLAIN: Final = COMPRESSION_MASK | TRANSACTIONAL_FLAG | CONTROL_FLAG
-PIPELINED_MAX: Final = 127
-"""How many requests are handled in one step, at the most, besides the first one."""
+PIPELINED_MAX: Final = 128
+"""How many requests are handled in one step, at the most."""
 # Where the fixed fields of a request's header are.
 _CORRELATION_AT: Final = 4
 _CLIENT_AT: Final = 8
-_PIPELINED_HEAD: Final = struct.Struct(">iii")
-_LONGEST_LENGTH: Final = 8
 # The tags of partition, topic and request.
 _CLOSING_TAGS: Final = b"\0\0\0"
 _ONE_BYTE_MAX: Final = 0x7F
@@ -246,62 +245,66 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
     return Request(transactional_id, acks, timeout_ms, portions)
 
 
-def read_pipelined(
-    frame: memoryview, header: RequestHeader, request: Request, data: memoryview, at: int
-) -> tuple[list[memoryview], list[int], list[int]]:
-    """Read the requests that follow a plain one with a single portion and differ from it only in their records.
+class PipelinedReader:
+    """Reads a plain request with one portion, and those behind it that differ from it only in their records."""
 
-    Returned are their records, their correlation ids and where each one ends. All begin with one plain batch.
-    """
-    records = request.portions[0].records or b""
-    if not records:
-        return [], [], []
-    tags = _CLOSING_TAGS if header.flexible else b""
-    records_at = len(frame) - len(tags) - len(records)
-    prefix_end = records_at - (_compact_size(len(records) + 1) if header.flexible else _INT32.size)
-    kind, shape = frame[:_CORRELATION_AT], frame[_CLIENT_AT:prefix_end]
-    batches: list[memoryview] = []
-    correlation_ids: list[int] = []
-    ends: list[int] = []
-    try:
-        length = _read_length(frame, prefix_end)[0] if header.flexible else _INT32.unpack_from(frame, prefix_end)[0]
-    except ValueError:
-        length = -1
-    if length != len(records):
-        # Bytes that nothing describes follow the request, or a number is longer than it has to be.
-        return batches, correlation_ids, ends
-    available = len(data)
-    while at + prefix_end + _LONGEST_LENGTH < available and len(batches) < PIPELINED_MAX:
-        size, _, correlation_id = _PIPELINED_HEAD.unpack_from(data, at)
-        start = at + _INT32.size
-        at = start + size
-        if size <= prefix_end or at > available or data[start : start + _CORRELATION_AT] != kind:
-            break
-        body_at = start + prefix_end
-        if data[start + _CLIENT_AT : body_at] != shape:
-            break
-        if header.flexible:
-            try:
-                length, body_at = _read_length(data, body_at)
-            except (IndexError, ValueError):
-                break
-        else:
-            (length,) = _INT32.unpack_from(data, body_at)
-            body_at += _INT32.size
-        end = body_at + length
-        if length < HEADER_BYTES or end + len(tags) != at:
-            break
-        if data[body_at + FLAGS_AT] & NOT_PLAIN or data[end:at] != tags:
-            break
-        batches.append(data[body_at:end])
-        correlation_ids.append(correlation_id)
-        ends.append(at)
-    return batches, correlation_ids, ends
+    __slots__ = ("_at", "_data", "_flexible", "_frame", "_records_bytes", "correlation_ids", "ends")
+
+    def __init__(self, frame: memoryview, header: RequestHeader, records_bytes: int, data: memoryview, at: int) -> None:
+        self._frame = frame
+        self._flexible = header.flexible
+        self._records_bytes = records_bytes
+        self._data = data
+        self._at = at - _INT32.size - len(frame)
+        self.correlation_ids: list[int] = []
+        self.ends: list[int] = []
+        """Where each request that was read ends."""
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield where the records of each request are; all begin with one plain batch."""
+        data, at, size = self._data, self._at, self._records_bytes
+        correlation_ids, ends = self.correlation_ids, self.ends
+        available, tags = len(data), _CLOSING_TAGS if self._flexible else b""
+        records_at = len(self._frame) - len(tags) - size
+        kind, shape = bytes(self._frame[:_CORRELATION_AT]), bytes(self._frame[_CLIENT_AT:records_at])
+        length = self._encode_length(size)
+        if size < HEADER_BYTES or not shape.endswith(length):
+            # Bytes that nothing describes follow the request, or a number is longer than it has to be.
+            return
+        head, before = _pipelined_head(len(shape)), shape[: -len(length)]
+        start_at, tags_bytes, last = _INT32.size + records_at, len(tags), available - head.size
+        for _ in range(PIPELINED_MAX):
+            if at > last:
+                return
+            frame_bytes, one_kind, correlation_id, one_shape = head.unpack_from(data, at)
+            start = at + start_at
+            at += _INT32.size + frame_bytes
+            end = at - tags_bytes
+            if end - start != size:
+                size = end - start
+                if size < HEADER_BYTES:
+                    return
+                shape = before + self._encode_length(size)
+            if one_shape != shape or one_kind != kind or at > available or data[start + FLAGS_AT] & NOT_PLAIN:
+                return
+            if tags and data[end:at] != tags:
+                return
+            correlation_ids.append(correlation_id)
+            ends.append(at)
+            yield start, end
+
+    def _encode_length(self, size: int) -> bytes:
+        if not self._flexible:
+            return _INT32.pack(size)
+        writer = Writer(flexible=True)
+        writer.array_length(size)
+        return bytes(writer.buffer)
 
 
-def _compact_size(value: int) -> int:
-    """Return how many bytes a variable-length number takes."""
-    return max(1, -(-value.bit_length() // 7))
+@lru_cache(maxsize=_TOPICS_REMEMBERED)
+def _pipelined_head(shape_bytes: int) -> struct.Struct:
+    """Return the size of a request, its API and version, its correlation id, and all that precedes its records."""
+    return struct.Struct(f">i4si{shape_bytes}s")
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -320,22 +323,21 @@ def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> B
 
 
 def write_pipelined(
-    header: RequestHeader, portion: Portion, correlation_ids: Sequence[int], appended: Sequence[AppendedRange]
+    header: RequestHeader, portion: Portion, correlation_ids: Sequence[int], base_offsets: Sequence[int]
 ) -> Buffers:
     """Encode the responses to requests that differ only in their records; they differ only in two numbers."""
-    portion.appended = appended[0]
     (first,) = write(header, [portion], 0)
-    size = len(first)
-    responses = bytearray(bytes(first) * len(appended))
     base_at = (
         _HEAD.size + header.flexible + len(_start_of_one(portion.topic, header.flexible)) + _INT32.size + _INT16.size
     )
-    at = 0
-    for correlation_id, (base_offset, *_) in zip(correlation_ids, appended, strict=True):
-        _INT32.pack_into(responses, at + _INT32.size, correlation_id)
-        _INT64.pack_into(responses, at + base_at, base_offset)
-        at += size
-    return [responses]
+    size, between, rest = first[: _INT32.size], first[_HEAD.size : base_at], first[base_at + _INT64.size :]
+    pack = _pipelined_response(len(between), len(rest)).pack
+    return [b"".join(map(pack, repeat(size), correlation_ids, repeat(between), base_offsets, repeat(rest)))]
+
+
+@lru_cache(maxsize=_TOPICS_REMEMBERED)
+def _pipelined_response(between_bytes: int, rest_bytes: int) -> struct.Struct:
+    return struct.Struct(f">4si{between_bytes}sq{rest_bytes}s")
 
 
 @lru_cache(maxsize=_TOPICS_REMEMBERED)

@@ -218,6 +218,15 @@ class AppendedRange(NamedTuple):
     duplicate: bool
 
 
+class AppendedRun(NamedTuple):
+    """Batches that were appended in one write."""
+
+    appended: AppendedRange
+    """The offsets of all of them."""
+    base_offsets: list[int]
+    size_bytes: int
+
+
 def append_checked(
     log: Log,
     batches: bytearray | memoryview,
@@ -309,36 +318,42 @@ def _stamp(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: 
 _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 
 
-def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoch: int) -> list[AppendedRange]:
-    """Append client batches in one write, up to the first one about which something needs a decision.
+ByteRanges = Iterable[tuple[int, int]]
+"""Where batches are in a buffer: start and end, end exclusive."""
 
-    Nothing does if a batch is whole, valid and within all limits, new to the log and next in its sequence, keeps the
+
+def append_fast(log: Log, data: memoryview, ranges: ByteRanges, leader_epoch: int) -> tuple[list[int], int]:
+    """Append client batches in one write, up to the first one that needs a decision; return their offsets and size.
+
+    A batch needs none if it is whole, valid and within all limits, new to the log and next in its sequence, keeps the
     producer's timestamps, begins no transaction, fits the open segment, and comes from the leader that wrote last.
     `append_checked` handles every other batch, and its checks are authoritative: each condition here is the negation of
     one of them. If the disk refuses the write, nothing is appended, and the batches are as they were.
     """
-    settings = log.settings
-    segment = log.segments.active
-    now_ms = log.clock.now_ms()
+    settings, segment, now_ms = log.settings, log.segments.active, log.clock.now_ms()
     if (
         segment is None
         or not segment.size
+        or (index := segment.index) is None
         or not log.allows_fast_append
         or leader_epoch != log.epochs.latest
         or now_ms - segment.first_append_ms >= settings.segment_ms
     ):
-        return []
-    end_offset, end = log.end_offset, segment.size
-    offset, position = int(end_offset), end
-    newest_max_ms = now_ms + settings.message_timestamp_after_max_ms
-    producers, header = log.producers, None
-    taken: list[tuple[int, int, int, BatchHeader | None]] = []
-    for batch in batches:
-        size = len(batch)
+        return [], 0
+    latest_ms, bytes_max = now_ms + settings.message_timestamp_after_max_ms, settings.max_message_bytes
+    position_max, offset_max = settings.segment_bytes, segment.base_offset + RELATIVE_OFFSET_MAX
+    offset, position, newest_ms = int(log.end_offset), segment.size, segment.max_timestamp_ms
+    indexed, interval_bytes = index.last_position, settings.index_interval_bytes
+    batches: list[memoryview] = []
+    base_offsets: list[int] = []
+    entries: list[tuple[int, int, int]] = []
+    headers: list[BatchHeader] = []
+    for start, end in ranges:
+        size = end - start
         if size < HEADER_BYTES:
             break
-        fields = BATCH_HEADER.unpack_from(batch)
-        base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
+        fields = BATCH_HEADER.unpack_from(data, start)
+        base, length, _, magic, crc, attributes, delta, _, max_ms, producer_id, _, _, count = fields
         next_offset = offset + delta + 1
         if (
             magic != MAGIC
@@ -347,42 +362,42 @@ def append_fast(log: Log, batches: Sequence[bytearray | memoryview], leader_epoc
             or delta < 0
             or count != delta + 1
             or attributes & _CODEC_AND_CONTROL > COMPRESSION_ZSTD
-            or size > settings.max_message_bytes
-            or newest_ms > newest_max_ms
-            or position + size > settings.segment_bytes
-            or next_offset - segment.base_offset > RELATIVE_OFFSET_MAX
-            or crc32c(batch[CRC_FROM:] if isinstance(batch, memoryview) else memoryview(batch)[CRC_FROM:]) != crc
+            or size > bytes_max
+            or max_ms > latest_ms
+            or position + size > position_max
+            or next_offset > offset_max
+            or crc32c(data[start + CRC_FROM : end]) != crc
         ):
             break
         if producer_id >= 0:
-            before, header = header, BatchHeader(0, *fields)
-            if not (_continues(before, header) if taken else _is_next(producers, header, now_ms)):
+            header = BatchHeader(0, *fields)
+            if not (_continues(headers, header) if batches else _is_next(log.producers, header, now_ms)):
                 break
-        elif attributes & TRANSACTIONAL_FLAG or header is not None:
+            headers.append(header)
+        elif attributes & TRANSACTIONAL_FLAG or headers:
             break
-        OFFSET_LENGTH_EPOCH.pack_into(batch, 0, offset, length, leader_epoch)
-        taken.append((size, next_offset, newest_ms, header))
+        OFFSET_LENGTH_EPOCH.pack_into(data, start, offset, length, leader_epoch)
+        batches.append(data[start:end])
+        base_offsets.append(offset)
+        if position - indexed >= interval_bytes:
+            entries.append((offset, position, newest_ms))
+            indexed = position
+        newest_ms = max_ms if max_ms > newest_ms else newest_ms
         offset, position = next_offset, position + size
-    if not taken:
-        return []
-    index = _write_placed(log, segment, batches[: len(taken)])
-    offset, interval_bytes, start = end_offset, settings.index_interval_bytes, log.start_offset
-    appended = []
-    for size, next_offset, newest_ms, header in taken:
-        segment.grow(size, offset, next_offset, newest_ms, index, interval_bytes)
-        if header is not None:
-            producers.record(header, offset, now_ms)
-        base_offset, offset = offset, Offset(next_offset)
-        appended.append(AppendedRange(base_offset, offset, -1, start, False))
-    segment.last_append_ms = now_ms
-    log.advance_end(offset, position - end)
-    return appended
+    if not batches:
+        return [], 0
+    _write_placed(log, segment, batches)
+    size = segment.extend_to(position, offset, newest_ms, entries, index, now_ms)
+    for header, base in zip(headers, base_offsets, strict=False):
+        log.producers.record(header, base, now_ms)
+    log.advance_end(offset, size)
+    return base_offsets, size
 
 
-def _write_placed(log: Log, segment: Segment, batches: Sequence[bytearray | memoryview]) -> Index:
+def _write_placed(log: Log, segment: Segment, batches: Sequence[memoryview]) -> None:
     """Write batches that have their offsets; take the offsets back if that fails."""
     try:
-        return log.write(segment, batches[0] if len(batches) == 1 else b"".join(batches))
+        log.write(segment, batches[0] if len(batches) == 1 else b"".join(batches))
     except BaseException:
         for batch in batches:
             OFFSET_LENGTH_EPOCH.pack_into(batch, 0, 0, len(batch) - LOG_OVERHEAD_BYTES, -1)
@@ -399,11 +414,13 @@ def _is_next(producers: Producers, header: BatchHeader, now_ms: int) -> bool:
     return header.base_sequence >= 0 and header.producer_epoch >= 0 and producers.check(header, now_ms) is None
 
 
-def _continues(before: BatchHeader | None, header: BatchHeader) -> bool:
-    """Return whether a batch follows another one that its producer sent in the same way."""
+def _continues(headers: Sequence[BatchHeader], header: BatchHeader) -> bool:
+    """Return whether a batch follows the last one, which its producer sent in the same way."""
+    if not headers:
+        return False
+    before = headers[-1]
     return (
-        before is not None
-        and header.producer_id == before.producer_id
+        header.producer_id == before.producer_id
         and header.producer_epoch == before.producer_epoch
         and not (header.attributes ^ before.attributes) & TRANSACTIONAL_FLAG
         and header.base_sequence == (before.last_sequence + 1) & SEQUENCE_MASK

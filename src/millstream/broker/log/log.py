@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from errno import ENOENT
 from typing import Protocol
 from uuid import UUID
 
 from millstream.broker.log.append import AppendedRange as AppendedRange
+from millstream.broker.log.append import AppendedRun as AppendedRun
+from millstream.broker.log.append import ByteRanges as ByteRanges
 from millstream.broker.log.append import append_checked, append_fast, append_replica
 from millstream.broker.log.damage import LostRange
 from millstream.broker.log.files import Files, OpenFiles, is_out_of_space, write_fully
@@ -322,16 +324,20 @@ class Log:
         if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._write_refusal()
         if not internal:
-            appended = append_fast(self, (batches,), leader_epoch)
-            if appended:
-                return appended[0]
+            base_offsets, _ = append_fast(self, memoryview(batches), ((0, len(batches)),), leader_epoch)
+            if base_offsets:
+                return AppendedRange(Offset(base_offsets[0]), self.end_offset, -1, self.start_offset, False)
         return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
 
-    def append_first(
-        self, batches: Sequence[bytearray | memoryview], *, leader_epoch: Epoch
-    ) -> Sequence[AppendedRange]:
-        """Append as many of the first batches as need no decision, in one write; the others are for `append`."""
-        return append_fast(self, batches, leader_epoch) if self.may_append_first else ()
+    def append_first(self, data: memoryview, ranges: ByteRanges, *, leader_epoch: Epoch) -> AppendedRun | None:
+        """Append as many of the first batches in these byte ranges as need no decision, in one write."""
+        if not self.may_append_first:
+            return None
+        start = self.end_offset
+        base_offsets, size = append_fast(self, data, ranges, leader_epoch)
+        if not base_offsets:
+            return None
+        return AppendedRun(AppendedRange(start, self.end_offset, -1, self.start_offset, False), base_offsets, size)
 
     @property
     def may_append_first(self) -> bool:

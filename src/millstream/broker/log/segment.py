@@ -343,19 +343,29 @@ class Segment:
         self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int
     ) -> None:
         """Account for one more batch behind the last, which may lie behind a damaged range."""
-        self.size = position
-        next_offset = base_offset + header.last_offset_delta + 1
-        self.grow(header.length + 12, base_offset, next_offset, header.max_timestamp_ms, index, interval_bytes)
-
-    def grow(self, size: int, offset: int, next_offset: int, newest_ms: int, index: Index, interval_bytes: int) -> None:
-        """Account for a batch appended to the segment."""
-        position = self.size
         if position - index.last_position >= interval_bytes:
-            index.add(offset - self.base_offset, position, self.max_timestamp_ms)
-        if newest_ms > self.max_timestamp_ms:
-            self.max_timestamp_ms = newest_ms
-        self.size = position + size
+            index.add(base_offset - self.base_offset, position, self.max_timestamp_ms)
+        self.max_timestamp_ms = max(self.max_timestamp_ms, header.max_timestamp_ms)
+        self.size = position + header.length + 12
+        self.next_offset = base_offset + header.last_offset_delta + 1
+
+    def extend_to(
+        self,
+        position: int,
+        next_offset: int,
+        max_timestamp_ms: int,
+        entries: Iterable[tuple[int, int, int]],
+        index: Index,
+        now_ms: int,
+    ) -> int:
+        """Account for batches appended up to a position, with their index entries; return their size."""
+        for offset, start, max_timestamp_before_ms in entries:
+            index.add(offset - self.base_offset, start, max_timestamp_before_ms)
+        size, self.size = position - self.size, position
         self.next_offset = next_offset
+        self.max_timestamp_ms = max_timestamp_ms
+        self.last_append_ms = now_ms
+        return size
 
     def mark_synced(self, size: int, next_offset: int) -> None:
         """Account for a sync: everything up to a position is durable in the file."""

@@ -475,7 +475,6 @@ class Connection(asyncio.BufferedProtocol):
         traffic = self._traffic
         until = self._serve_until
         pipelined = self.pipelined
-        pipelined.combine_from = 0
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:

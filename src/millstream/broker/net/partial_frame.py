@@ -111,21 +111,19 @@ class PipelinedRequests:
     A service may serve whole requests among them in the same step; the response that it returns is then for all.
     """
 
-    __slots__ = ("at", "combine_from", "data", "served", "served_bytes")
+    __slots__ = ("at", "data", "served", "served_bytes")
 
     def __init__(self) -> None:
         self.data = NO_BYTES
         self.at = 0
         """Where the next request begins."""
-        self.combine_from = 0
-        """The requests before this position are served one by one."""
         self.served = self.served_bytes = 0
         """How many requests among them were served."""
 
     @property
     def may_combine(self) -> bool:
         """Whether further requests may be served in the same step."""
-        return self.at < len(self.data) and self.at >= self.combine_from
+        return self.at < len(self.data)
 
     def serve(self, count: int, end: int) -> None:
         """Record that the next requests were served, up to a position."""

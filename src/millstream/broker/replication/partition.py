@@ -12,10 +12,10 @@ Nothing here waits for the network or asks the coordination store: `apply` takes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from millstream.broker.log.log import READ_ALL, AppendedRange, Log
+from millstream.broker.log.log import READ_ALL, AppendedRange, AppendedRun, ByteRanges, Log
 from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.log.store import LogStore
 from millstream.broker.log.transactions import Guard, OpenTransaction
@@ -183,14 +183,13 @@ class Partition(Replica):
         """Whether `write_first` may append something."""
         return self.is_leader and not self.topic.mirror and self.log.may_append_first
 
-    def write_first(self, batches: Sequence[bytearray | memoryview], *, acks: int) -> Sequence[AppendedRange]:
+    def write_first(self, data: memoryview, ranges: ByteRanges, *, acks: int) -> AppendedRun | None:
         """Append as many of the first batches as need no decision, in one write; the others are for `write`."""
         self._check_in_sync(acks)
-        appended = self.log.append_first(batches, leader_epoch=self.leader_epoch)
-        if appended:
-            size = sum(map(len, batches[: len(appended)]))
-            self._appended(appended[0].base_offset, appended[-1].next_offset, size)
-        return appended
+        run = self.log.append_first(data, ranges, leader_epoch=self.leader_epoch)
+        if run is not None:
+            self._appended(run.appended.base_offset, run.appended.next_offset, run.size_bytes)
+        return run
 
     def _write(
         self,

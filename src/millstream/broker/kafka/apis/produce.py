@@ -32,7 +32,6 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
 from kio.schema.errors import ErrorCode
@@ -41,10 +40,10 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, RefusedBatch, error_code, log_fenced
 from millstream.broker.kafka.produce_codec import (
     NOT_PLAIN,
+    PipelinedReader,
     Portion,
     Request,
     read_any,
-    read_pipelined,
     read_plain,
     write,
     write_pipelined,
@@ -359,7 +358,7 @@ class _PendingPipelined(Promise):
     """Requests that differ only in their records: their responses wait together, and leave together."""
 
     __slots__ = (
-        "_appended",
+        "_base_offsets",
         "_correlation_ids",
         "_header",
         "_partition",
@@ -378,7 +377,7 @@ class _PendingPipelined(Promise):
         partition: Partition,
         portion: Portion,
         correlation_ids: Sequence[int],
-        appended: Sequence[AppendedRange],
+        base_offsets: Sequence[int],
     ) -> None:
         super().__init__()
         self._produce = produce
@@ -387,7 +386,7 @@ class _PendingPipelined(Promise):
         self._portion = portion
         """That of the first request."""
         self._correlation_ids = correlation_ids
-        self._appended = appended
+        self._base_offsets = base_offsets
         self.client = client
         self.deadline = 0.0
         self.is_finished = False
@@ -410,7 +409,7 @@ class _PendingPipelined(Promise):
 
     def encode(self) -> Buffers:
         if self._portion.message is None:
-            return write_pipelined(self._header, self._portion, self._correlation_ids, self._appended)
+            return write_pipelined(self._header, self._portion, self._correlation_ids, self._base_offsets)
         return [
             buffer
             for correlation_id in self._correlation_ids
@@ -503,33 +502,25 @@ class Produce:
                 or (self._rules and partition.log.settings.validates_schemas)
             ):
                 return None
-            batches, correlation_ids, ends = read_pipelined(frame, header, request, pipelined.data, pipelined.at)
+            read = PipelinedReader(frame, header, len(records), pipelined.data, pipelined.at)
+            run = partition.write_first(pipelined.data, read.ranges(), acks=acks)
         except MillstreamError:
             # The request is refused on its own.
             return None
-        if not batches:
+        if run is None:
             return None
-        appended: Sequence[AppendedRange] = ()
-        with suppress(MillstreamError):
-            # If none can be written, the first request is refused on its own.
-            appended = partition.write_first([records, *batches], acks=acks)
-        count = len(appended)
-        if count <= len(batches):
-            # Otherwise each of the others would be read again with every request before it.
-            pipelined.combine_from = ends[-1]
-        if not appended:
-            return None
-        if count > 1:
-            pipelined.serve(count - 1, ends[count - 2])
+        count = len(run.base_offsets)
+        pipelined.serve(count - 1, read.ends[count - 1])
         client.produce_requests += count
         client.produced_bytes += len(frame) + pipelined.served_bytes
-        ids = [header.correlation_id, *correlation_ids[: count - 1]]
-        if partition.is_acknowledged(appended[-1], acks):
-            return write_pipelined(header, portion, ids, appended)
+        ids = read.correlation_ids[:count]
+        portion.appended = run.appended
+        if partition.is_acknowledged(run.appended, acks):
+            return write_pipelined(header, portion, ids, run.base_offsets)
         portion.records = memoryview(bytes(records[:HEADER_BYTES]))
-        pending = _PendingPipelined(self, header, client, partition, portion, ids, appended)
+        pending = _PendingPipelined(self, header, client, partition, portion, ids, run.base_offsets)
         self._hold(pending, request.timeout_ms)
-        partition.notify_acknowledged(appended[-1], pending, acks)
+        partition.notify_acknowledged(run.appended, pending, acks)
         return pending
 
     def _authorize(self, request: Request, rights: Rights) -> None:
