@@ -33,7 +33,6 @@ class PushBoard:
         return None if report is None else report.describe()
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield metrics by subscription, while messages are pushed."""
         reports = list(self._reports.values())
         if not reports:
             return

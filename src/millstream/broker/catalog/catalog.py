@@ -299,7 +299,6 @@ class Catalog:
         return self.cluster_id
 
     def is_empty(self) -> bool:
-        """Whether nothing was ever declared here."""
         with self._read() as connection:
             return is_empty(connection)
 
@@ -452,7 +451,6 @@ class Catalog:
             connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def broker_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of all nodes, and of each of them."""
         with self._read() as connection:
             return {row.scope: dict(row.overrides) for row in connection.execute(select(broker_settings))}
 
@@ -472,7 +470,6 @@ class Catalog:
             return overrides
 
     def security(self) -> DeclaredSecurity:
-        """Return every user, token and access rule."""
         with self._read() as connection:
             return DeclaredSecurity(
                 cluster_key=bytes.fromhex(_metadata_value(connection, _CLUSTER_KEY) or ""),
@@ -524,7 +521,6 @@ class Catalog:
             ]
 
     def add_subscription(self, subscription: Subscription) -> None:
-        """Declare a subscription, durably."""
         self._add(subscription, _insert_subscription, SubscriptionExists)
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
@@ -573,13 +569,11 @@ class Catalog:
             return [self._sealing.open_all(one) for one in read_pipelines(connection)]
 
     def pipeline_named(self, name: str) -> Pipeline | None:
-        """Return the pipeline with this name, if it exists."""
         with self._read() as connection:
             pipeline = read_pipeline_named(connection, name)
         return None if pipeline is None else self._sealing.open_all(pipeline)
 
     def add_pipeline(self, pipeline: Pipeline) -> None:
-        """Declare a pipeline, durably."""
         self._add(pipeline, insert_pipeline, PipelineExists)
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
@@ -623,7 +617,6 @@ class Catalog:
         return count
 
     def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Delete a pipeline with its rules."""
         with self._change() as connection:
             if not delete_pipeline(connection, pipeline.pipeline_id):
                 raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
@@ -634,7 +627,6 @@ class Catalog:
             return [self._sealing.open_all(one) for one in read_mirrors(connection)]
 
     def add_mirror(self, mirror: Mirror) -> None:
-        """Declare a mirror, durably."""
         self._add(mirror, insert_mirror, MirrorExists)
 
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:

@@ -110,7 +110,6 @@ class SchemaTransaction:
             self._drop_unused(version.subject.context, version.schema_id)
 
     def put_settings(self, settings: SubjectSettings) -> None:
-        """Store configuration and mode of a subject or context."""
         values = {"config": dict(settings.config), "mode": settings.mode, "change": self._number}
         self._upsert(schema_settings, settings.subject, values)
 

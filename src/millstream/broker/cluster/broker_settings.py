@@ -90,12 +90,10 @@ class BrokerSettings:
         self._listeners: list[Callable[[], None]] = []
 
     def of(self, scope: str) -> Mapping[str, str]:
-        """Return the settings of a node, or of all of them."""
         return self._by_scope.get(scope, {})
 
     @property
     def own(self) -> Mapping[str, str]:
-        """Return the settings of this node alone."""
         return self.of(self._me)
 
     @property
@@ -109,12 +107,10 @@ class BrokerSettings:
 
     @property
     def connections_max(self) -> int:
-        """Return how many connections may be open at the same time."""
         return self._number(CONNECTIONS_MAX)
 
     @property
     def connections_per_address_max(self) -> int:
-        """How many connections of one address may be open at the same time."""
         return self._number(CONNECTIONS_PER_ADDRESS_MAX)
 
     def _number(self, name: str) -> int:
@@ -142,5 +138,4 @@ class BrokerSettings:
                 listener()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
         self._listeners.append(listener)

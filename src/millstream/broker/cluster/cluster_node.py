@@ -230,7 +230,6 @@ class ClusterNode:
             )
 
     async def close(self) -> None:
-        """Leave the cluster, and stop following."""
         await cancel_and_wait(*self._tasks)
         if self._registration is not None:
             await self._registration.withdraw()

@@ -128,14 +128,12 @@ class Balance:
             self._due.setdefault(partition, now + self._after_s)
 
     def take_due(self, now: float) -> list[PartitionKey]:
-        """Remove and return the partitions whose time has come."""
         due = [partition for partition, at in self._due.items() if at <= now]
         for partition in due:
             del self._due[partition]
         return due
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._due.clear()
 
 

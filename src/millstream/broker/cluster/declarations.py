@@ -36,7 +36,6 @@ class Declarations:
         return await self.call(method, *arguments, **named)
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:
-        """Run one call of the catalog."""
         raise NotImplementedError
 
 
@@ -52,7 +51,6 @@ class Holder:
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     def _notify(self) -> None:
@@ -87,7 +85,6 @@ class NamedHolder(Holder, Generic[N]):
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> N | None:
-        """Return the declaration with this name, if it exists."""
         return self._by_name.get(name)
 
     def _declared(self, name: str) -> N:
@@ -132,7 +129,6 @@ class CatalogDeclarations(Declarations):
         self._preparing = asyncio.Lock()
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:
-        """Call the catalog in a thread."""
         try:
             response = await self._call_catalog(ask)
         except CatalogUnavailable as error:

@@ -42,7 +42,6 @@ class ClientQuotas(Holder):
         self._notify()
 
     def all(self) -> Mapping[QuotaEntity, Mapping[str, float]]:
-        """Return every entity and its limits."""
         return self._limits
 
     def has(self, key: str) -> bool:
@@ -177,6 +176,5 @@ class DeclaredState:
         await self.pipelines.load()
 
     async def load(self) -> None:
-        """Read everything from the catalog."""
         for noun in dataclasses.fields(self):
             await getattr(self, noun.name).load()

@@ -249,13 +249,11 @@ class EmbeddedService:
             self._file.close()
 
     def read(self, prefix: str) -> Snapshot:
-        """Return every key that begins with `prefix`, in order."""
         self.expire()
         matching_keys = sorted(key for key in self._entries if key.startswith(prefix))
         return Snapshot({key: self._entries[key] for key in matching_keys}, self.revision)
 
     def change(self, changes: Sequence[Change], expect: Sequence[Expect], lease: int | None) -> int | None:
-        """Carry out all changes if every expectation holds."""
         self.expire()
         if any(isinstance(change, Put) and change.leased for change in changes) and lease not in self._leases:
             raise StoreRefused("a leased key needs a live session")
@@ -267,7 +265,6 @@ class EmbeddedService:
         return self.revision
 
     def events(self, prefix: str, *, after: int) -> list[Event]:
-        """Return what changed below `prefix` since a revision."""
         self.expire()
         first_kept = self.revision - len(self._history) + 1
         if after + 1 < first_kept:
@@ -304,7 +301,6 @@ class EmbeddedService:
             self._execute(tuple(map(Delete, sorted(lease.keys))), None)
 
     def expire(self) -> None:
-        """End every lease whose time has run out."""
         now = self._clock.monotonic()
         for lease_id in [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]:
             self.revoke(lease_id)
@@ -396,11 +392,9 @@ class EmbeddedSession:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the service has responded to one of the last renewals."""
         return self.live and self._missed < RENEWALS
 
     async def close(self) -> None:
-        """End the session and its keys."""
         if not self.live:
             return
         self.live = False
@@ -441,17 +435,14 @@ class EmbeddedStore(HealthReporting):
         self._session: EmbeddedSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
-        """Return every key that begins with `prefix`."""
         return await self._call(lambda: self._service.read(prefix))
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
-        """Carry out all changes in one step if every expectation holds."""
         check_changes(changes, expect)
         lease = self._session.lease if self._session is not None and self._session.live else None
         return await self._call(lambda: self._service.change(changes, expect, lease))
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Yield every change below `prefix` with a revision above `after`."""
         changed = asyncio.Event()
         stop = self._service.watch(changed.set)
         try:
@@ -478,11 +469,9 @@ class EmbeddedStore(HealthReporting):
         return self._session
 
     async def renew(self, lease: int) -> bool:
-        """Renew a session; return False if it has ended."""
         return await self._call(lambda: self._service.renew(lease))
 
     async def revoke(self, lease: int) -> None:
-        """End a session in the service."""
         await self._call(lambda: self._service.revoke(lease))
 
     async def close(self) -> None:

@@ -190,7 +190,6 @@ class EtcdMembers:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of every request."""
         # A member that is cut off from the others must refuse at once, instead of waiting for them.
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
@@ -262,7 +261,6 @@ class EtcdMembers:
         self._token = response.token
 
     def login(self) -> Any:
-        """Return the request for a token."""
         try:
             self._password = self.address.read_password()
         except InvalidSetting as error:
@@ -342,11 +340,9 @@ class EtcdSession:
 
     @property
     def confirmed(self) -> bool:
-        """Whether etcd has confirmed the lease within its time to live."""
         return self.live and self._clock.monotonic() - self._renewed_at < self._ttl_s
 
     async def close(self) -> None:
-        """End the lease, and with it its keys."""
         if self.live:
             self._stop()
             with suppress(StoreUnavailable):
@@ -486,7 +482,6 @@ def _page_request(prefix: bytes, *, first: bytes, revision: int, keys_max: int) 
 
 
 def _watch_request(prefix: bytes, *, after: int) -> Any:
-    """Build a watch of what changes below `prefix`."""
     create = rpc.WatchCreateRequest(
         key=prefix, range_end=_range_end(prefix), start_revision=after + 1, progress_notify=True
     )
@@ -494,12 +489,10 @@ def _watch_request(prefix: bytes, *, after: int) -> Any:
 
 
 def _to_entry(namespace: bytes, stored: Any) -> Entry:
-    """Convert a key of a read."""
     return Entry(_text(stored.key[len(namespace) :]), _text(stored.value), stored.mod_revision, stored.create_revision)
 
 
 def _to_event(namespace: bytes, event: Any) -> Event:
-    """Convert a change of a watch."""
     value = None if event.type == rpc.Event.DELETE else _text(event.kv.value)
     return Event(_text(event.kv.key[len(namespace) :]), value, event.kv.mod_revision)
 
@@ -534,7 +527,6 @@ class EtcdWatch:
         self._backoff = Backoff(Random(), first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
 
     async def batches(self) -> AsyncGenerator[Sequence[Event], None]:
-        """Yield batches of changes, forever."""
         while True:
             endpoint = self._members.endpoint
             try:
@@ -655,7 +647,6 @@ class EtcdStore(HealthReporting):
             first = response.kvs[-1].key + b"\x00"
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
-        """Carry out all changes in one transaction if every expectation holds."""
         check_changes(changes, expect)
         lease = self._session.lease if self._session is not None and self._session.live else 0
         if not lease and any(isinstance(change, Put) and change.leased for change in changes):
@@ -665,7 +656,6 @@ class EtcdStore(HealthReporting):
         return int(response.header.revision) if response.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Yield every change below `prefix` with a revision above `after`."""
         async with aclosing(EtcdWatch(self._members, self._namespace, prefix, after).batches()) as batches:
             async for events in batches:
                 yield events

@@ -116,7 +116,6 @@ def settings_key(scope: str) -> str:
 
 
 def parse_scope(rest: str) -> str:
-    """Read what follows `settings/`."""
     return "" if rest == _ALL_NODES else rest
 
 
@@ -141,7 +140,6 @@ class NodeRegistration:
 
     @classmethod
     def from_json(cls, text: str, revision: int) -> NodeRegistration:
-        """Decode it; unknown fields are ignored."""
         return replace(decode_value(text, cls, "a node's registration"), revision=revision)
 
 
@@ -171,5 +169,4 @@ Placement = Mapping[int, tuple[NodeId, ...]]
 
 
 def placement_from_json(text: str) -> Placement:
-    """Decode replicas chosen by the user."""
     return decode_value(text, dict[int, tuple[NodeId, ...]], "a placement")

@@ -123,7 +123,6 @@ def exists_error(name: str) -> TopicExists:
 
 
 def metric_name(name: str) -> str:
-    """Return the name as metrics use it."""
     return name.replace(".", "_")
 
 

@@ -93,7 +93,6 @@ class PlanHeader:
 
 
 def moves_from_json(text: str) -> tuple[Move, ...]:
-    """Decode one piece of a plan's moves."""
     return decode_value(text, tuple[Move, ...], "a part of a plan")
 
 
@@ -144,7 +143,6 @@ class Plans:
         return {node: location.rack for node, location in self._view.locations.items() if location.rack is not None}
 
     def moves(self) -> list[tuple[Move, str]]:
-        """Return the moves of the current plan, each with its state."""
         return [(move, state_of(move, self._view)) for move in planned_moves(self._view)]
 
     async def propose(self, kind: str, subject: str, moves: Sequence[Move], throttle_bytes: int) -> PlanHeader:
@@ -207,7 +205,6 @@ class Plans:
         return cancelled
 
     async def undrain(self, node: NodeId) -> None:
-        """Let a node get leaders and replicas again."""
         if node not in self._view.drained:
             raise NotFound(f"node {node} is not drained")
         plan = self._view.plan

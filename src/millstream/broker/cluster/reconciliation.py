@@ -58,7 +58,6 @@ class Load:
         return load
 
     def add(self, replicas: tuple[NodeId, ...]) -> None:
-        """Count one more partition."""
         self.leaders[replicas[0]] += 1
         self.replicas.update(replicas)
 

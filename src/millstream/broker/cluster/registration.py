@@ -100,7 +100,6 @@ class Registration:
         return self._session is not None and self._session.confirmed
 
     def on_admitted(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the cluster admits this node for the first time."""
         self._on_admitted.append(listener)
 
     async def admitted(self) -> None:
@@ -138,7 +137,6 @@ class Registration:
             _logger.warning("leaving while this node still leads", extra={"error": str(error)})
 
     async def withdraw(self) -> None:
-        """Remove this node from the cluster."""
         node = self._me.node.node_id
         registered = self.mine
         if registered is not None:

@@ -201,11 +201,9 @@ class Unthrottled:
     """Lets partitions be fetched as fast as possible."""
 
     def bytes_max(self, _key: PartitionKey, size: int) -> int:
-        """Allow everything."""
         return size
 
     def pause_after(self, _key: PartitionKey, _size: int) -> float:
-        """Never pause."""
         return 0.0
 
 
@@ -281,7 +279,6 @@ class ReplicaFetcher:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many partitions are fetched."""
         return len(self._followed)
 
     # -- followed partitions --------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ class DamageRepair:
         self._repaired = 0
 
     def check_soon(self, partition: Partition) -> None:
-        """Repair a partition next, if it is damaged and other nodes host it."""
         log = partition.log
         timer = self._retries.pop(partition, None)
         if timer is not None:
@@ -93,7 +92,6 @@ class DamageRepair:
             self._backoffs.pop(partition, None)
 
     def forget(self, partition: Partition) -> None:
-        """Forget a partition that is no longer hosted here."""
         self._due.pop(partition, None)
         self._backoffs.pop(partition, None)
         timer = self._retries.pop(partition, None)
@@ -233,7 +231,6 @@ class DamageRepair:
         _logger.log(level, what, extra=extra)
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics of repairs, done and pending."""
         waiting = len(self._due) + len(self._retries)
         return [
             counter(
@@ -278,11 +275,9 @@ class InSyncWriter:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many partitions wait for a change."""
         return len(self._queue)
 
     def check_soon(self, partition: Partition) -> None:
-        """Check soon whether a partition needs a change."""
         self._queue[partition] = None
         self._wake.set()
 
@@ -398,7 +393,6 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, config: Config) -> ReplicaSettings:
-        """Return the settings of a node's configuration."""
         fetch = FetchLimits(wait_ms=config.replica_fetch_wait_ms, bytes_max=config.replica_fetch_bytes)
         return cls(lag_s=config.replica_lag_ms / 1000, fetch=fetch)
 
@@ -496,7 +490,6 @@ class Replicas:
             self.wants_change(partition)
 
     def forget(self, partitions: Iterable[Partition]) -> None:
-        """Forget partitions that are no longer hosted here."""
         for partition in partitions:
             self._stop_fetching((partition.topic.topic_id, partition.index), None)
             self._behind.pop(partition, None)
@@ -582,7 +575,6 @@ class Replicas:
     # -- numbers --------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterable[Metric]:
-        """Return how much is followed, and how many led partitions have a lagging replica."""
         followed = len(self._leader_of)
         yield gauge("millstream_replicas_followed", "Partitions that this node fetches from their leaders.", followed)
         yield from self._repair.metrics()

@@ -165,7 +165,6 @@ class SocketSession:
     confirmed = live
 
     async def close(self) -> None:
-        """End the session and its keys."""
         if not self._closed:
             self._closed = True
             with suppress(StoreUnavailable):
@@ -196,12 +195,10 @@ class SocketStore(HealthReporting):
                 self._reading = asyncio.create_task(self._read(self._channel), name="store-socket")
 
     async def read(self, prefix: str) -> Snapshot:
-        """Return every key that begins with `prefix`."""
         entries, revision = await self.call("read", prefix)
         return Snapshot({key: Entry(*entry) for key, entry in entries.items()}, revision)
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
-        """Carry out all changes in one step if every expectation holds."""
         check_changes(changes, expect)
         sent = [
             (change.key, change.value, change.leased) if isinstance(change, Put) else (change.key, None, False)
@@ -211,7 +208,6 @@ class SocketStore(HealthReporting):
         return revision
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Yield every change below `prefix` with a revision above `after`."""
         number = next(self._numbers)
         responses = self._watches[number] = asyncio.Queue()
         await self._open()
@@ -233,7 +229,6 @@ class SocketStore(HealthReporting):
         return SocketSession(self)
 
     async def close(self) -> None:
-        """End the session and the connection."""
         self._closing = True
         if self._reading is not None:
             self._reading.cancel()
@@ -244,7 +239,6 @@ class SocketStore(HealthReporting):
         self.connected = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Carry a request to the service and its response back."""
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:

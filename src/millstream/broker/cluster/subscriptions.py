@@ -87,7 +87,6 @@ class Subscriptions(NamedHolder[Subscription]):
         self._notify()
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
-        """Return the subscription with this id, if it exists."""
         return self._by_id.get(subscription_id)
 
     def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
@@ -206,7 +205,6 @@ class Subscriptions(NamedHolder[Subscription]):
 
     @finishing
     async def record_use(self, name: str, used_ms: int) -> None:
-        """Record durably that a subscription is in use."""
         subscription = self.existing(name)
         async with self._changing:
             stored = await self._declarations.change(

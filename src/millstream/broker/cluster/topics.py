@@ -162,7 +162,6 @@ class Topics:
         self._notify_roles([self._apply_state(one.topic, one.index) for one in tuple(self.hosted())])
 
     def on_declared(self, listener: Callable[[Declared], None]) -> None:
-        """Call `listener` after this node has declared something."""
         self._declared_listeners.append(listener)
 
     def _notify_declared(self, declared: Declared) -> None:
@@ -170,11 +169,9 @@ class Topics:
             listener(declared)
 
     def on_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
-        """Call `listener` with the partitions here whose agreed state has changed."""
         self._role_listeners.append(listener)
 
     def on_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
-        """Call `listener` with partitions that are no longer hosted here."""
         self._drop_listeners.append(listener)
 
     def apply(self, change: ViewChange) -> None:
@@ -256,7 +253,6 @@ class Topics:
         return self._view.revision
 
     def partition(self, name: str, index: int) -> Partition:
-        """Return a partition that this node hosts, by the topic's name."""
         partitions = self._partitions.get(name)
         if partitions is not None and 0 <= index < len(partitions):
             partition = partitions[index]
@@ -265,7 +261,6 @@ class Topics:
         raise self._missing_error(name, index)
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
-        """Return a partition that this node hosts, by the topic's id."""
         topic = self._by_id.get(topic_id)
         if topic is None:
             raise UnknownTopicId(f"no topic has the id {topic_id}")
@@ -295,7 +290,6 @@ class Topics:
                     yield partition
 
     def led(self) -> Iterable[Partition]:
-        """Return the partitions that this node leads."""
         return (partition for partition in self.hosted() if partition.is_leader)
 
     def leads_movable_partition(self) -> bool:
@@ -370,7 +364,6 @@ class Topics:
         await self._change_state(topic, index, moving)
 
     def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
-        """Return every move under way."""
         return self._view.reassignments
 
     async def _change_state(
@@ -437,7 +430,6 @@ class Topics:
         return safe_defaults(self._static_defaults, replication)
 
     def _defaults_changed(self) -> None:
-        """Apply changed settings of nodes to every topic."""
         changed = self.broker_settings.topic_defaults
         self._defaults = TopicSettings.from_strings(changed, base=self._static_defaults)
         self._is_minimum_set = _MIN_IN_SYNC in changed
@@ -627,7 +619,6 @@ class Topics:
         ]
 
     def on_deletion(self, listener: Callable[[Topic], None]) -> None:
-        """Call `listener` after each deletion of a topic."""
         self._deletion_listeners.append(listener)
 
     async def add_partitions(

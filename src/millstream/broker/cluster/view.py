@@ -144,15 +144,12 @@ class ClusterView:
         return self.leaving | self.drained
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` after each batch of changes, in the order of these calls."""
         self._listeners.append(listener)
 
     def forget(self, listener: Listener) -> None:
-        """Stop calling `listener`."""
         self._listeners.remove(listener)
 
     async def ready(self) -> None:
-        """Wait for the first view."""
         await self._ready.wait()
 
     async def until(self, condition: Callable[[], bool], timeout_s: float, *, what: str) -> None:

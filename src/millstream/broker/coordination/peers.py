@@ -43,7 +43,6 @@ class LeaderAppender:
         self._client: Client | None = None
 
     async def close(self) -> None:
-        """Close the connections to other nodes."""
         if self._client is not None:
             await self._client.close()
 

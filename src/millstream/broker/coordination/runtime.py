@@ -259,5 +259,4 @@ class Coordinator(Generic[S]):
         await self._runtime.wait_loaded()
 
     async def ensure(self) -> None:
-        """Create the topic on its first use."""
         await self._runtime.ensure()

@@ -392,7 +392,6 @@ class Shard(Generic[S]):
 
     @property
     def state(self) -> S | None:
-        """Return the state while it is loaded."""
         return self._state
 
     @property
@@ -405,7 +404,6 @@ class Shard(Generic[S]):
         return self._written
 
     def open(self) -> None:
-        """Start reading the state from the log."""
         self._load_soon(0.0)
 
     async def wait_loaded(self) -> None:

@@ -48,11 +48,9 @@ class Deferred(Generic[T]):
 
     @property
     def error(self) -> MillstreamError | None:
-        """Return why the request was refused, if it was."""
         return self._error
 
     def result(self) -> T:
-        """Return the response, or raise the error."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
@@ -167,7 +165,6 @@ class Timers:
         return key in self._timers
 
     def schedule(self, key: Hashable, delay_ms: int, action: Action, *, pure: bool = False) -> None:
-        """Set or move the timer of this name."""
         deadline = self._clock.monotonic() + delay_ms / 1000
         timer = self._timers.get(key)
         if timer is None:
@@ -182,7 +179,6 @@ class Timers:
             self._push(deadline, key)
 
     def cancel(self, key: Hashable) -> None:
-        """Cancel a timer, if it exists."""
         self._timers.pop(key, None)
 
     def clear(self) -> None:

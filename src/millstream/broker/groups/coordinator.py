@@ -107,7 +107,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         self._runtime = Runtime(topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s)
 
     def partition_of(self, group_id: str) -> PartitionIndex:
-        """Return the partition of the offsets topic that stores a group."""
         return self._runtime.partition_of(group_id)
 
     def leader_of(self, group_id: str) -> NodeId | None:
@@ -115,7 +114,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        """Join a group; return the next generation."""
         _check_group_id(request.group_id)
         if request.protocol_type != GROUP_TYPE:
             self._check_not_pipeline_group(request.group_id)
@@ -141,19 +139,16 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(request.member.group_id, lambda shard: shard.sync(request))
 
     async def heartbeat(self, who: MemberRef) -> None:
-        """Renew a member's session."""
         _check_group_id(who.group_id)
         await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
 
     async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatResult:
-        """Handle a consumer group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
             self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
     async def share_heartbeat(self, request: ShareHeartbeat) -> HeartbeatResult:
-        """Handle a share group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
             self._check_not_pipeline_group(request.group_id)
@@ -266,7 +261,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
 
     async def delete(self, group_id: str) -> None:
-        """Delete a group that has no members, and its offsets."""
         _check_length(group_id)
         done = False
         while not done:
@@ -281,7 +275,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
                 shard.submit(_sweep_soon, pure=True).add_done_callback(_ignore_result)
 
     def status(self) -> GroupsStatus:
-        """Count the groups of this node."""
         states = [shard.state for shard in self._runtime.shards]
         loaded = [state for state in states if state is not None]
         groups = [group for state in loaded for group in (*state.groups, *state.consumers, *state.shares)]

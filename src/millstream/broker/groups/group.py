@@ -96,7 +96,6 @@ class Member:
 
     @classmethod
     def restored(cls, stored: StoredMember, protocol_type: str, protocol_name: str) -> Member:
-        """Restore a member from the log, which has only the chosen protocol."""
         return cls(
             stored.member_id,
             instance_id=stored.instance_id,
@@ -133,7 +132,6 @@ class Member:
 
     @property
     def size_bytes(self) -> int:
-        """Estimate the memory and log space that the member takes."""
         return estimated_bytes(self.client_id, self.instance_id, self.protocols)
 
     def metadata(self, protocol_name: str) -> bytes:
@@ -218,7 +216,6 @@ class Group:
 
     @classmethod
     def restored(cls, group_id: str, stored: StoredGroup) -> Group:
-        """Restore a group from its last generation in the log."""
         group = cls(group_id, now_ms=stored.state_since_ms)
         group.generation = stored.generation
         group.protocol_type = stored.protocol_type or None
@@ -231,7 +228,6 @@ class Group:
         return group
 
     def stored(self, assignments: dict[str, bytes]) -> StoredGroup:
-        """Return the generation as it is stored in the log."""
         protocol_name = self.protocol_name or ""
         return StoredGroup(
             protocol_type=self.protocol_type or "",
@@ -350,14 +346,12 @@ class Group:
         return True
 
     def refuse_join(self, member: Member, error: MillstreamError) -> None:
-        """Refuse a parked join request, if any."""
         deferred, member.join_response = member.join_response, None
         if deferred is not None:
             self.awaiting_join -= 1
             deferred.refuse(error)
 
     def refuse_all(self, error: MillstreamError) -> None:
-        """Refuse all parked requests."""
         for member in self.members.values():
             self.refuse_join(member, error)
             member.refuse_sync(error)

@@ -160,7 +160,6 @@ class Registry:
         return [*self._groups, *self._consumers]
 
     def get(self, group_id: str) -> Group | None:
-        """Return the classic group with this id, if it exists."""
         return self._groups.get(group_id)
 
     def get_consumer(self, group_id: str) -> ConsumerGroup | None:

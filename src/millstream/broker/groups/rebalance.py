@@ -90,7 +90,6 @@ class Rebalance:
         return []
 
     def remove(self, group: Group, member_id: str, error: MillstreamError) -> None:
-        """Remove a member with its timer and its parked requests."""
         self.forget_session(group, member_id)
         group.remove(member_id, error)
 
@@ -99,13 +98,11 @@ class Rebalance:
         self._timers.cancel(("session", group.group_id, member_id))
 
     def rebalance_after_leaving(self, group: Group, reason: str) -> Records:
-        """Rebalance after members have left."""
         if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
             return self.prepare(group, reason)
         return self.complete_join_if_all(group)
 
     def keep_alive(self, group: Group, member: Member, timeout_ms: int | None = None) -> None:
-        """Restart the member's session timeout."""
         self._schedule_expiration(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
 
     def keep_pending(self, group: Group, member_id: str, timeout_ms: int) -> None:

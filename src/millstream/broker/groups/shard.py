@@ -87,7 +87,6 @@ JoinOutcome = Outcome[JoinResponse]
 
 
 def random_suffix() -> str:
-    """Return a unique suffix for a member id."""
     return str(uuid.uuid4())
 
 
@@ -276,11 +275,9 @@ class GroupShard:
 
     @property
     def groups(self) -> Registry:
-        """Every group; read-only."""
         return self._groups
 
     def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
-        """Handle a consumer group heartbeat: join, stay or leave."""
         self._check_not_shared(request.group_id)
         return self.consumers.heartbeat(request)
 
@@ -296,7 +293,6 @@ class GroupShard:
         return self._offsets.of_transactional_groups(topics)
 
     def join(self, request: JoinRequest) -> Outcome[JoinResponse]:
-        """Add a member, or let it rejoin."""
         consumers = self.consumers.get_with_members(request.group_id)
         if consumers is not None:
             return self.consumers.join(consumers, request)
@@ -342,7 +338,6 @@ class GroupShard:
         return self._store_assignment(group, member, dict(request.assignments)), deferred
 
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
-        """Renew a member's session."""
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
             return self.consumers.classic_heartbeat(consumers, who)
@@ -357,7 +352,6 @@ class GroupShard:
         return [], None
 
     def leave(self, group_id: str, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
-        """Remove members and rebalance."""
         consumers = self.consumers.get(group_id)
         if consumers is not None:
             return self.consumers.leave(consumers, leavers)
@@ -517,7 +511,6 @@ class GroupShard:
             group.move_to(GroupState.DEAD, self._clock.now_ms())
 
     def durable_keys(self) -> list[Hashable]:
-        """Return the key of every record that the log must hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
         pending = self.transactional.pending.durable_keys()
         groups = (*self.consumers.durable_keys(), *self.shares.durable_keys())

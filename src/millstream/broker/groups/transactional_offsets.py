@@ -74,7 +74,6 @@ def pending_tombstone(key: PendingKey) -> StateRecord:
 
 
 def marker_record(producer_id: ProducerId, marker: LastMarker) -> StateRecord:
-    """Build the record of a producer's last marker."""
     writer = Writer(flexible=False)
     writer.int16(_MARKER_VERSION)
     writer.int16(marker.epoch)
@@ -198,7 +197,6 @@ class PendingOffsets:
             self._producers_of.setdefault(key.offset, set()).add(key.producer_id)
 
     def durable_keys(self) -> Iterable[Hashable]:
-        """Return the key of every record that the log must hold."""
         for producer_id, offsets in self._by_producer.items():
             for key in offsets:
                 yield PendingKey(producer_id, key)

@@ -221,12 +221,10 @@ class Api(Generic[RequestT, ResponseT]):
         """Respond to a request of the newest version."""
 
     def upgrade(self, version: int, request: Any) -> RequestT:
-        """Turn a request of any version served into one of the newest."""
         upgraded: RequestT = reshape(request, load_request_class(self.key, self.versions[1]))
         return upgraded
 
     def downgrade(self, version: int, response: ResponseT) -> Any:
-        """Convert a response of the newest version to the requested one."""
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
@@ -346,7 +344,6 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return encode_private(header, self.response_type(error=int(error_code(error)), message=error_message(error)))
 
     async def respond_later(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers:
-        """Authorize and carry out a request."""
         response: Any
         try:
             if not self.starts_at_once(request):

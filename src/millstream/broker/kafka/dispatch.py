@@ -58,11 +58,9 @@ class Dispatch:
         self._loaded.set()
 
     async def loaded(self) -> None:
-        """Wait until requests are served."""
         await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield the number and latency of requests by API."""
         yield Metric(
             "millstream_request_seconds",
             "histogram",

@@ -212,7 +212,6 @@ class ServedApis:
         return self._subscriptions
 
     async def start(self) -> None:
-        """Start loading the state of the coordinators."""
         await self._groups.start()
         await self._transactions.start()
         await self._subscriptions.start()

@@ -84,7 +84,6 @@ class ShareOffsets:
         return offsets, stored
 
     async def declare(self, name: str) -> None:
-        """Declare the subscription of a group if it does not exist."""
         await self._service.declared.ensure(name)
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:

@@ -167,7 +167,6 @@ class SubscriptionService:
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield the numbers of stored and open queues, and the metrics of subscriptions."""
         yield from self.push.metrics()
         opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_stored", "Queues whose state this node stores.", self.states.queues)
@@ -384,7 +383,6 @@ class SubscriptionService:
 
     @property
     def loaded(self) -> Engine | None:
-        """Return the queues, if they were loaded."""
         return self._engine
 
     def release_worker(self, worker: str) -> None:
@@ -396,7 +394,6 @@ class SubscriptionService:
                 delivery.release_worker(worker)
 
     async def ask_node(self, node: NodeId, request: Request[R]) -> R:
-        """Send another node one of Millstream's own requests."""
         return await ask_peer(self._peers, node, request)
 
     def _on_change(self) -> None:

@@ -183,7 +183,6 @@ class TransactionService:
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield transactional ids by state, and the progress of markers."""
         states = self.coordinator.status().by_state
         yield Metric(
             "millstream_transactions",

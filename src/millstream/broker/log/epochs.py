@@ -24,7 +24,6 @@ class EpochHistory:
             self.begin(epoch, start)
 
     def entries(self) -> list[tuple[int, int]]:
-        """Return every epoch with its first offset."""
         return list(zip(self._epochs, self._starts, strict=True))
 
     def begin(self, epoch: int, start: int) -> None:

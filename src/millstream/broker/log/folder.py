@@ -122,7 +122,6 @@ class DataFolder:
         return f"{self.partitions}/{topic_id}/{partition}"
 
     def stored(self) -> Iterator[LogKey]:
-        """Yield every partition that has a folder."""
         for topic in sorted(self._files.names(self.partitions)):
             topic_id = _parse_topic_id(topic)
             if topic_id is None:
@@ -154,7 +153,6 @@ class DataFolder:
         return deleted_folder
 
     def remove_tree(self, folder: str) -> None:
-        """Remove a folder of files, if it exists."""
         if not self._files.exists(folder):
             return
         for name in self._files.names(folder):

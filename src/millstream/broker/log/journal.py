@@ -309,7 +309,6 @@ class Journal:
 
 
 def remove_journal(files: Files, directory: str) -> None:
-    """Remove the files of a journal, durably."""
     present = set(files.names(directory))
     for name in FILE_NAMES:
         if name in present:

@@ -74,11 +74,9 @@ class Ledger:
 
     @property
     def size_bytes(self) -> int:
-        """Where the last group ends."""
         return self._end
 
     def state_of(self, key: LogKey) -> bytes | None:
-        """Return the last checkpoint of a log."""
         with self._lock:
             place = self._places.get(key)
             return None if place is None else self._files.read_at(self._descriptor, place.size, place.position)
@@ -181,7 +179,6 @@ class Ledger:
             _logger.warning("the ledger of checkpoints could not be rewritten", extra={"error": str(error)})
 
     def _rewrite(self) -> None:
-        """Write the current states into a new file."""
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)

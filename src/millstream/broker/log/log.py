@@ -284,7 +284,6 @@ class Log:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all segments."""
         return sum(segment.size for segment in self.segments)
 
     @property
@@ -367,7 +366,6 @@ class Log:
         return active
 
     def roll(self) -> Segment:
-        """Begin a new segment."""
         segment = Segment(self.directory, self.end_offset)
         self.segments.claim_name(segment.base_offset)
         try:

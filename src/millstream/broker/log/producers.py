@@ -69,7 +69,6 @@ class Producers:
         return iter(self._by_id.values())
 
     def get(self, producer_id: int) -> Producer | None:
-        """Return the producer of an id, if it is remembered."""
         return self._by_id.get(producer_id)
 
     def check(self, header: BatchHeader, now_ms: int) -> ProducedBatch | None:
@@ -159,7 +158,6 @@ class Producers:
         return known is not None and known.epoch == epoch
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Return every open transaction, the oldest first."""
         return [
             OpenTransaction(one.producer_id, one.epoch, one.open_from, one.coordinator_epoch, one.last_ms)
             for one in self.transactions.open.values()
@@ -320,7 +318,6 @@ class Producers:
             self.transactions.reopen([*self.transactions.open.values(), known])
 
     def clear(self) -> None:
-        """Forget everything."""
         self._by_id.clear()
         self.transactions.clear()
 
@@ -334,7 +331,6 @@ class Producers:
         ]
 
     def unpack(self, packed: list[PackedProducer]) -> None:
-        """Restore what `pack` returned."""
         for producer_id, epoch, last_ms, batches in packed:
             # Not more than before; `unpack_transactions` adds which of them have an open transaction.
             known = self._by_id[producer_id] = Producer(producer_id, epoch)

@@ -68,7 +68,6 @@ class Index:
         return places.tobytes(), times.tobytes()
 
     def add(self, relative_offset: int, position: int, max_timestamp_before_ms: int) -> None:
-        """Add the start of a batch."""
         self.places.append(relative_offset << 32 | position)
         self.times.append(max_timestamp_before_ms)
         self.last_position = position
@@ -535,7 +534,6 @@ class SegmentList:
     # -- changes --------------------------------------------------------------------------------------------
 
     def add(self, segment: Segment) -> None:
-        """Begin a segment behind the last one, which is sealed."""
         self.names_version += 1
         # The end of the log is now at the start of another file.
         self.hints.pop(segment.base_offset, None)

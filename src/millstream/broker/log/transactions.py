@@ -150,7 +150,6 @@ class AbortedTransactions:
         return [column.tobytes() for column in self._columns()]
 
     def unpack(self, packed: list[bytes]) -> None:
-        """Restore what `pack` returned."""
         if len(packed) != _NUMBERS or len({len(part) for part in packed}) != 1 or len(packed[0]) % _NUMBER_BYTES:
             raise CorruptState("the aborted transactions of a log cannot be read")
         self.clear()
@@ -329,7 +328,6 @@ class Transactions:
         self.open = {producer.producer_id: producer for producer in producers}
 
     def clear(self) -> None:
-        """Forget everything."""
         self.open.clear()
         self.aborted.clear()
         self.guards.clear()
@@ -343,5 +341,4 @@ class Transactions:
         return list(self._unsettled)
 
     def unpack_unsettled(self, unsettled: list[UnsettledMarker]) -> None:
-        """Restore what `pack_unsettled` returned."""
         self._unsettled = deque(unsettled)

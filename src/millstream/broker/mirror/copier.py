@@ -226,7 +226,6 @@ class Copier:
 
     @property
     def bytes_per_s(self) -> float:
-        """The bytes per second of the last seconds."""
         now, marks = self._clock.monotonic(), self._copied_at
         since, before = next(((at, size) for at, size in marks if at > now - RATE_S), (now, self.bytes_copied))
         return (self.bytes_copied - before) / max(now - since, RATE_STEP_S)
@@ -283,7 +282,6 @@ class Copier:
         return self.copies.pop(key, None)
 
     async def run(self) -> None:
-        """Copy until cancelled."""
         try:
             while True:
                 self._changed.clear()

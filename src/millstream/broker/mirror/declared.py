@@ -37,7 +37,6 @@ class Mirrors(NamedHolder[Mirror]):
 
     @finishing
     async def create(self, name: str, overrides: Mapping[str, str], *, is_enabled: bool = True) -> Mirror:
-        """Declare a mirror durably."""
         check_mirror(name, overrides)
         async with self._changing:
             if len(self._by_name) >= MIRRORS_MAX:

@@ -107,7 +107,6 @@ class MirrorRun:
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Run until cancelled, connecting again after each failure."""
         from millstream.broker.mirror.follower import Follower
 
         backoff = Backoff(max_s=5.0)
@@ -442,7 +441,6 @@ class MirrorService:
     # -- what others ask for --------------------------------------------------------------------------------
 
     def describe(self, mirror: Mirror) -> dict[str, Any]:
-        """Return a mirror as declared, and its state on this node."""
         run, copied = self._runs.get(mirror.name), self.copied_topics(mirror.name)
         return {
             "name": mirror.name,
@@ -906,7 +904,6 @@ class MirrorService:
         return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more, has_hidden=has_hidden)
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield the lag, the traffic and the errors of mirrors."""
         now_ms = self.clock.now_ms()
         runs = list(self._runs.items())
         if not runs:

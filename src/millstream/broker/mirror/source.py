@@ -77,7 +77,6 @@ class Source:
         return await self.client.metadata(topics)
 
     async def ask(self, node: NodeId | None, request: Request[R], *, waits: bool = False) -> R:
-        """Send one of Millstream's own requests to a node, or any."""
         return await request_private(self.client, node, request, waits=waits, about="the source")
 
     async def fetch(

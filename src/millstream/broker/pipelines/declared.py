@@ -100,7 +100,6 @@ class Pipelines(NamedHolder[Pipeline]):
         validate_only: bool = False,
         owner: Owner | None = None,
     ) -> Pipeline:
-        """Declare a pipeline durably."""
         listed = tuple(sorted(rules, key=lambda rule: rule.name))
         settings = check_pipeline(name, kind, overrides)
         check_rules(kind, listed)
@@ -255,7 +254,6 @@ class Pipelines(NamedHolder[Pipeline]):
 
     @finishing
     async def delete(self, name: str) -> Pipeline:
-        """Delete a pipeline durably."""
         async with self._changing:
             pipeline = await self._read(name)
             await self._delete(Catalog.delete_pipeline, pipeline)

@@ -58,7 +58,6 @@ class PipelineOwner:
         return not self.is_this_node and self._view.pipelines_owner not in (None, self._me)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
     def become_candidate(self) -> None:

@@ -118,7 +118,6 @@ class InSync:
 
     @property
     def follower_count(self) -> int:
-        """How many followers there are, in sync or not."""
         return len(self._followers)
 
     def follower(self, node: NodeId) -> Follower | None:

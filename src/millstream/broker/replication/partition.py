@@ -267,7 +267,6 @@ class Partition(Replica):
 
     @property
     def waiting(self) -> int:
-        """How many listeners wait for an acknowledgement."""
         return len(self._waiting) + len(self._waiting_locally)
 
     def discard_finished(self) -> None:
@@ -347,7 +346,6 @@ class Partition(Replica):
         return self.log.producers.has_open(producer_id, epoch)
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Return every transaction that is open here, the oldest first."""
         return self.log.producers.open_transactions()
 
     def start_transaction(self, producer_id: int, epoch: int, sequence: int, *, bumps_epoch: bool) -> Guard | None:
@@ -504,11 +502,9 @@ class Partition(Replica):
         self._notify_listeners()
 
     def listen(self, listener: AdvanceListener) -> None:
-        """Call `listener` after every advance until `forget`."""
         self._listeners[listener] = None
 
     def forget(self, listener: AdvanceListener) -> None:
-        """Stop calling `listener`."""
         self._listeners.pop(listener, None)
 
     def change_settings(self, topic: Topic, settings: TopicSettings) -> None:
@@ -719,11 +715,9 @@ class Partition(Replica):
             self._request_change()
 
     def listen_to_appends(self, listener: AppendListener) -> None:
-        """Call `listener` after every append until `forget_appends`."""
         self._append_listeners[listener] = None
 
     def forget_appends(self, listener: AppendListener) -> None:
-        """Stop calling `listener`."""
         self._append_listeners.pop(listener, None)
 
     def _notify_followers(self, in_sync: InSync, end_before: Offset) -> None:

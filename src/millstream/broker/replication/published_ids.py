@@ -145,7 +145,6 @@ class PublishedIds:
 
 
 def id_of(headers: Headers) -> bytes | None:
-    """Return the id that the publisher has given a message."""
     return next((value for name, value in headers if name == MESSAGE_ID and value), None)
 
 

@@ -71,7 +71,6 @@ T = TypeVar("T")
 
 
 def parse_metadata(value: Any) -> dict[str, Any]:
-    """Return metadata in its normal form."""
     metadata = _convert(value, _Metadata, "metadata")
     return _without_empty(
         {

@@ -200,7 +200,6 @@ class SchemaRegistry:
             self._apply(await self._declarations.call(Catalog.schema_changes, self._last))
 
     async def close(self) -> None:
-        """End the child processes."""
         await self._examiner.close()
 
     # -- reading --------------------------------------------------------------------------------------------

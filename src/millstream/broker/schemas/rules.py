@@ -66,7 +66,6 @@ class SchemaRules:
         self.rejected = 0
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield how many batches were checked, and where."""
         yield Metric(
             "millstream_schema_checks_total",
             "counter",
@@ -80,7 +79,6 @@ class SchemaRules:
         )
 
     async def close(self) -> None:
-        """End the child processes."""
         if self._compiling is not None:
             await asyncio.gather(self._compiling, return_exceptions=True)
         await self._children.close()

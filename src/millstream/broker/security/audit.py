@@ -311,7 +311,6 @@ class AuditLog:
         self._task: asyncio.Task[None] | None = None
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield how many events wait, were written and were dropped."""
         trail = self._trail
         yield gauge("millstream_audit_events_waiting", "Audit events that wait to be written.", len(trail))
         yield counter("millstream_audit_events_total", "Audit events written.", trail.written)

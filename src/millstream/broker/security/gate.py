@@ -498,11 +498,9 @@ class RevokedSessions:
         state.on_change(self._close_revoked)
 
     def watch(self, connections: Collection[Connection]) -> None:
-        """Check these connections after each change."""
         self._listeners.append(connections)
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield how often clients failed to authenticate."""
         yield counter(
             "millstream_authentication_failures_total", "Clients that failed to authenticate.", self._attempts.total
         )

@@ -731,7 +731,6 @@ async def _init_producer_id(api: Any, request: Any, client: Any, rights: Rights)
 
 @_guards(26)
 async def _end_transaction(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """EndTxn: WRITE on the transactional id."""
     rights.require(WRITE, TRANSACTIONAL_ID, request.message.transactional_id)
     return await api.handle(request, client)
 

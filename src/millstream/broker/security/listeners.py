@@ -205,7 +205,6 @@ class Listeners:
             self._bound.append(_BoundListener(config=config, socket=bound, tls=tls))
 
     def listen(self) -> None:
-        """Let clients connect."""
         for bound in self._bound:
             listen(bound.socket, flag="kafka", listener=_additional_name(bound.config))
 

@@ -125,7 +125,6 @@ class Rights:
 
     @property
     def actor(self) -> Actor:
-        """The client, as the audit log names it."""
         return Actor(self.principal, self.host, self.tokens[0].token_id if self.tokens else "")
 
     @property
@@ -180,7 +179,6 @@ class Rights:
             self.require(operation, kind, name)
 
     def topic_name(self, topic_id: UUID) -> str | None:
-        """Return the name of a topic by its id; None if there is none."""
         return self._state.topic_name(topic_id)
 
     def has_topic(self, name: str) -> bool:

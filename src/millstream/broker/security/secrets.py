@@ -41,7 +41,6 @@ class StoredSecrets:
         self._check_sealed()
 
     async def list(self) -> list[SealedSecret]:
-        """Return every secret, without its value."""
         return await asyncio.to_thread(self._catalog.secrets)
 
     async def reseal(self) -> int:

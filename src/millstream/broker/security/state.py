@@ -134,7 +134,6 @@ class SecurityState(Holder):
         return self.token_chain(token_id)
 
     def owner(self, principal: str) -> Owner:
-        """Return a principal as an owner of declarations."""
         return Owner(principal=principal, has_password=self._has_password(principal))
 
     def is_gone(self, owner: Owner) -> bool:
@@ -146,7 +145,6 @@ class SecurityState(Holder):
         return principal == user_principal(user) and self.credential(user, SCRAM_MECHANISMS) is not None
 
     async def change_users(self, put: Iterable[ScramCredential] = (), delete: Iterable[tuple[str, str]] = ()) -> None:
-        """Store and remove credentials durably."""
         change = SecurityChange(put_credentials=tuple(put), delete_credentials=tuple(delete))
         if len(self._credentials) + len(change.put_credentials) > CREDENTIALS_MAX:
             raise InvalidRequest(f"there are {CREDENTIALS_MAX} credentials at most; delete some first")

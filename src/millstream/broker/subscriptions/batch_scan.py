@@ -194,7 +194,6 @@ class ScanResult:
         )
 
     def key_bytes(self) -> bytes:
-        """Return the hashes of all keys, 8 bytes each."""
         if self.keys is None:
             return bytes(8 * (self.next_offset - self.first))
         return np.ascontiguousarray(self.keys, np.int64).tobytes()

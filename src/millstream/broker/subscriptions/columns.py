@@ -100,7 +100,6 @@ class Columns:
         self.first_delivered += other.first_delivered[start:end]
 
     def drop_first(self, count: int) -> None:
-        """Remove the first messages."""
         del self.states[:count]
         del self.attempts[:count]
         del self.dues[:count]
@@ -116,7 +115,6 @@ class Columns:
         del self.first_delivered[index:]
 
     def keep(self, is_kept: npt.NDArray[np.bool_]) -> None:
-        """Remove every message that is not marked."""
         self.states = bytearray(np.frombuffer(self.states, np.uint8)[is_kept].tobytes())
         self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[is_kept].tobytes())
         self.dues = array("q", np.frombuffer(self.dues, np.int64)[is_kept].tobytes())

@@ -83,15 +83,12 @@ class FilterCache:
         return scanned.with_batch_scan(opened)
 
     async def stop(self) -> None:
-        """Stop the process that evaluates filters."""
         await self._worker.stop()
 
     def add_filter(self, partition: TopicPartition, filter_: Filter) -> None:
-        """Register a queue's filter on a partition."""
         self._partitions.setdefault(partition, _Partition()).filters[filter_] += 1
 
     def remove_filter(self, partition: TopicPartition, filter_: Filter) -> None:
-        """Unregister a queue's filter on a partition."""
         known = self._partitions.get(partition)
         if known is None:
             return

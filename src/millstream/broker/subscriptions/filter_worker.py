@@ -82,7 +82,6 @@ class FilterWorker:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child, if one is running."""
         child = self._child
         return child.pid if child is not None and child.returncode is None and not self._input_closed else None
 

@@ -50,7 +50,6 @@ class InternTable:
         return self._numbers.get(text)
 
     def references(self, text: str) -> int:
-        """Return how many messages reference a text."""
         number = self._numbers.get(text)
         return 0 if number is None else self._references[number]
 
@@ -72,7 +71,6 @@ class InternTable:
             self._free.append(number)
 
     def texts_in_use(self) -> list[str]:
-        """Return every referenced text in alphabetical order."""
         return sorted(self._numbers)
 
     def _add(self, text: str) -> int:

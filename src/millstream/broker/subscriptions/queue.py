@@ -179,7 +179,6 @@ class Queue:
 
     @property
     def fold(self) -> Fold:
-        """The durable state, read-only."""
         return self._fold
 
     @property
@@ -219,7 +218,6 @@ class Queue:
 
     @property
     def counts(self) -> Counts:
-        """The number of messages by state."""
         return counts_of(self._fold)
 
     @property
@@ -242,13 +240,11 @@ class Queue:
         return self._fold.redelivered
 
     def in_flight(self, worker: str) -> int:
-        """Return how many messages a worker holds."""
         return self._fold.workers.references(worker)
 
     # -- scanning --------------------------------------------------------------------------------------------
 
     def begin(self, offset: int, *, now_ms: int) -> None:
-        """Start at an offset."""
         self._record(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
         self._rebuild()
 

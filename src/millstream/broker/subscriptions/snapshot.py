@@ -366,5 +366,4 @@ class FoldImage:
         return partial(_write_broken, fold, list(self._unfolded)) if self._is_broken else partial(write_snapshot, fold)
 
     def snapshot(self) -> bytes:
-        """Encode the current state."""
         return self.capture()()

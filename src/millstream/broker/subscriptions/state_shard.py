@@ -584,5 +584,4 @@ class StateCoordinator(Coordinator[StateShard]):
 
     @property
     def queues(self) -> int:
-        """The number of queues stored on this node."""
         return sum(len(shard.state) for shard in self._runtime.shards if shard.state is not None)

@@ -172,7 +172,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return self._runtime.shards
 
     def on_transaction_ending(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when there may be markers to write."""
         self._on_ending = listener
 
     def partition_of(self, transactional_id: str) -> PartitionIndex:
@@ -190,7 +189,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     # Producers
 
     async def init(self, request: InitRequest) -> InitResponse:
-        """Start a producer, or restart it."""
         _check_id(request.transactional_id)
         if not 0 < request.timeout_ms <= self._limits.timeout_max_ms:
             raise InvalidTransactionTimeout(
@@ -208,7 +206,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     async def verify(
         self, who: ProducerRef, partitions: Collection[TopicPartition]
     ) -> Mapping[TopicPartition, MillstreamError | None]:
-        """Check which partitions are part of the producer's transaction."""
         _check_id(who.transactional_id)
         return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
 
@@ -288,12 +285,10 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
 
     async def listing(self, filter_: TransactionFilter) -> list[TransactionDescription]:
-        """List the transactional ids of this node."""
         responses = [shard.submit(lambda state: state.listing(filter_), pure=True) for shard in self.shards]
         return [one for listing in await asyncio.gather(*responses) for one in listing]
 
     def status(self) -> TransactionsStatus:
-        """Count the transactions of this node."""
         states = [shard.state for shard in self.shards]
         counts: Counter[str] = Counter()
         for state in states:

@@ -235,7 +235,6 @@ class MarkerSender:
 
     @property
     def in_flight(self) -> int:
-        """Count the transactions that are being ended."""
         return len(self._in_flight)
 
     def wake(self) -> None:

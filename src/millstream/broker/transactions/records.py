@@ -98,7 +98,6 @@ def query_record(query: str, last: LastBatch) -> StateRecord:
 
 
 def query_tombstone(query: str) -> StateRecord:
-    """Build the tombstone of a query's last batch."""
     return StateRecord(record_key(_QUERY_KEY, query), None)
 
 

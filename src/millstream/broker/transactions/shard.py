@@ -261,7 +261,6 @@ class TransactionShard:
 
     @property
     def has_endings(self) -> bool:
-        """Return whether decided transactions need markers."""
         return bool(self._ending)
 
     # Producers
@@ -307,7 +306,6 @@ class TransactionShard:
     def verify(
         self, who: ProducerRef, partitions: Iterable[TopicPartition]
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
-        """Check which partitions are part of the producer's transaction."""
         transaction = self._known(who.transactional_id)
         # Only open transactions are verified, so the epoch is checked first, to detect late batches.
         _check_producer(transaction, who)
@@ -395,12 +393,10 @@ class TransactionShard:
         return [], _description(self._require_known(transactional_id))
 
     def listing(self, filter_: TransactionFilter) -> Outcome[list[TransactionDescription]]:
-        """List the transactional ids that a filter selects."""
         now_ms = self._clock.now_ms()
         return [], [_description(one) for one in self._transactions.values() if _matches(one, filter_, now_ms)]
 
     def counts(self) -> dict[str, int]:
-        """Count the transactional ids by state."""
         counted = {state.value: 0 for state in TransactionState}
         for transaction in self._transactions.values():
             counted[transaction.state.value] += 1
@@ -432,7 +428,6 @@ class TransactionShard:
                 later.refuse(NotCoordinator("the state of this transaction is read back from the log"))
 
     def durable_keys(self) -> list[Hashable]:
-        """Return the key of every record that the log must hold."""
         return [*map(TransactionKey, self._transactions), *map(QueryKey, self.batches.queries)]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
@@ -569,7 +564,6 @@ class TransactionShard:
         return expired
 
     def __iter__(self) -> Iterator[Transaction]:
-        """Yield every transaction; read-only."""
         return iter(self._transactions.values())
 
 

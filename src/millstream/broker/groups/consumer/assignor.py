@@ -347,7 +347,6 @@ def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]
 
 
 def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:
-    """Return the ids of the topics of a subscription that exist."""
     return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
 
 

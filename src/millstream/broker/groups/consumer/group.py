@@ -115,7 +115,6 @@ class ConsumerGroup:
         return CONSUMER_PROTOCOL_TYPE
 
     def find(self, member_id: str) -> ConsumerMember:
-        """Return the member with this id, or raise `UnknownMember`."""
         member = self.members.get(member_id)
         if member is None:
             raise UnknownMember(f"group {self.group_id!r} has no member {member_id!r}")
@@ -156,11 +155,9 @@ class ConsumerGroup:
         )
 
     def expressions(self) -> Iterator[str]:
-        """Return every expression that a member uses."""
         return iter({expression for _, expression in self.choices if expression})
 
     def users_of(self, expression: str) -> int:
-        """Count the members that use an expression."""
         return sum(count for choice, count in self.choices.items() if choice[1] == expression)
 
     def supports_classic(self, protocol_type: str, names: Iterable[str]) -> bool:
@@ -173,11 +170,9 @@ class ConsumerGroup:
         return any(topic in names or self._matches(expression, topic) for names, expression in self.choices)
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
-        """Return the time from which the retention of an offset counts."""
         return committed.commit_ms
 
     def keys(self) -> Iterator[ConsumerKey]:
-        """Return the key of every record that the log must hold."""
         yield ConsumerKey(Kind.GROUP, self.group_id)
         yield ConsumerKey(Kind.TARGET_EPOCH, self.group_id)
         for member_id in self.members:

@@ -26,7 +26,6 @@ NOTHING: Final[Assignment] = MappingProxyType({})
 
 
 def empty_assignment() -> Assignment:
-    """Return an assignment without partitions."""
     return NOTHING
 
 
@@ -45,7 +44,6 @@ def size_of(assignment: Assignment) -> int:
 
 
 def partitions_in(assignment: Assignment) -> Iterator[tuple[UUID, int]]:
-    """Yield every partition with its topic."""
     for topic_id, partitions in assignment.items():
         for partition in partitions:
             yield topic_id, partition
@@ -109,7 +107,6 @@ class Subscription:
 
     @property
     def size_bytes(self) -> int:
-        """Estimate the memory and log space that it takes."""
         named = (self.instance_id, self.rack_id, self.client_id, self.client_host, self.expression, self.assignor)
         protocols = () if self.classic is None else self.classic.protocols
         return (
@@ -162,7 +159,6 @@ class ConsumerMember:
 
     @property
     def instance_id(self) -> str | None:
-        """Return the name of a static member."""
         return self.subscription.instance_id
 
     @property

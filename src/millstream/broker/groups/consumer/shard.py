@@ -225,7 +225,6 @@ class ConsumerShard:
     # The newer protocol
 
     def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatResult]:
-        """Handle a heartbeat: join, stay or leave."""
         if request.epoch < 0:
             return self._departure.leave(self._require(request.group_id), request)
         return self._heartbeats.run(request)
@@ -253,7 +252,6 @@ class ConsumerShard:
     # The classic protocol, on a group of this kind
 
     def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[JoinResponse]:
-        """Add a classic member."""
         outcome = self._classic.join(group, request)
         others = [member for member in group.members.values() if member.instance_id != request.instance_id]
         if request.instance_id is not None and all(member.speaks_classic for member in others):
@@ -262,11 +260,9 @@ class ConsumerShard:
         return outcome
 
     def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[SyncResponse]:
-        """Return a classic member's assignment."""
         return self._classic.sync(group, request)
 
     def classic_heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
-        """Renew a classic member's session."""
         return self._classic.heartbeat(group, who)
 
     def leave(self, group: ConsumerGroup, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
@@ -335,7 +331,6 @@ class ConsumerShard:
                 self._downgrade_soon(group.group_id)
 
     def durable_keys(self) -> Iterator[ConsumerKey]:
-        """Return the key of every record that the log must hold."""
         for group in self:
             yield from group.keys()
 

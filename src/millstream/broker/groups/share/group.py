@@ -197,7 +197,6 @@ def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
 
 
 def read_group(record: StateRecord) -> tuple[int, int]:
-    """Read the epoch of a group and the hash of its topics."""
     reader = open_flexible_value(record)
     return reader.int32(), reader.int64()
 

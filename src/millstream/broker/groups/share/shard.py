@@ -78,7 +78,6 @@ class ShareShard:
         return self._groups.get(group_id)
 
     def heartbeat(self, request: ShareHeartbeat) -> Outcome[HeartbeatResult]:
-        """Handle a heartbeat: join, stay or leave."""
         group = self._find_or_create(request)
         known = group.members.get(request.member_id)
         if request.epoch == LEFT_EPOCH:
@@ -157,13 +156,11 @@ class ShareShard:
             group.members[key.member_id] = read_member(key, record)
 
     def restored(self) -> None:
-        """Restart the sessions of all members."""
         for group in self:
             for member_id in group.members:
                 self._restart_session(group.group_id, member_id, self._limits.consumer_session_ms)
 
     def durable_keys(self) -> Iterator[ShareKey]:
-        """Return the key of every record that the log must hold."""
         for group in self:
             yield ShareKey(ShareKind.GROUP, group.group_id)
             for member_id in group.members:

@@ -244,7 +244,6 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return []
 
     async def handle(self, request: ListRightsRequest) -> ListRightsResponse:
-        """Allow everything, where authorization is off."""
         return ListRightsResponse(allowed=[True] * len(_parse_needs(request)))
 
     async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:

@@ -30,7 +30,6 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
         self._membership = membership
 
     async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
-        """Describe the cluster; only brokers can be requested."""
         if request.endpoint_type == _CONTROLLERS:
             return _error_response(
                 ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint serves brokers"

@@ -51,7 +51,6 @@ class DescribeGroups(VersionedApi[DescribeGroupsRequest, DescribeGroupsResponse]
 
     @staticmethod
     def refused(group_id: str, code: ErrorCode, _message: str) -> DescribedGroup:
-        """Refuse to describe a group."""
         return _error_group(group_id, code, None, NOT_REQUESTED, state="")
 
     async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:

@@ -309,7 +309,6 @@ class Fetch:
         self._stopping = False
 
     def metrics(self) -> Iterable[Metric]:
-        """Long polls and sessions."""
         yield gauge("millstream_fetch_waiting", "Fetches that wait for records.", len(self._waits))
         yield gauge("millstream_fetch_sessions", "Open fetch sessions.", len(self._sessions))
         yield gauge("millstream_fetch_followers", "Nodes that follow partitions of this one.", len(self._followers))

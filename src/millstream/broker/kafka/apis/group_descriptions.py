@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 
 def _refused_group(group: Callable[..., T], group_id: GroupId, code: ErrorCode, message: str | None) -> T:
-    """Return the response for a group that cannot be described."""
     return group(
         error_code=code,
         error_message=message,

@@ -298,7 +298,6 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
         ]
 
     def redact(self, response: BarrierResponse, rights: Rights) -> BarrierResponse:
-        """Leave out the groups that the client may not describe."""
         groups = {name: at for name, at in response.groups.items() if rights.group(Operation.DESCRIBE, name)}
         return msgspec.structs.replace(response, groups=groups)
 

@@ -76,7 +76,6 @@ class GroupMetrics:
         self._ends = ends
 
     def metrics(self) -> Iterable[Metric]:
-        """Committed offsets and lag, by group, topic and partition."""
         yield Metric("millstream_group_committed_offset", "gauge", "The offset committed.", self._samples(lag=False))
         yield Metric(
             "millstream_group_lag",
@@ -160,7 +159,6 @@ class NodeStatus:
 
     @property
     def state(self) -> str:
-        """Whether the node is starting, ready or stopping."""
         return self._node.state
 
     @property

@@ -216,7 +216,6 @@ class PipelineList(PrivateApi[ListPipelinesRequest, ListPipelinesResponse]):
         return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{name}") for name in request.names or ()]
 
     def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
-        """Leave out the pipelines that the client may not describe."""
         visible = [one for one in response.pipelines if rights.group(Operation.DESCRIBE, one["group"])]
         return msgspec.structs.replace(response, pipelines=visible)
 

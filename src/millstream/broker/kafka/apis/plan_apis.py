@@ -59,7 +59,6 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     changes = _plan_changed(CREATE)
 
     async def handle(self, request: ProposePlanRequest) -> PlanResponse:
-        """Check the moves against the cluster, and store them."""
         header = await self.plans.propose(request.kind, request.subject, request.moves, request.throttle_bytes)
         return _build_response(header)
 

@@ -65,7 +65,6 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         topics.on_deletion(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield the numbers of duplicates and of remembered ids."""
         held = list(self._ids.values())
         yield counter(
             "millstream_duplicate_messages_total",

@@ -184,7 +184,6 @@ class SchemaLookup(RegistryApi[LookupSchemaRequest, SchemaResponse]):
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def respond(self, request: LookupSchemaRequest) -> SchemaResponse:
-        """Find the newest version with this content."""
         subject = QualifiedSubject.parse(request.subject)
         version = await self._registry.lookup(subject, new_schema(request), deleted=request.deleted)
         return SchemaResponse(schema=await self.message_of(version, request.format))
@@ -204,7 +203,6 @@ class SchemaCheck(RegistryApi[CheckSchemaRequest, CheckResponse]):
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def respond(self, request: CheckSchemaRequest) -> CheckResponse:
-        """Decide, without registering anything."""
         subject = QualifiedSubject.parse(request.subject)
         new = new_schema(request)
         if not request.compiled:
@@ -268,7 +266,6 @@ class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
         return ()
 
     def redact(self, response: SubjectsResponse, rights: Rights) -> SubjectsResponse:
-        """Omit the subjects that the client may not describe."""
         visible = [subject for subject in response.subjects if may_describe(rights, subject)]
         return msgspec.structs.replace(
             response,
@@ -278,7 +275,6 @@ class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
         )
 
     async def respond(self, request: ListSubjectsRequest) -> SubjectsResponse:
-        """List what starts with the prefix."""
         listed: list[SubjectVersion] = []
         subjects: list[str] = []
         for number, subject in enumerate(self._starting_with(request.prefix)):
@@ -391,7 +387,6 @@ class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
         return [subject_need(Operation.DESCRIBE_CONFIGS, request.subject)]
 
     async def respond(self, request: GetSettingsRequest) -> SettingsResponse:
-        """Describe what is set."""
         subject = QualifiedSubject.parse(request.subject)
         if request.default_to_global or not subject.name:
             return SettingsResponse(config=self._registry.config(subject), mode=self._registry.mode(subject))
@@ -424,7 +419,6 @@ class SchemaConfigure(RegistryApi[ConfigureRequest, SettingsResponse]):
         return needs
 
     async def respond(self, request: ConfigureRequest) -> SettingsResponse:
-        """Store what is set from now on."""
         subject = QualifiedSubject.parse(request.subject)
         before = self._registry.settings(subject)
         if request.config is not None or request.reset_config:

@@ -65,7 +65,6 @@ class TokenCreate(PrivateApi[CreateTokenRequest, CreateTokenResponse]):
         raise InvalidRequest("this node does not authenticate its clients; tokens need --auth required")
 
     async def handle_from(self, client: ClientInfo, request: CreateTokenRequest) -> CreateTokenResponse:
-        """Store a new token, and show its text."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)
@@ -125,14 +124,12 @@ class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
         return ()
 
     def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
-        """Omit the tokens of others."""
         if rights.cluster(Operation.DESCRIBE):
             return response
         own = [one for one in response.tokens if rights.has_token(self._state.tokens.get(one.token_id))]
         return ListTokensResponse(tokens=own)
 
     async def handle(self, request: ListTokensRequest) -> ListTokensResponse:
-        """Describe those that have not expired."""
         now_ms = time.time_ns() // 1_000_000
         valid = [token for token in self._state.tokens.values() if token.expires_ms > now_ms]
         ordered = sorted(valid, key=lambda token: (token.owner, token.created_ms, token.token_id))
@@ -154,12 +151,10 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
         return ()
 
     async def handle(self, request: RevokeTokenRequest) -> Response:
-        """Remove it durably."""
         await self._state.delete_token(request.token_id)
         return Response()
 
     async def handle_from(self, client: ClientInfo, request: RevokeTokenRequest) -> Response:
-        """Remove a token that the client may see."""
         await self._state.find_token(request.token_id)
         token, rights = self._state.tokens.get(request.token_id), client.rights
         is_own = rights is None or rights.has_token(token)
@@ -191,7 +186,6 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
         return [(operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: SecretsRequest) -> SecretsResponse:
-        """Seal them again if asked to, and list them."""
         resealed = await self._secrets.reseal() if request.reseal else 0
         listed = [
             ListedSecret(noun=one.noun, name=one.name, setting=one.setting, key=one.key_id, problem=one.problem)
@@ -231,7 +225,6 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         self._requires = requires
 
     async def handle(self, request: AuthenticateRequest) -> AuthenticateResponse:
-        """Verify the credentials of the caller."""
         authentication = self._authentication
         if authentication is None:
             raise InvalidRequest("this node does not authenticate its clients; start it with --auth required")

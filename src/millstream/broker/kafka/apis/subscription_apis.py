@@ -501,7 +501,6 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         ]
 
     async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
-        """Move each queue; return once that is durable."""
         subscription = await self._subscriptions.find(request.name)
         _check_seek_target(request.to)
         engine = await self._service.engine()
@@ -574,7 +573,6 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
         return [(Operation.READ, ResourceType.TOPIC, SubscribedTopic(letter_topic.name))]
 
     async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
-        """Revive all that can be; responds once it is durable."""
         subscription = await self._subscriptions.find(request.name)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
@@ -663,7 +661,6 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
         ]
 
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateResponse:
-        """Look up the state, waiting until it is final."""
         subscription = await self._subscriptions.find(request.subscription)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
@@ -705,7 +702,6 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         return LedgerMarkResponse(error=int(error_code(error)), message=error_message(error))
 
     async def handle(self, request: LedgerMarkRequest) -> LedgerMarkResponse:
-        """Mark one queue after the other."""
         if len(request.mark) > MARK_LENGTH_MAX:
             raise InvalidRequest(f"a mark of the ledger has at most {MARK_LENGTH_MAX} characters")
         if request.names is None:
@@ -766,7 +762,6 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
         return msgspec.structs.replace(response, subscriptions=tuple(visible))
 
     async def handle(self, request: MessageTraceRequest) -> MessageTrace:
-        """Trace the message in one queue after the other."""
         partition = self._service.topics.partition(request.topic, request.partition)
         if not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is led by another node")

@@ -65,7 +65,6 @@ class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
         self._topics = service.topics
 
     def starts_at_once(self, request: ReceiveRequest) -> bool:
-        """Start at once where nothing has to be looked up."""
         return self._service.is_loaded(request.subscription)
 
     def first_needs(self, request: ReceiveRequest) -> Sequence[Need]:
@@ -157,7 +156,6 @@ class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
         return response
 
     async def handle(self, request: ReceiveRequest) -> ReceiveResponse:
-        """Lease messages, or wait for some, without a quota."""
         arrived = monotonic()
         _check(request)
         return build_response(await self._lease(request, None), arrived)

@@ -57,7 +57,6 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
         self._topics = service.topics
 
     def starts_at_once(self, request: SettleRequest) -> bool:
-        """Start at once where nothing has to be looked up."""
         return self._service.is_loaded(request.subscription)
 
     async def needs(self, request: SettleRequest) -> Sequence[Need]:

@@ -100,7 +100,6 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
 
     @staticmethod
     def refused(transactional_id: str, code: ErrorCode) -> TransactionState:
-        """Refuse to describe one of the transactional ids."""
         return TransactionState(
             error_code=code,
             transactional_id=TransactionalId(transactional_id),
