@@ -207,34 +207,21 @@ class Unthrottled:
         return 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _FetchedPartition:
-    """One partition that is fetched here."""
-
-    __slots__ = (
-        "asked_epoch",
-        "failing_since",
-        "failures",
-        "held",
-        "is_damaged",
-        "is_reported",
-        "partition",
-        "watermark",
-    )
-
-    def __init__(self, partition: Partition) -> None:
-        self.partition = partition
-        self.asked_epoch: Epoch = NO_EPOCH
-        """The leader epoch of the last request, to which a response belongs."""
-        self.is_damaged = False
-        """Whether damage was reported to the leader and is not repaired yet."""
-        self.watermark: Offset = NO_OFFSET
-        """The leader's high watermark when it was informed of damage; -1 before that."""
-        self.failures = 0
-        self.failing_since = 0.0
-        self.is_reported = False
-        """Whether the failure was logged."""
-        self.held: asyncio.TimerHandle | None = None
-        """Set while it is suspended, after a failure or by the throttle."""
+    partition: Partition
+    asked_epoch: Epoch = NO_EPOCH
+    """The leader epoch of the last request, to which a response belongs."""
+    is_damaged: bool = False
+    """Whether damage was reported to the leader and is not repaired yet."""
+    watermark: Offset = NO_OFFSET
+    """The leader's high watermark when it was informed of damage; -1 before that."""
+    failures: int = 0
+    failing_since: float = 0.0
+    is_reported: bool = False
+    """Whether the failure was logged."""
+    held: asyncio.TimerHandle | None = None
+    """Set while it is suspended, after a failure or by the throttle."""
 
     @property
     def is_current(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 from millstream.core.clock import Clock
@@ -136,17 +137,15 @@ Action = Callable[[], Sequence[StateRecord]]
 _STALE_ENTRIES_MAX = 64
 
 
+@dataclass(slots=True, eq=False)
 class Timer:
     """One deadline. `pure` means that the action only returns records and does not change the state."""
 
-    __slots__ = ("action", "deadline", "pure", "queued_for")
-
-    def __init__(self, deadline: float, action: Action, *, pure: bool) -> None:
-        self.deadline = deadline
-        self.action = action
-        self.pure = pure
-        # The heap entry of the timer; it may be earlier than the deadline, which costs one extra check.
-        self.queued_for = deadline
+    deadline: float
+    action: Action
+    pure: bool
+    queued_for: float
+    """The heap entry of the timer; it may be earlier than the deadline, which costs one extra check."""
 
 
 class Timers:
@@ -168,7 +167,7 @@ class Timers:
         deadline = self._clock.monotonic() + delay_ms / 1000
         timer = self._timers.get(key)
         if timer is None:
-            timer = self._timers[key] = Timer(deadline, action, pure=pure)
+            timer = self._timers[key] = Timer(deadline, action, pure, queued_for=deadline)
             self._push(deadline, key)
             return
         timer.deadline = deadline

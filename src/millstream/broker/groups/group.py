@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 
 from millstream.broker.coordination.state_machine import Deferred
@@ -36,49 +37,22 @@ def estimated_bytes(client_id: str, instance_id: str | None, protocols: tuple[tu
     return MEMBER_BYTES + named + sum(len(name) + len(metadata) for name, metadata in protocols)
 
 
+@dataclass(slots=True, eq=False)
 class Member:
-    __slots__ = (
-        "assignment",
-        "client_host",
-        "client_id",
-        "instance_id",
-        "is_new",
-        "join_response",
-        "member_id",
-        "protocol_type",
-        "protocols",
-        "rebalance_timeout_ms",
-        "session_timeout_ms",
-        "sync_response",
-    )
-
-    def __init__(
-        self,
-        member_id: str,
-        *,
-        instance_id: str | None,
-        client_id: str,
-        client_host: str,
-        rebalance_timeout_ms: int,
-        session_timeout_ms: int,
-        protocol_type: str,
-        protocols: tuple[tuple[str, bytes], ...],
-        assignment: bytes = b"",
-        is_new: bool = False,
-    ) -> None:
-        self.member_id = member_id
-        self.instance_id = instance_id
-        self.client_id = client_id
-        self.client_host = client_host
-        self.rebalance_timeout_ms = rebalance_timeout_ms
-        self.session_timeout_ms = session_timeout_ms
-        self.protocol_type = protocol_type
-        self.protocols = protocols
-        self.assignment = assignment
-        # A new member has no session yet, so its parked join request does not keep it alive forever.
-        self.is_new = is_new
-        self.join_response: Deferred[JoinResponse] | None = None
-        self.sync_response: Deferred[SyncResponse] | None = None
+    member_id: str
+    _: KW_ONLY
+    instance_id: str | None
+    client_id: str
+    client_host: str
+    rebalance_timeout_ms: int
+    session_timeout_ms: int
+    protocol_type: str
+    protocols: tuple[tuple[str, bytes], ...]
+    assignment: bytes = b""
+    is_new: bool = False
+    """Whether the member has no session yet, so that its parked join request does not keep it alive forever."""
+    join_response: Deferred[JoinResponse] | None = None
+    sync_response: Deferred[SyncResponse] | None = None
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
@@ -312,17 +286,7 @@ class Group:
         self.refuse_join(old, fenced)
         old.refuse_sync(fenced)
         self.pending_sync.discard(old_id)
-        new = Member(
-            new_id,
-            instance_id=old.instance_id,
-            client_id=old.client_id,
-            client_host=old.client_host,
-            rebalance_timeout_ms=old.rebalance_timeout_ms,
-            session_timeout_ms=old.session_timeout_ms,
-            protocol_type=old.protocol_type,
-            protocols=old.protocols,
-            assignment=old.assignment,
-        )
+        new = replace(old, member_id=new_id, is_new=False)
         self.members[new_id] = new
         if old.instance_id is not None:
             self.static_members[old.instance_id] = new_id

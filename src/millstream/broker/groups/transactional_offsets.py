@@ -255,14 +255,12 @@ def _marker_key(producer_id: ProducerId) -> bytes:
 AsRecord = Callable[[OffsetKey, CommittedOffset], StateRecord]
 
 
+@dataclass(slots=True, eq=False)
 class Guard:
     """Valid as long as no marker of its producer arrives."""
 
-    __slots__ = ("holds", "producer_id")
-
-    def __init__(self, producer_id: ProducerId) -> None:
-        self.producer_id = producer_id
-        self.holds = True
+    producer_id: ProducerId
+    holds: bool = True
 
 
 class Producer(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 from uuid import UUID
@@ -49,42 +50,30 @@ from millstream.protocol.wire.replica_fetch import (
 _NEVER_SENT = Offset(-1)
 
 
-class Waiter(Protocol):
-    """A fetch that waits."""
-
-    def wake(self) -> None:
-        """Schedule another read."""
-
-    def finish(self) -> None:
-        """Respond with what is available."""
-
-
+@dataclass(slots=True, eq=False)
 class FollowedPartition:
-    __slots__ = ("partition", "position", "sent_log_start", "sent_watermark")
-
-    def __init__(self, position: ReplicaPosition) -> None:
-        self.position = position
-        self.partition: Partition | None = None
-        """The partition whose appends notify the session."""
-        self.sent_watermark = _NEVER_SENT
-        self.sent_log_start = _NEVER_SENT
+    position: ReplicaPosition
+    partition: Partition | None = None
+    """The partition whose appends notify the session."""
+    sent_watermark: Offset = _NEVER_SENT
+    sent_log_start: Offset = _NEVER_SENT
 
 
+@dataclass(eq=False)
 class FollowerSession:
     """The partitions that one node follows here."""
 
-    def __init__(self, node: NodeId, session_id: int) -> None:
-        self.node = node
-        self.session_id = session_id
-        self.epoch = 1
-        """The session epoch of the next request."""
-        self.partitions: dict[PartitionKey, FollowedPartition] = {}
-        self.unread: dict[PartitionKey, None] = {}
-        """Partitions to read, in the order of their events."""
-        self.moved: dict[PartitionKey, None] = {}
-        """Partitions whose high watermark has moved."""
-        self.waiting: Waiter | None = None
-        """The fetch that waits for something to happen."""
+    node: NodeId
+    session_id: int
+    epoch: int = 1
+    """The session epoch of the next request."""
+    partitions: dict[PartitionKey, FollowedPartition] = field(default_factory=dict)
+    unread: dict[PartitionKey, None] = field(default_factory=dict)
+    """Partitions to read, in the order of their events."""
+    moved: dict[PartitionKey, None] = field(default_factory=dict)
+    """Partitions whose high watermark has moved."""
+    waiting: _Wait | None = None
+    """The fetch that waits for something to happen."""
 
     def __len__(self) -> int:
         return len(self.partitions)

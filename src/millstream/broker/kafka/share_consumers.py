@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from uuid import UUID
@@ -122,17 +123,15 @@ SessionKey = tuple[str, str]
 """Group and member."""
 
 
+@dataclass(slots=True, eq=False)
 class ShareSession:
     """The partitions of one member, and the number of its requests."""
 
-    __slots__ = ("epoch", "member", "partitions", "presence", "principal")
-
-    def __init__(self, member: SessionKey, presence: Presence, principal: str) -> None:
-        self.member = member
-        self.presence = presence
-        self.principal = principal
-        self.epoch = 1
-        self.partitions: dict[SharePartition, None] = {}
+    member: SessionKey
+    presence: Presence
+    principal: str
+    epoch: int = 1
+    partitions: dict[SharePartition, None] = field(default_factory=dict)
 
 
 class ShareSessions:

@@ -14,6 +14,7 @@ import logging
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import UUID
 
@@ -153,14 +154,14 @@ class Entry(NamedTuple):
     position: int
 
 
+@dataclass(eq=False)
 class JournalFile:
     """One of the two files. `pending` maps the logs that need it after a crash to the offset up to which they do."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.descriptor = -1
-        self.position = 0
-        self.pending: dict[Log, int] = {}
+    path: str
+    descriptor: int = -1
+    position: int = 0
+    pending: dict[Log, int] = field(default_factory=dict)
 
     def settle(self) -> None:
         """Forget the logs whose segments are durable up to their entries in this file."""

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from errno import ENOENT
 from typing import Protocol
 from uuid import UUID
@@ -84,37 +85,25 @@ class Maintenance(Protocol):
         """Return the journal's id and next sequence; earlier entries are void for a log that records this."""
 
 
+@dataclass(slots=True, eq=False)
 class LogHealth:
     """Whether a log accepts writes, and the last failure of its disk."""
 
-    __slots__ = (
-        "blocks_writes",
-        "broken",
-        "closed",
-        "failed_at",
-        "failure",
-        "is_truncating",
-        "lack",
-        "repairing",
-        "truncation_failed",
-    )
-
-    def __init__(self) -> None:
-        self.blocks_writes = False
-        """Whether an append needs further checks: the log is closed, broken, or being truncated."""
-        self.closed = False
-        self.broken = False
-        """Whether a sync of a segment failed; writes are refused until its tail is in another file."""
-        self.repairing = False
-        """Whether that tail is being copied."""
-        self.is_truncating = False
-        """Whether the files may still hold truncated records; writes are refused until they do not."""
-        self.truncation_failed = False
-        self.failure: str | None = None
-        """What the disk last failed at, until it does something right."""
-        self.failed_at = 0.0
-        self.lack: tuple[int, str] | None = None
-        """How many bytes did not fit on the disk, and the failure: it lasts until they would, even if less does."""
+    blocks_writes: bool = False
+    """Whether an append needs further checks: the log is closed, broken, or being truncated."""
+    closed: bool = False
+    broken: bool = False
+    """Whether a sync of a segment failed; writes are refused until its tail is in another file."""
+    repairing: bool = False
+    """Whether that tail is being copied."""
+    is_truncating: bool = False
+    """Whether the files may still hold truncated records; writes are refused until they do not."""
+    truncation_failed: bool = False
+    failure: str | None = None
+    """What the disk last failed at, until it does something right."""
+    failed_at: float = 0.0
+    lack: tuple[int, str] | None = None
+    """How many bytes did not fit on the disk, and the failure: it lasts until they would, even if less does."""
 
     @property
     def is_idle(self) -> bool:

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, NamedTuple
 
@@ -32,22 +33,20 @@ class ProducedBatch(NamedTuple):
     append_time_ms: int
 
 
+@dataclass(slots=True, eq=False)
 class Producer:
     """One producer id, its last batches, and its transaction."""
 
-    __slots__ = ("batches", "coordinator_epoch", "epoch", "last_ms", "marker_offset", "open_from", "producer_id")
-
-    def __init__(self, producer_id: int, epoch: int) -> None:
-        self.producer_id = producer_id
-        self.epoch = epoch
-        self.last_ms = 0
-        self.batches: list[ProducedBatch] = []
-        self.open_from = -1
-        """The first offset of its open transaction, or -1."""
-        self.coordinator_epoch = -1
-        """Of the coordinator that wrote its last marker, or -1."""
-        self.marker_offset = -1
-        """Where its last marker is, or -1."""
+    producer_id: int
+    epoch: int
+    last_ms: int = 0
+    batches: list[ProducedBatch] = field(default_factory=list)
+    open_from: int = -1
+    """The first offset of its open transaction, or -1."""
+    coordinator_epoch: int = -1
+    """Of the coordinator that wrote its last marker, or -1."""
+    marker_offset: int = -1
+    """Where its last marker is, or -1."""
 
 
 _NUMBERS = 4
@@ -178,6 +177,7 @@ GUARDS_MAX = 10_000
 """The maximum number of transactions about to begin; beyond it, the oldest request must be repeated."""
 
 
+@dataclass(slots=True, eq=False)
 class Guard:
     """One request to the coordinator about whether a transaction may begin here.
 
@@ -185,14 +185,11 @@ class Guard:
     admit a batch after it, whose transaction would never end.
     """
 
-    __slots__ = ("bumps_epoch", "epoch", "lowest_sequence", "started_ms")
-
-    def __init__(self, epoch: int, sequence: int, started_ms: int, *, bumps_epoch: bool) -> None:
-        self.epoch = epoch
-        self.lowest_sequence = sequence
-        """The first batch that was asked about; a later one waits for it."""
-        self.started_ms = started_ms
-        self.bumps_epoch = bumps_epoch
+    epoch: int
+    lowest_sequence: int
+    """The first batch that was asked about; a later one waits for it."""
+    started_ms: int
+    bumps_epoch: bool = field(kw_only=True)
 
     def merge_request(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
         """Let another batch begin the same transaction."""

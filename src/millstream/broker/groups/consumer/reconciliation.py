@@ -14,7 +14,7 @@ import dataclasses
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
@@ -65,15 +65,13 @@ EXPRESSIONS_KEPT_MAX: Final = 256
 """The number of expressions whose matches are cached."""
 
 
+@dataclass(slots=True, eq=False)
 class _ExpressionMatches:
     """One expression, and the names that it was matched against."""
 
-    __slots__ = ("compiled", "matched", "position")
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        self.matched: set[str] = set()
-        self.position = 0
+    compiled: Any
+    matched: set[str] = field(default_factory=set)
+    position: int = 0
 
 
 class Expressions:

@@ -20,6 +20,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 from uuid import UUID
 
@@ -57,31 +58,27 @@ PARTITIONS_MAX = 200_000
 PartitionKey = tuple[str | UUID, int]
 
 
+@dataclass(slots=True, eq=False)
 class Position:
     """The fetch position of a client in one partition, and what it was last sent about it."""
 
-    __slots__ = ("leader_epoch", "max_bytes", "offset", "sent_log_start", "sent_watermark")
-
-    def __init__(self, offset: Offset, max_bytes: int, leader_epoch: int) -> None:
-        self.offset = offset
-        self.max_bytes = max_bytes
-        self.leader_epoch = leader_epoch
-        self.sent_watermark: Offset | None = None
-        self.sent_log_start: Offset | None = None
+    offset: Offset
+    max_bytes: int
+    leader_epoch: int
+    sent_watermark: Offset | None = None
+    sent_log_start: Offset | None = None
 
 
+@dataclass(slots=True, eq=False)
 class FetchSession:
     """The partitions of one client, in the order in which they are read next."""
 
-    __slots__ = ("by_id", "epoch", "positions", "principal", "session_id")
-
-    def __init__(self, session_id: int, principal: str, *, by_id: bool) -> None:
-        self.session_id = session_id
-        self.principal = principal
-        """Whose it is: others could learn the names of its topics, or disturb it."""
-        self.epoch = 1
-        self.by_id = by_id
-        self.positions: dict[PartitionKey, Position] = {}
+    session_id: int
+    principal: str
+    """Whose it is: others could learn the names of its topics, or disturb it."""
+    by_id: bool = field(kw_only=True)
+    epoch: int = 1
+    positions: dict[PartitionKey, Position] = field(default_factory=dict)
 
     def update(self, positions: dict[PartitionKey, Position], forgotten: list[PartitionKey]) -> None:
         """Take in the changes of a request."""
