@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 from millstream.core.errors import InvalidSetting
+
+V = TypeVar("V")
 
 _KEY = "millstream.setting"
 
@@ -259,6 +261,11 @@ class Settings:
 
     def _check(self) -> None:
         """Raise `InvalidSetting` for settings that contradict each other."""
+
+
+def with_changes(before: Mapping[str, V], changes: Mapping[str, V | None]) -> dict[str, V]:
+    """Return settings with some of them changed; None unsets one."""
+    return {name: value for name, value in {**before, **changes}.items() if value is not None}
 
 
 def secret_names(holder: type) -> frozenset[str]:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     DatabaseError,
     IntegrityError,
@@ -60,21 +59,24 @@ from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
     acls,
+    add_if_missing,
     api_tokens,
     broker_settings,
     client_quotas,
-    counters,
     declared_of,
     deleted_subscriptions,
     deleted_topics,
     group_settings,
-    job_runs,
+    in_parts,
+    insert_into,
     metadata,
     mirrors,
     pipelines,
+    put_row,
     row_of,
     scram_credentials,
     subscriptions,
+    take_numbers,
     topics,
 )
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType
@@ -109,6 +111,7 @@ from millstream.core.pipeline import Pipeline
 from millstream.core.private_file import read_secret
 from millstream.core.quota import QuotaEntity
 from millstream.core.schema import SchemaChanges
+from millstream.core.setting import with_changes
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
 
@@ -116,9 +119,6 @@ N = TypeVar("N", bound=Sealable)
 V = TypeVar("V", Pipeline, Mirror)
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_NAMES_AT_ONCE: Final = 1000
-"""Databases limit the number of parameters."""
 
 
 _logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Catalog:
             else:
                 _check_version(version)
             self._claim(connection)
-            self._add_if_missing(connection, _CLUSTER_KEY, secrets.token_hex(32))
+            add_if_missing(connection, about, {"name": _CLUSTER_KEY, "value": secrets.token_hex(32)})
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
             if is_checked_only:
                 transaction.rollback()
@@ -268,17 +268,13 @@ class Catalog:
         """Raise if another cluster uses this catalog, since it would apply this cluster's declarations."""
         if not self._cluster:
             return
-        self._add_if_missing(connection, _CLUSTER_NAME, self._cluster)
+        add_if_missing(connection, about, {"name": _CLUSTER_NAME, "value": self._cluster})
         name = _metadata_value(connection, _CLUSTER_NAME)
         if name != self._cluster:
             raise ClusterMismatch(
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
                 f"pass --cluster {name}, or another database with --catalog"
             )
-
-    def _add_if_missing(self, connection: Connection, name: str, value: str) -> None:
-        added = self._insert(about).values(name=name, value=value)
-        connection.execute(added.on_conflict_do_nothing(index_elements=[about.c.name]))
 
     @classmethod
     def of_file(cls, path: Path) -> Catalog:
@@ -312,7 +308,7 @@ class Catalog:
             here = about.c.name == _CLUSTER_ID
             connection.execute(update(about).where(here).values(value=cluster_id))
             for topic in known:
-                inserted = self._insert(topics).values(**row_of(topic)).on_conflict_do_nothing()
+                inserted = insert_into(connection, topics).values(**row_of(topic)).on_conflict_do_nothing()
                 added += len(connection.execute(inserted.returning(topics.c.topic_id)).all())
         self.cluster_id = cluster_id
         return added
@@ -328,10 +324,8 @@ class Catalog:
         with self._read() as connection:
             return [
                 declared_of(Topic, row)
-                for at in range(0, len(ids), _NAMES_AT_ONCE)
-                for row in connection.execute(
-                    select(topics).where(topics.c.topic_id.in_(ids[at : at + _NAMES_AT_ONCE]))
-                )
+                for here in in_parts(topics.c.topic_id, ids)
+                for row in connection.execute(select(topics).where(here))
             ]
 
     def add_topics(self, declared: Sequence[Topic]) -> set[UUID]:
@@ -397,8 +391,7 @@ class Catalog:
     @_with_reserve
     def _forget_deleted(self, topic_ids: Sequence[str]) -> None:
         with self._change() as connection:
-            for at in range(0, len(topic_ids), _NAMES_AT_ONCE):
-                here = deleted_topics.c.topic_id.in_(topic_ids[at : at + _NAMES_AT_ONCE])
+            for here in in_parts(deleted_topics.c.topic_id, topic_ids):
                 connection.execute(delete(deleted_topics).where(here))
 
     def take_producer_ids(self, count: int) -> int:
@@ -411,12 +404,7 @@ class Catalog:
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
         """Allocate `size` numbers of a counter and return the first; they are never allocated again."""
         with self._change() as connection:
-            # One statement, which locks the row for all others until the end of the transaction.
-            taken = self._insert(counters).values(name=counter, next_value=first + size)
-            grown = {"next_value": counters.c.next_value + size}
-            connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
-            end = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).scalar_one()
-            return int(end) - size
+            return take_numbers(connection, counter, size, first=first)
 
     def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         with self._read() as connection:
@@ -429,12 +417,10 @@ class Catalog:
             for entity, limits in sorted(
                 (json.dumps(entity.parts), dict(limits)) for entity, limits in changes.items()
             ):
-                if not limits:
+                if limits:
+                    put_row(connection, client_quotas, {"entity": entity, "limits": limits})
+                else:
                     connection.execute(delete(client_quotas).where(client_quotas.c.entity == entity))
-                    continue
-                stored = self._insert(client_quotas).values(entity=entity, limits=limits)
-                replaced = {"limits": stored.excluded.limits}
-                connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
 
     def group_settings(self) -> dict[str, dict[str, str]]:
         with self._read() as connection:
@@ -443,12 +429,10 @@ class Catalog:
     def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """Store the settings of a group; a group without any is removed."""
         with self._change() as connection:
-            if not overrides:
+            if overrides:
+                put_row(connection, group_settings, {"group_id": group_id, "overrides": dict(overrides)})
+            else:
                 connection.execute(delete(group_settings).where(group_settings.c.group_id == group_id))
-                return
-            stored = self._insert(group_settings).values(group_id=group_id, overrides=dict(overrides))
-            replaced = {"overrides": stored.excluded.overrides}
-            connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def broker_settings(self) -> dict[str, dict[str, str]]:
         with self._read() as connection:
@@ -460,12 +444,10 @@ class Catalog:
     ) -> dict[str, str]:
         """Change the settings of a scope, computed from the stored ones; None unsets one, `replace` all others."""
         with self._change() as connection:
-            empty = self._insert(broker_settings).values(scope=scope, overrides={})
-            connection.execute(empty.on_conflict_do_nothing(index_elements=[broker_settings.c.scope]))
+            add_if_missing(connection, broker_settings, {"scope": scope, "overrides": {}})
             here = broker_settings.c.scope == scope
             row = connection.execute(select(broker_settings).where(here).with_for_update()).one()
-            merged: dict[str, str | None] = {**({} if replace else row.overrides), **changes}
-            overrides = {name: text for name, text in merged.items() if text is not None}
+            overrides = with_changes({} if replace else row.overrides, changes)
             connection.execute(update(broker_settings).where(here).values(overrides=overrides))
             return overrides
 
@@ -490,10 +472,7 @@ class Catalog:
                 here = (scram_credentials.c.user_name == user) & (scram_credentials.c.mechanism == mechanism)
                 connection.execute(delete(scram_credentials).where(here))
             for credential in sorted(change.put_credentials, key=lambda one: (one.user, one.mechanism)):
-                values = _credential_row(credential)
-                stored = self._insert(scram_credentials).values(values)
-                key = [scram_credentials.c.user_name, scram_credentials.c.mechanism]
-                connection.execute(stored.on_conflict_do_update(index_elements=key, set_=values))
+                put_row(connection, scram_credentials, _credential_row(credential))
             _disown_deleted(connection, change)
             _delete_tokens(connection, change)
             for token in change.put_tokens:
@@ -501,8 +480,7 @@ class Catalog:
             for acl_id in sorted(map(_acl_id, change.delete_acls)):
                 connection.execute(delete(acls).where(acls.c.acl_id == acl_id))
             for acl_id, acl in sorted((_acl_id(acl), acl) for acl in change.add_acls):
-                added = self._insert(acls).values(acl_id=acl_id, **dataclasses.asdict(acl))
-                connection.execute(added.on_conflict_do_nothing(index_elements=[acls.c.acl_id]))
+                add_if_missing(connection, acls, {"acl_id": acl_id, **dataclasses.asdict(acl)})
 
     def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
@@ -514,10 +492,8 @@ class Catalog:
         with self._read() as connection:
             return [
                 self._sealing.open_all(declared_of(Subscription, row))
-                for at in range(0, len(names), _NAMES_AT_ONCE)
-                for row in connection.execute(
-                    select(subscriptions).where(subscriptions.c.name.in_(names[at : at + _NAMES_AT_ONCE]))
-                )
+                for here in in_parts(subscriptions.c.name, names)
+                for row in connection.execute(select(subscriptions).where(here))
             ]
 
     def add_subscription(self, subscription: Subscription) -> None:
@@ -658,7 +634,7 @@ class Catalog:
     def begin_job_run(self, run: JobRun) -> bool:
         """Store the start of a run; return False if another node has started it, or deleted the job."""
         with self._change() as connection:
-            return begin_run(connection, self._insert(job_runs), run)
+            return begin_run(connection, run)
 
     def update_job_run(self, before: JobRun, after: JobRun) -> bool:
         """Store the progress of a run; return False if another node has made another attempt at it."""
@@ -707,10 +683,6 @@ class Catalog:
                 sealed = self._sealing.seal_all(after, before, stored.overrides)
                 store(connection, before, dataclasses.replace(after, overrides=sealed))
             return after
-
-    def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
-        """Return an insert that supports `ON CONFLICT`, which both databases write in the same way."""
-        return postgresql.insert(table) if self._shared else sqlite.insert(table)
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
@@ -801,9 +773,7 @@ def _disown_deleted(connection: Connection, change: SecurityChange) -> None:
 
 
 def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
-    gone = sorted(change.delete_tokens)
-    for at in range(0, len(gone), _NAMES_AT_ONCE):
-        here = api_tokens.c.token_id.in_(gone[at : at + _NAMES_AT_ONCE])
+    for here in in_parts(api_tokens.c.token_id, sorted(change.delete_tokens)):
         connection.execute(delete(api_tokens).where(here))
 
 

@@ -6,9 +6,8 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from millstream.broker.catalog.tables import declared_of, mirror_sightings, mirrors, row_of, topics
+from millstream.broker.catalog.tables import declared_of, insert_into, mirror_sightings, mirrors, row_of, topics
 from millstream.core.errors import InvalidMirror, NotCoordinator, UnknownMirror
 from millstream.core.mirror import Mirror, SightingChange
 
@@ -76,9 +75,8 @@ def store_sightings(connection: Connection, change: SightingChange) -> None:
         raise NotCoordinator("another node copies the schemas and access rules of this mirror")
     key = {"mirror_id": str(change.mirror_id), "kind": change.kind}
     if change.seen:
-        added = postgresql.insert if connection.dialect.name != "sqlite" else sqlite.insert
         rows = [{**key, "item_id": item_id} for item_id in sorted(change.seen)]
-        connection.execute(added(mirror_sightings).on_conflict_do_nothing(), rows)
+        connection.execute(insert_into(connection, mirror_sightings).on_conflict_do_nothing(), rows)
     if change.forgotten:
         gone = and_(
             mirror_sightings.c.mirror_id == key["mirror_id"],

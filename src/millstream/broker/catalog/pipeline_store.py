@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, delete, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from millstream.broker.catalog.tables import declared_of, job_runs, pipelines, routing_rules, row_of
+from millstream.broker.catalog.tables import (
+    declared_of,
+    in_parts,
+    insert_into,
+    job_runs,
+    pipelines,
+    routing_rules,
+    row_of,
+)
 from millstream.core.errors import UnknownPipeline
 from millstream.core.job import RUNS_KEPT, JobRun
 from millstream.core.pipeline import Pipeline, Rule
-
-_NAMES_AT_ONCE: Final = 1000
-"""Databases limit the number of parameters."""
 
 
 def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
@@ -83,8 +87,7 @@ def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rul
 
 def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str]) -> None:
     here = routing_rules.c.pipeline_id == str(pipeline_id)
-    for at in range(0, len(names), _NAMES_AT_ONCE):
-        gone = routing_rules.c.name.in_(names[at : at + _NAMES_AT_ONCE])
+    for gone in in_parts(routing_rules.c.name, names):
         connection.execute(delete(routing_rules).where(here, gone))
 
 
@@ -100,7 +103,7 @@ def read_runs(connection: Connection, pipeline_id: UUID, limit: int) -> list[Job
     ]
 
 
-def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, run: JobRun) -> bool:
+def begin_run(connection: Connection, run: JobRun) -> bool:
     """Store the start of a run; return False if another node has started it, or deleted the job."""
     row = row_of(run)
     # The lock keeps the job from being deleted meanwhile, which would leave its run behind.
@@ -108,7 +111,7 @@ def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, r
     if connection.execute(declared.with_for_update()).first() is None:
         return False
     # Not by the count of rows: PostgreSQL's driver does not report it for an insert.
-    inserted = into.values(row).on_conflict_do_nothing().returning(job_runs.c.number)
+    inserted = insert_into(connection, job_runs).values(row).on_conflict_do_nothing().returning(job_runs.c.number)
     begun = connection.execute(inserted).first() is not None
     here = job_runs.c.pipeline_id == row["pipeline_id"]
     connection.execute(delete(job_runs).where(here, job_runs.c.number <= run.number - RUNS_KEPT))

@@ -6,12 +6,22 @@ so a node that has read up to a number has seen every change before it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from millstream.broker.catalog.tables import counters, schema_contexts, schema_settings, schema_versions, schemas
+from millstream.broker.catalog.tables import (
+    add_if_missing,
+    counters,
+    insert_into,
+    put_row,
+    schema_contexts,
+    schema_settings,
+    schema_versions,
+    schemas,
+    take_numbers,
+)
 from millstream.core.errors import SchemaRegistryError
 from millstream.core.schema import (
     GLOBAL_CONTEXT,
@@ -52,12 +62,7 @@ class SchemaTransaction:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._is_shared = connection.dialect.name != "sqlite"
-        first = self._insert(counters).values(name=_COUNTER, next_value=1)
-        grown = {"next_value": counters.c.next_value + 1}
-        connection.execute(first.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
-        number = connection.execute(select(counters.c.next_value).where(counters.c.name == _COUNTER)).scalar_one()
-        self._number = int(number)
+        self._number = take_numbers(connection, _COUNTER, 1) + 1
 
     def is_unchanged(self, subject: QualifiedSubject, since: int) -> bool:
         """Whether neither the subject nor the settings that apply to it have changed since."""
@@ -104,21 +109,20 @@ class SchemaTransaction:
     def put_version(self, version: SubjectVersion) -> None:
         """Store a version of a subject; a permanent deletion also drops the schema, if no other version has it."""
         state = _GONE if version.is_gone else _DELETED if version.is_deleted else _LIVE
-        values = {"schema_id": version.schema_id, "state": state, "change": self._number}
-        self._upsert(schema_versions, version.subject, values, version=version.version)
+        row = {"version": version.version, "schema_id": version.schema_id, "state": state}
+        self._put(schema_versions, version.subject, row)
         if version.is_gone:
             self._drop_unused(version.subject.context, version.schema_id)
 
     def put_settings(self, settings: SubjectSettings) -> None:
-        values = {"config": dict(settings.config), "mode": settings.mode, "change": self._number}
-        self._upsert(schema_settings, settings.subject, values)
+        self._put(schema_settings, settings.subject, {"config": dict(settings.config), "mode": settings.mode})
 
-    def _upsert(self, table: Table, subject: QualifiedSubject, values: dict[str, Any], **key: int) -> None:
-        row = self._insert(table).values(context=subject.context, subject=subject.name, **key, **values)
-        self._connection.execute(row.on_conflict_do_update(index_elements=list(table.primary_key), set_=values))
+    def _put(self, table: Table, subject: QualifiedSubject, values: Mapping[str, Any]) -> None:
+        key = {"context": subject.context, "subject": subject.name}
+        put_row(self._connection, table, {**key, **values, "change": self._number})
 
     def _next_id(self, context: str) -> int:
-        first = self._insert(schema_contexts).values(context=context, last_id=1)
+        first = insert_into(self._connection, schema_contexts).values(context=context, last_id=1)
         last = schema_contexts.c.last_id
         grown = first.on_conflict_do_update(
             index_elements=[schema_contexts.c.context], set_={"last_id": last + 1}, where=last < NUMBER_MAX
@@ -133,8 +137,7 @@ class SchemaTransaction:
 
     def _skip_ids(self, context: str, schema_id: int) -> None:
         """Reserve all ids up to this one."""
-        known = self._insert(schema_contexts).values(context=context, last_id=schema_id)
-        self._connection.execute(known.on_conflict_do_nothing(index_elements=[schema_contexts.c.context]))
+        add_if_missing(self._connection, schema_contexts, {"context": context, "last_id": schema_id})
         lower = and_(schema_contexts.c.context == context, schema_contexts.c.last_id < schema_id)
         self._connection.execute(update(schema_contexts).where(lower).values(last_id=schema_id))
 
@@ -146,9 +149,6 @@ class SchemaTransaction:
         )
         if self._connection.execute(uses.limit(1)).first() is None:
             self._connection.execute(delete(schemas).where(_with_id(context, schema_id)))
-
-    def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
-        return postgresql.insert(table) if self._is_shared else sqlite.insert(table)
 
 
 def _is_subject(table: Table, subject: QualifiedSubject) -> ColumnElement[bool]:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    ColumnElement,
+    Connection,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
 
@@ -290,3 +305,38 @@ def declared_of(kind: type[T], row: Any) -> T:
     if "owner_has_password" in values:
         values["owner"] = {"principal": values["owner"], "has_password": values["owner_has_password"]}
     return msgspec.convert(values, kind, str_keys=True)
+
+
+_VALUES_AT_ONCE: Final = 1000
+"""Databases limit the number of parameters."""
+
+
+def in_parts(column: Column[Any], values: Sequence[str]) -> Iterator[ColumnElement[bool]]:
+    """Yield conditions that together select the rows with these values."""
+    for at in range(0, len(values), _VALUES_AT_ONCE):
+        yield column.in_(values[at : at + _VALUES_AT_ONCE])
+
+
+def insert_into(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """Return an insert that supports `ON CONFLICT`, which both databases write in the same way."""
+    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+def add_if_missing(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    connection.execute(insert_into(connection, table).values(row).on_conflict_do_nothing())
+
+
+def put_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert a row, or replace the one with the same primary key."""
+    stored = insert_into(connection, table).values(row)
+    connection.execute(stored.on_conflict_do_update(index_elements=list(table.primary_key), set_=row))
+
+
+def take_numbers(connection: Connection, counter: str, size: int, *, first: int = 0) -> int:
+    """Allocate `size` numbers of a counter and return the first; they are never allocated again."""
+    # One statement, which locks the row for all others until the end of the transaction.
+    taken = insert_into(connection, counters).values(name=counter, next_value=first + size)
+    grown = {"next_value": counters.c.next_value + size}
+    connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
+    end = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).scalar_one()
+    return int(end) - size

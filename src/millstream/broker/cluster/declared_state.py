@@ -23,6 +23,7 @@ from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidRequest
 from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_settings
 from millstream.core.quota import QuotaEntity, QuotaRate, candidates, check_limit
+from millstream.core.setting import with_changes
 from millstream.core.tasks import finishing
 
 _logger = logging.getLogger(__name__)
@@ -66,8 +67,7 @@ class ClientQuotas(Holder):
                 check_limit(key, value)
         async with self._changing:
             before = self._limits.get(entity, {})
-            merged: dict[str, float | None] = {**before, **changes}
-            limits = {key: value for key, value in merged.items() if value is not None}
+            limits = with_changes(before, changes)
             if entity not in self._limits and len(self._limits) >= ENTITIES_MAX:
                 raise InvalidRequest(f"there are {ENTITIES_MAX} quotas already; remove some first")
             if validate_only or limits == before:
@@ -121,8 +121,7 @@ class DeclaredGroups(Holder):
         if not 0 < len(group_id) <= GROUP_ID_CHARACTERS_MAX:
             raise InvalidGroupId(f"a group id has 1 to {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
         async with self._changing:
-            merged: dict[str, str | None] = {**self.overrides_of(group_id), **changes}
-            overrides = {name: text for name, text in merged.items() if text is not None}
+            overrides = with_changes(self.overrides_of(group_id), changes)
             parsed = parse_group_settings(overrides, self.defaults)
             if group_id not in self._overrides and len(self._overrides) >= GROUPS_MAX:
                 raise InvalidRequest(f"{GROUPS_MAX} groups have settings already; remove some first")

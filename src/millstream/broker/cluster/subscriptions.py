@@ -15,7 +15,7 @@ from millstream.broker.cluster.declarations import Declarations, NamedHolder
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
-from millstream.core.setting import check_destinations
+from millstream.core.setting import check_destinations, with_changes
 from millstream.core.subscription import (
     OWN_PREFIX,
     Subscription,
@@ -179,9 +179,8 @@ class Subscriptions(NamedHolder[Subscription]):
 
         def changed(now: Subscription) -> Subscription:
             check_destinations(SubscriptionSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
-            merged: dict[str, str | None] = {**now.overrides, **changes}
             new_topics = now.topics if topics is None else tuple(topics)
-            given = {key: text for key, text in merged.items() if text is not None}
+            given = with_changes(now.overrides, changes)
             overrides = _with_defaults(name, new_topics, given, dead_letter_topic)
             self._check(name, new_topics, overrides)
             begun = {**(starts or {}), **now.starts}
@@ -198,7 +197,7 @@ class Subscriptions(NamedHolder[Subscription]):
         async with self._changing:
             stored = await self._declarations.change(Catalog.alter_subscription, subscription.subscription_id, changed)
             self._store(stored)
-        given = without_secrets({setting: value for setting, value in changes.items() if value is not None})
+        given = without_secrets(with_changes({}, changes))
         _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
         self._notify()
         return stored

@@ -243,6 +243,10 @@ class Topics:
     def by_id(self, topic_id: UUID) -> Topic | None:
         return self._by_id.get(topic_id)
 
+    def existing(self, names: Iterable[str]) -> list[Topic]:
+        """Return those of these topics that exist."""
+        return [topic for name in names if (topic := self._by_name.get(name)) is not None]
+
     def all(self) -> list[Topic]:
         """Return every topic, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
@@ -291,6 +295,10 @@ class Topics:
 
     def led(self) -> Iterable[Partition]:
         return (partition for partition in self.hosted() if partition.is_leader)
+
+    def led_of(self, names: Iterable[str]) -> list[Partition]:
+        """Return the partitions of these topics that this node leads."""
+        return [one for topic in self.existing(names) for one in self.partitions_of(topic) if one.is_leader]
 
     def leads_movable_partition(self) -> bool:
         """Whether this node leads a partition that another live node could lead as well."""

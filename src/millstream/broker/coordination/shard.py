@@ -47,6 +47,7 @@ from millstream.core.errors import (
     PartitionClosed,
 )
 from millstream.core.ids import Epoch, Offset
+from millstream.core.tasks import cancel_and_wait
 from millstream.protocol.records.batch import Buffer, iterate_headers
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 
@@ -417,11 +418,7 @@ class Shard(Generic[S]):
             return
         self._closed = True
         self._cancel_timers()
-        tasks = [task for task in (self._loading, self._rewrite.task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_and_wait(*(task for task in (self._loading, self._rewrite.task) if task is not None))
         if self._state is not None:
             self._state.unload()
             self._release_responses(self._written)

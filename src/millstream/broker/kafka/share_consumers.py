@@ -324,8 +324,7 @@ class ShareConsumers:
         return partition
 
     async def delivery(self, subscription: Subscription, place: SharePartition) -> Delivery:
-        engine = await self.service.engine()
-        return await engine.delivery(subscription, self.partition(*place))
+        return await self.service.delivery(subscription, self.partition(*place))
 
     async def acknowledge(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool

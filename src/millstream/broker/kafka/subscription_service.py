@@ -54,7 +54,7 @@ from millstream.core.subscription import (
     SubscriptionSettings,
     start_key,
 )
-from millstream.core.tasks import Supervise
+from millstream.core.tasks import Supervise, cancel_and_wait
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import HasError, Request
 from millstream.protocol.private.subscription_messages import ListSubscriptionsRequest
@@ -193,8 +193,7 @@ class SubscriptionService:
         """End all waits, and wait until everything written is durable."""
         self._closed = True
         if self._expiry_task is not None:
-            self._expiry_task.cancel()
-            await asyncio.wait([self._expiry_task])
+            await cancel_and_wait(self._expiry_task)
         if self._loading is not None:
             await asyncio.wait([self._loading])
         if self._engine is not None:
@@ -215,9 +214,13 @@ class SubscriptionService:
             raise PartitionClosed("the broker is stopping")
         return self._engine
 
+    async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
+        """Return the queue of a subscription on a partition that this node leads, opened if necessary."""
+        return await (await self.engine()).delivery(subscription, partition)
+
     async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
         """Return where new queues on these topics start; topics that do not exist yet are read from their start."""
-        asked = [topic for name in topics if (topic := self.topics.get(name)) is not None]
+        asked = self.topics.existing(topics)
         if settings.start == EARLIEST:
             return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
         time_ms = settings.start_time_ms(self.clock.now_ms())

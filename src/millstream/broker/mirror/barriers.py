@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from millstream.core.errors import CoordinatorUnavailable, MillstreamError, RequestTimedOut
-from millstream.core.tasks import gather_or_cancel
+from millstream.core.tasks import cancel_and_wait, gather_or_cancel
 from millstream.protocol.private.mirror_messages import (
     BarrierRequest,
     BarrierResponse,
@@ -121,8 +121,7 @@ class Barriers:
             holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():
                 return HoldCommitsResponse(held=False)
-            holding.cancel()
-            await asyncio.wait([holding])
+            await cancel_and_wait(holding)
             return HoldCommitsResponse(held=True, shards=shards)
         ready = asyncio.Event()
 

@@ -11,7 +11,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
 from millstream.core.mirror import Mirror, MirrorSettings, TopicOffsets, check_mirror
-from millstream.core.setting import check_destinations
+from millstream.core.setting import check_destinations, with_changes
 from millstream.core.tasks import finishing
 from millstream.core.topic import TopicPartition
 
@@ -61,8 +61,7 @@ class Mirrors(NamedHolder[Mirror]):
 
         def changed(now: Mirror) -> Mirror:
             check_destinations(MirrorSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
-            merged: dict[str, str | None] = {**now.overrides, **changes}
-            overrides = {key: text for key, text in merged.items() if text is not None}
+            overrides = with_changes(now.overrides, changes)
             settings = check_mirror(name, overrides)
             if settings.rename != now.settings.rename:
                 raise InvalidMirror(
@@ -103,10 +102,7 @@ class Mirrors(NamedHolder[Mirror]):
                 raise InvalidMirror(f"mirror {now.name!r} is paused")
             return dataclasses.replace(now, verified=verified, group_offsets=group_offsets)
 
-        async with self._changing:
-            stored = await self._declarations.call(Catalog.alter_mirror, mirror.mirror_id, noted)
-            if mirror.name in self._by_name:
-                self._by_name[mirror.name] = stored
+        await self._record(mirror, noted, is_announced=False)
 
     async def note_gaps(self, mirror: Mirror, gaps: Mapping[TopicPartition, int | None]) -> TopicOffsets:
         """Record durably from where on copies may lack values of keys, or that they lack none; return all gaps.
@@ -128,10 +124,11 @@ class Mirrors(NamedHolder[Mirror]):
 
         return (await self._record(mirror, noted)).gaps
 
-    async def _record(self, mirror: Mirror, change: Callable[[Mirror], Mirror]) -> Mirror:
+    async def _record(self, mirror: Mirror, change: Callable[[Mirror], Mirror], *, is_announced: bool = True) -> Mirror:
         """Change durably what is recorded of a mirror, without restarting it."""
+        call = self._declarations.change if is_announced else self._declarations.call
         async with self._changing:
-            stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, change)
+            stored = await call(Catalog.alter_mirror, mirror.mirror_id, change)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
         return stored

@@ -36,7 +36,7 @@ from millstream.core.metric import Metric, Sample
 from millstream.core.mirror import EPOCH_STEP, SOURCE, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
-from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
+from millstream.core.tasks import Supervise, cancel_and_wait, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import (
     Request,
@@ -294,8 +294,7 @@ class MirrorService:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel_and_wait(self._task)
         self.barriers.close()
         if self._client is not None:
             await self._client.close()
@@ -332,7 +331,7 @@ class MirrorService:
 
         The others are gone, or are copies: those of a mirror that was reversed.
         """
-        return [name for name in cuts if (topic := self.topics.get(name)) is not None and not topic.mirror]
+        return [topic.name for topic in self.topics.existing(cuts) if not topic.mirror]
 
     def is_fenced(self, name: str) -> bool:
         """Whether topics of this cluster refuse writers, because it is the source of a switch."""
@@ -435,8 +434,7 @@ class MirrorService:
     async def _stop(self, name: str) -> None:
         run = self._runs.pop(name)
         if run.task is not None:
-            run.task.cancel()
-            await asyncio.wait([run.task])
+            await cancel_and_wait(run.task)
 
     # -- what others ask for --------------------------------------------------------------------------------
 
@@ -808,7 +806,7 @@ class MirrorService:
 
     async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
         """Return up to where clients may read topics of this cluster."""
-        known = [topic for name in topics if (topic := self.topics.get(name)) is not None]
+        known = self.topics.existing(topics)
         places = [TopicPartition(one.name, PartitionIndex(index)) for one in known for index in range(one.partitions)]
         watermarks: dict[str, dict[int, int]] = {}
         for where, offset in (await self._readable_offsets(places)).items():

@@ -23,6 +23,7 @@ from millstream.core.pipeline import (
     check_pipeline,
 )
 from millstream.core.pipeline_rules import check_rules
+from millstream.core.setting import with_changes
 from millstream.core.tasks import finishing
 
 _logger = logging.getLogger(__name__)
@@ -145,11 +146,10 @@ class Pipelines(NamedHolder[Pipeline]):
         """
 
         def changed(now: Pipeline) -> Pipeline:
-            merged: dict[str, str | None] = {**now.overrides, **changes}
+            overrides = with_changes(now.overrides, changes)
             if "requirements" in changes and "lock" not in changes:
                 # The lock belonged to the previous requirements.
-                merged.pop("lock", None)
-            overrides = {key: text for key, text in merged.items() if text is not None}
+                overrides.pop("lock", None)
             check_pipeline(name, now.kind, overrides)
             sealed = {key: value for key, value in now.sealed.items() if key not in changes}
             after = dataclasses.replace(now, overrides=overrides, parked="", sealed=sealed, owner=owner or now.owner)

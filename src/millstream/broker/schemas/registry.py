@@ -65,6 +65,7 @@ from millstream.core.schema import (
     SubjectSettings,
     SubjectVersion,
 )
+from millstream.core.setting import with_changes
 from millstream.protocol.schemas.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.protocol.schemas.formats import COMPILED, ParsedTexts, SchemaText
 
@@ -729,9 +730,7 @@ class SchemaRegistry:
         self.check_writable(subject)
 
         def changed(before: SubjectSettings) -> SubjectSettings:
-            merged = {} if config is None else {**before.config, **changes}
-            kept = {key: value for key, value in merged.items() if value is not None}
-            after = dataclasses.replace(before, config=kept)
+            after = dataclasses.replace(before, config={} if config is None else with_changes(before.config, changes))
             _check_size("a configuration", after.size_bytes)
             return after
 

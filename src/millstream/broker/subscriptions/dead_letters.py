@@ -42,6 +42,7 @@ from millstream.core.errors import (
 )
 from millstream.core.headers import LETTER_PREFIX, LETTER_PUBLISHED, LETTER_REDRIVEN, MESSAGE_ID
 from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
+from millstream.core.tasks import cancel_and_wait
 from millstream.protocol.private.message import request_private
 from millstream.protocol.private.subscription_messages import AppendLetterRequest
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
@@ -167,11 +168,7 @@ class DeadLetters:
 
     async def close(self) -> None:
         """Stop; the next leader of the queue writes the remaining letters."""
-        tasks = [task for task in (self._task, self._pause_task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_and_wait(*(task for task in (self._task, self._pause_task) if task is not None))
 
     def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._task = None

@@ -37,6 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import QueueKey
+from millstream.core.tasks import cancel_and_wait
 from millstream.protocol.private.message import decode
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -124,8 +125,7 @@ class StateLane:
                     await _all_finished(list(self._pending.values()))
         self._closed = True
         if self._pause_task is not None:
-            self._pause_task.cancel()
-            await asyncio.wait([self._pause_task])
+            await cancel_and_wait(self._pause_task)
         self._fail_pending()
 
     def _fail_pending(self) -> None:
@@ -234,10 +234,7 @@ class RoutedStateStore:
     async def close(self) -> None:
         """Wait a bounded time until all writes are durable."""
         await asyncio.gather(*(lane.close(patience_s=CLOSE_S) for lane in self._lanes.values()))
-        for sending in self._sending:
-            sending.cancel()
-        if self._sending:
-            await asyncio.wait(self._sending)
+        await cancel_and_wait(*self._sending)
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue's state, retrying for a while."""

@@ -38,6 +38,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId, PartitionIndex, ProducerEpoch
 from millstream.core.partition_state import FIRST_EPOCH, PartitionState
+from millstream.core.tasks import cancel_and_wait
 from millstream.core.topic import Topic, TopicPartition, by_topic
 from millstream.protocol.records.control import Marker
 from millstream.protocol.wire.error_codes import error_from_code
@@ -103,11 +104,7 @@ class MarkerRoutes:
 
     async def close(self) -> None:
         """Cancel all pending requests."""
-        sending = list(self._sending.values())
-        for task in sending:
-            task.cancel()
-        if sending:
-            await asyncio.wait(sending)
+        await cancel_and_wait(*self._sending.values())
 
     def _leader_of(self, partition: TopicPartition) -> NodeId:
         topic = self._topics.get(partition.topic)
@@ -248,10 +245,7 @@ class MarkerSender:
         self._closed = True
         if self._scheduled is not None:
             self._scheduled.cancel()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel_and_wait(*self._tasks)
 
     def _scan_shards(self) -> None:
         self._scheduled = None

@@ -54,7 +54,7 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, MirroredTopic
 from millstream.core.group import DECLARED
-from millstream.core.setting import Setting
+from millstream.core.setting import Setting, with_changes
 from millstream.core.topic import Topic, TopicSettings, check_topic_name
 
 SET: Final = 0
@@ -169,7 +169,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         *,
         validate_only: bool,
     ) -> None:
-        values = {key: value for key, value in changes.items() if value is not None}
+        values = with_changes({}, changes)
         subscription = service.declared.get(name)
         owner = None
         if rights is not None and not all(key.startswith("share.") for key in changes):

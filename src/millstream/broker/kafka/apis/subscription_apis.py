@@ -105,16 +105,6 @@ class _SubscriptionApi(PrivateApi[RequestT, ResponseT]):
         self._service = service
         self._subscriptions = service.declared
 
-    def _led_partitions(self, topics: Iterable[str], index: int | None = None) -> list[Partition]:
-        """Return the partitions of topics that this node leads, or only those with an index."""
-        known_topics = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
-        return [
-            one
-            for topic in known_topics
-            for one in self._service.topics.partitions_of(topic)
-            if one.is_leader and index in (None, one.index)
-        ]
-
 
 def _check_offset(partition: Partition, offset: int) -> None:
     """Raise `OffsetOutOfRange` for an offset that the log does not have yet."""
@@ -506,7 +496,9 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
         engine = await self._service.engine()
         moved = []
         topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
-        for partition in self._led_partitions(topics, request.partition):
+        for partition in self._service.topics.led_of(topics):
+            if request.partition not in (None, partition.index):
+                continue
             try:
                 delivery = await engine.delivery(subscription, partition)
             except CorruptState:
@@ -583,8 +575,7 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
         partition = self._service.topics.partition(request.topic, request.partition)
         if partition.topic.topic_id != request.topic_id:
             return ReviveMessagesResponse(missing=[offset for offset, _, _ in request.letters])
-        engine = await self._service.engine()
-        delivery = await engine.delivery(subscription, partition)
+        delivery = await self._service.delivery(subscription, partition)
         letters, closed = (
             {Offset(offset): request.letter_topic_id.bytes + _PLACE.pack(*place) for offset, *place in listed}
             for listed in (request.letters, request.closed)
@@ -667,8 +658,7 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
         if request.wait_ms < 0:
             raise InvalidRequest("the wait must not be negative")
         partition = self._service.topics.partition(request.topic, request.partition)
-        engine = await self._service.engine()
-        delivery = await engine.delivery(subscription, partition)
+        delivery = await self._service.delivery(subscription, partition)
         _check_offset(partition, request.offset)
         # Imported on first use, together with the queues.
         from millstream.broker.subscriptions.outcomes import message_state
@@ -715,7 +705,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
             topics = await self._service.share_topics.of(subscription)
             marked += [
                 await self._mark_queue(subscription, partition, request.mark)
-                for partition in self._led_partitions(topics)
+                for partition in self._service.topics.led_of(topics)
             ]
         return LedgerMarkResponse(queues=marked)
 
@@ -723,8 +713,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         from millstream.broker.subscriptions.frame import LEDGER_REQUESTED
         from millstream.broker.subscriptions.log_scan import readable_end
 
-        engine = await self._service.engine()
-        delivery = await engine.delivery(subscription, partition)
+        delivery = await self._service.delivery(subscription, partition)
         delivery.mark_window(f"{LEDGER_REQUESTED} {mark}")
         end = readable_end(partition, delivery.settings.isolation)
         delivery.queue_changed()
@@ -776,8 +765,7 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
             # Imported on first use, together with the queues.
             from millstream.broker.subscriptions.outcomes import trace_message
 
-            engine = await self._service.engine()
-            delivery = await engine.delivery(subscription, partition)
+            delivery = await self._service.delivery(subscription, partition)
             start = subscription.start_on(topic.name, topic.topic_id, partition.index)
             traces.append(await trace_message(delivery, request.offset, subscription=subscription.name, start=start))
         return MessageTrace(

@@ -199,8 +199,7 @@ class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
     def _partitions(self, topics: tuple[str, ...], requested: list[tuple[str, int]] | None) -> list[Partition]:
         if requested is not None:
             return [self._topics.partition(name, index) for name, index in requested]
-        known_topics = [topic for name in topics if (topic := self._topics.get(name)) is not None]
-        return [one for topic in known_topics for one in self._topics.partitions_of(topic) if one.is_leader]
+        return self._topics.led_of(topics)
 
 
 def _give_back(grants: list[Grant], worker: str) -> None:

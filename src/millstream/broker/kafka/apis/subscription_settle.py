@@ -118,8 +118,8 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
         try:
             _check_readable(client, asked)
             verbs = [_parse_settlement(one) for one in asked.verbs]
-            engine = await self._service.engine()
-            delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
+            partition = self._topics.partition(asked.topic, asked.partition)
+            delivery = await self._service.delivery(subscription, partition)
             delivery.record_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
