@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
+from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
     CommitRequest,
@@ -27,6 +28,7 @@ from millstream.broker.groups.requests import (
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import MemberIdRequired, MillstreamError
 from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryTopics
 
 T = TypeVar("T")
 
@@ -234,5 +236,6 @@ class GroupHarness:
             limits=self.limits,
             clock=self.clock,
             topic_id_of=self.topics.get,
+            topics=ConsumerTopics.of(MemoryTopics()),
             new_suffix=lambda: str(next(self._suffixes)),
         )

@@ -269,6 +269,9 @@ class Site:
     def get(self, name: str) -> Topic | None:
         return self.store.topic if name == TOPIC.name else None
 
+    def existing(self, names: Iterable[str]) -> list[Topic]:
+        return [self.store.topic for name in names if name == TOPIC.name]
+
     def hosted(self) -> Iterable[Partition]:
         return self.partitions_by_index.values()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from millstream.broker.log.log import AppendedRange
@@ -146,6 +146,9 @@ class MemoryTopics:
 
     def all(self) -> list[Topic]:
         return list(self._topics.values())
+
+    def existing(self, names: Iterable[str]) -> list[Topic]:
+        return [self._topics[name] for name in names if name in self._topics]
 
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
         """Return the partitions of a topic, in order."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.broker.coordination.state_machine import Deferred, Timers
+from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
     CommitRequest,
@@ -40,6 +41,7 @@ from millstream.core.errors import (
     UnknownMember,
 )
 from millstream_testing.shard_history import ShardHistory
+from millstream_testing.state_log import MemoryTopics
 
 T = TypeVar("T")
 
@@ -268,7 +270,8 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
         return None if state is None else state.groups.get(GROUP)
 
     def _new_state(self, timers: Timers) -> GroupShard:
-        return GroupShard(timers, limits=LIMITS, clock=self.clock, topic_id_of=lambda _: TOPIC_ID)
+        topics = ConsumerTopics.of(MemoryTopics())
+        return GroupShard(timers, limits=LIMITS, clock=self.clock, topic_id_of=lambda _: TOPIC_ID, topics=topics)
 
     def _join(self, client: Client, *, version: int, sticky: bool) -> None:
         protocols = (("sticky", b"s"), ("range", b"r")) if sticky else (("range", b"r"),)

@@ -8,6 +8,7 @@ from pathlib import Path
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.shard import Shard
 from millstream.broker.coordination.state_machine import StateRecord, Timers
+from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
 from millstream.broker.groups.requests import (
@@ -25,6 +26,7 @@ from millstream.core.ids import Offset
 from millstream.core.topic import CONSUMER_OFFSETS
 from millstream.protocol.records.record import Record, decode_records
 from millstream_testing.single_node import single_node
+from millstream_testing.state_log import MemoryTopics
 
 CONFIG = Config(group_initial_delay_ms=0, offsets_partitions=2)
 
@@ -96,6 +98,7 @@ async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:
             limits=limits,
             clock=SystemClock(),
             topic_id_of=lambda _: None,
+            topics=ConsumerTopics.of(MemoryTopics()),
         )
 
     async def loaded(topics: Topics) -> Shard[GroupShard]:

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord, Timers
+from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
 from millstream.broker.groups.shard import GroupShard
@@ -174,7 +175,8 @@ def shard_of(clock: ManualClock) -> GroupShard:
         new_member_ms=1000,
         sweep_ms=500,
     )
-    return GroupShard(Timers(clock), limits=limits, clock=clock, topic_id_of=lambda _: None)
+    topics = ConsumerTopics.of(MemoryTopics())
+    return GroupShard(Timers(clock), limits=limits, clock=clock, topic_id_of=lambda _: None, topics=topics)
 
 
 def kept(shard: GroupShard, asked: CommitRequest, producer: int, epoch: int) -> Sequence[StateRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +87,9 @@ class Topics:
 
     def get(self, name: str) -> Topic | None:
         return self.by_name.get(name)
+
+    def existing(self, names: Iterable[str]) -> list[Topic]:
+        return [self.by_name[name] for name in names if name in self.by_name]
 
     def state_of(self, _topic: Topic, _index: int) -> PartitionState:
         return PartitionState(replicas=(OTHER,), leader=OTHER, leader_epoch=Epoch(3), in_sync=(OTHER,))

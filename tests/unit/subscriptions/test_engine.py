@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -71,6 +71,9 @@ class KnownTopics:
 
     def partitions_of(self, topic: Topic) -> list[Partition]:
         return self.by_name[topic.name][1]
+
+    def led_of(self, names: Iterable[str]) -> list[Partition]:
+        return [one for name in names if name in self.by_name for one in self.by_name[name][1] if one.is_leader]
 
     def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         self.deletions.append(listener)

@@ -296,16 +296,8 @@ class TrimmableLog(Protocol):
         """Drop everything below `offset`, durably."""
 
 
-class StateLog(Protocol):
+class StateLog(ReadableLog, Protocol):
     """The part of a partition that a shard needs."""
-
-    @property
-    def high_watermark(self) -> Offset:
-        """Return the offset up to which records are acknowledged."""
-
-    @property
-    def log_start(self) -> Offset:
-        """Return the first offset that can still be read."""
 
     @property
     def leader_epoch(self) -> Epoch:
@@ -323,9 +315,6 @@ class StateLog(Protocol):
 
     def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
         """Call `listener` once an append is acknowledged, or cannot be any more."""
-
-    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
-        """Read whole batches up to the high watermark."""
 
     async def settled(self) -> None:
         """Wait until everything that the log holds now is acknowledged."""

@@ -14,7 +14,6 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
-from millstream.broker.groups.consumer.assignor import NoTopics
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
 from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
@@ -241,10 +240,9 @@ class GroupShard:
         limits: GroupLimits,
         clock: Clock,
         topic_id_of: TopicIds,
+        topics: ConsumerTopics,
         new_suffix: Callable[[], str] = random_suffix,
-        topics: ConsumerTopics | None = None,
     ) -> None:
-        """`topics` are the topics that consumer groups can assign; none by default."""
         self._timers = timers
         self._limits = limits
         self._clock = clock
@@ -259,14 +257,14 @@ class GroupShard:
             timers,
             limits=limits,
             clock=clock,
-            topics=topics or ConsumerTopics.of(NoTopics()),
+            topics=topics,
             new_suffix=new_suffix,
             rebalance_classic=self._rebalance_downgraded,
         )
         self.shares = ShareShard(
             timers,
             limits=limits,
-            topics=(topics or ConsumerTopics.of(NoTopics())).topics,
+            topics=topics.topics,
             is_taken=lambda group_id: self._group_using(group_id) is not None,
             check_room=lambda: self._groups.check_room(len(self.shares)),
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
-from typing import Protocol
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from millstream.broker.log.append import AppendedRange as AppendedRange
@@ -24,18 +24,12 @@ from millstream.broker.log.files import Files, OpenFiles, is_out_of_space, write
 from millstream.broker.log.log_contents import LogContents, ProducerReplay, read_producers
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Found, HeavyBatch, Lookup, Reader
-from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
+from millstream.broker.log.retention import delete_before, delete_expired
 from millstream.broker.log.scan import Bad, LoadedIndexes
 from millstream.broker.log.segment import RELATIVE_OFFSET_MAX, Index, Segment, SegmentList
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
 from millstream.broker.log.transactions import Guard
-from millstream.broker.log.truncation import (
-    Checkpointing,
-    Truncation,
-    begin_restart,
-    begin_truncation,
-    retry_truncation,
-)
+from millstream.broker.log.truncation import Truncation, begin_restart, begin_truncation, retry_truncation
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     DamagedRange,
@@ -49,6 +43,9 @@ from millstream.core.ids import Epoch, Offset, OffsetRange
 from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
 
+if TYPE_CHECKING:
+    from millstream.broker.log.store import LogStore
+
 _logger = logging.getLogger(__name__)
 
 READ_ALL = sys.maxsize
@@ -56,33 +53,6 @@ READ_ALL = sys.maxsize
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
 """The bytes after which a checkpoint is requested, which bounds the scan after a crash."""
-
-
-class Maintenance(Protocol):
-    """What makes a log durable: the store, as its logs see it."""
-
-    floors: RetentionFloors
-
-    def mark_dirty(self, log: Log) -> None:
-        """Record that a log has unsynced bytes."""
-
-    def checkpoint_soon(self, log: Log) -> None:
-        """Write a checkpoint of a log before long."""
-
-    def checkpoint_now(self, log: Log) -> None:
-        """Write a checkpoint before this returns, or raise `OSError`."""
-
-    def checkpoint_job(self, log: Log) -> Checkpointing:
-        """Capture a checkpoint for the caller to carry out."""
-
-    def inspect(self, log: Log, segment: Segment, position: int) -> bool:
-        """Determine which offsets are lost where a segment could not be read; False while that is unknown."""
-
-    def truncate_now(self, cut: Truncation) -> None:
-        """Carry out a truncation before this returns."""
-
-    def journal_mark(self) -> tuple[int, int]:
-        """Return the journal's id and next sequence; earlier entries are void for a log that records this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +144,7 @@ class Log:
         open_files: OpenFiles,
         indexes: LoadedIndexes,
         clock: Clock,
-        maintenance: Maintenance,
+        maintenance: LogStore,
     ) -> None:
         self.key = (topic_id, partition.partition)
         self.topic_id = topic_id

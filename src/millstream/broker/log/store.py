@@ -462,7 +462,7 @@ class LogStore:
         await loop.run_in_executor(self._upkeep_thread, cut.execute)
 
     def _finish_truncation(self, cut: Truncation) -> None:
-        if isinstance(cut.checkpoint, Checkpoints):
+        if cut.checkpoint is not None:
             self._finish_job(cut.checkpoint)
         cut.finish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from millstream.broker.log.files import Files
 from millstream.broker.log.log_contents import ProducerReplay
@@ -13,6 +13,7 @@ from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
 
 if TYPE_CHECKING:
+    from millstream.broker.log.checkpoint import Checkpoints
     from millstream.broker.log.log import Log
 
 _logger = logging.getLogger(__name__)
@@ -21,20 +22,6 @@ RETRY_S = 1.0
 """How long after a failure the next write retries the truncation; sooner if the disk recovers meanwhile."""
 
 _DOING = "truncating the end of the log"
-
-
-class Checkpointing(Protocol):
-    """A checkpoint that is captured and not carried out yet."""
-
-    @property
-    def error(self) -> OSError | None:
-        """Why it failed, if it did."""
-
-    def execute(self) -> None:
-        """Do the slow part; called in a thread."""
-
-    def finish(self) -> None:
-        """Account for the truncation; called on the loop."""
 
 
 class Truncation:
@@ -49,7 +36,7 @@ class Truncation:
         self._doing = doing
         self._error: OSError | None = None
         self._failure: StorageFailure | None = None
-        self.checkpoint: Checkpointing | None = None
+        self.checkpoint: Checkpoints | None = None
         self._last: Segment | None = None
         self.replay = ProducerReplay(log) if log.is_replaying else None
         """What must be read first, before `take_producers`."""

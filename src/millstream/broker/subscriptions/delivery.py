@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,26 +54,10 @@ from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings, Verb
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.receiving import Wait
+
 _logger = logging.getLogger(__name__)
-
-
-class Waiter(Protocol):
-    """A worker that waits for messages of one or several queues."""
-
-    demand: Demand
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has received something or given up."""
-
-    def current_demand(self) -> Demand | None:
-        """Return its current demand; None while it has none, in which case it wakes the queue when that changes."""
-
-    def deliver(self, delivery: Delivery, received: ReceivedMessages) -> None:
-        """Hand over messages."""
-
-    def reject(self, reason: MillstreamError) -> None:
-        """End the wait because the queue was closed or has to be asked again."""
 
 
 SCAN_BYTES: Final = 1024 * 1024
@@ -212,7 +196,7 @@ class Delivery:
         # By worker: those with leases, and some that had some.
         self._origins: dict[str, Origin] = {}
         # In the order of arrival.
-        self._waiting: dict[Waiter, None] = {}
+        self._waiting: dict[Wait, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._leases_timer: asyncio.TimerHandle | None = None
         self._alarm_at_ms = 0
@@ -293,7 +277,7 @@ class Delivery:
         self._after_change()
         return received
 
-    def park(self, waiter: Waiter) -> None:
+    def park(self, waiter: Wait) -> None:
         """Let a worker wait for messages, unless too many wait already."""
         self._check_open()
         if len(self._waiting) < WAITING_MAX:
@@ -302,7 +286,7 @@ class Delivery:
                 self._schedule_wake()
             self._set_alarm()
 
-    def forget(self, waiter: Waiter) -> None:
+    def forget(self, waiter: Wait) -> None:
         """Stop a worker's wait."""
         self._waiting.pop(waiter, None)
 
@@ -914,7 +898,7 @@ class Delivery:
                 return SCAN_OFFSETS
         return demand
 
-    def _serve(self, waiter: Waiter) -> bool:
+    def _serve(self, waiter: Wait) -> bool:
         """Serve one worker; return whether to continue with the next."""
         if waiter.is_done:
             self._waiting.pop(waiter, None)

@@ -24,6 +24,7 @@ from kio.schema.write_txn_markers.v2.request import WritableTxnMarker, WritableT
 from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.coordination.peers import Peers
+from millstream.broker.coordination.runtime import StateTopics
 from millstream.broker.coordination.shard import Shard
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending
@@ -37,9 +38,9 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.core.ids import NodeId, PartitionIndex, ProducerEpoch
-from millstream.core.partition_state import FIRST_EPOCH, PartitionState
+from millstream.core.partition_state import FIRST_EPOCH
 from millstream.core.tasks import cancel_and_wait
-from millstream.core.topic import Topic, TopicPartition, by_topic
+from millstream.core.topic import TopicPartition, by_topic
 from millstream.protocol.records.control import Marker
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -57,16 +58,6 @@ class LocalMarkers(Protocol):
         """Write one marker and wait until it is acknowledged; raise a `MillstreamError` if it is not."""
 
 
-class LedTopics(Protocol):
-    """The leaders of partitions."""
-
-    def get(self, name: str) -> Topic | None:
-        """Return the topic with this name, if it exists."""
-
-    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Return the replicas and leader of a partition; None if they are not agreed on yet."""
-
-
 class _MarkerBatch(NamedTuple):
     marker: Marker
     partitions: tuple[TopicPartition, ...]
@@ -76,7 +67,7 @@ class _MarkerBatch(NamedTuple):
 class MarkerRoutes:
     """Finds the leaders of partitions and writes markers there."""
 
-    def __init__(self, topics: LedTopics, local: LocalMarkers, peers: Peers, *, me: NodeId) -> None:
+    def __init__(self, topics: StateTopics, local: LocalMarkers, peers: Peers, *, me: NodeId) -> None:
         self._topics = topics
         self._local = local
         self._peers = peers

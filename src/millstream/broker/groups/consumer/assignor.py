@@ -44,24 +44,8 @@ class TopicView(Protocol):
     def all(self) -> Sequence[Topic]:
         """Return every topic."""
 
-
-class NoTopics:
-    """A cluster without topics."""
-
-    version = 0
-
-    def get(self, name: str) -> Topic | None:
-        return None
-
-    def by_id(self, topic_id: UUID) -> Topic | None:
-        return None
-
-    def all(self) -> Sequence[Topic]:
-        return ()
-
-
-def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
-    return [topic for name in names if (topic := view.get(name)) is not None]
+    def existing(self, names: Iterable[str]) -> list[Topic]:
+        """Return those of these topics that exist."""
 
 
 def with_names(view: TopicView, assignment: Assignment) -> NamedPartitions:
@@ -80,7 +64,7 @@ def metadata_hash(view: TopicView, names: Iterable[str]) -> int:
 
     Kafka stores such a hash in the same field, and only the coordinator reads it.
     """
-    topics = sorted(existing(view, set(names)), key=lambda topic: topic.name)
+    topics = sorted(view.existing(set(names)), key=lambda topic: topic.name)
     if not topics:
         return 0
     digest = blake2b(digest_size=8)
@@ -347,7 +331,7 @@ def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]
 
 
 def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:
-    return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
+    return frozenset(topic.topic_id for topic in topics.existing(names_of(choice, resolved)))
 
 
 def compute_target(
@@ -371,4 +355,4 @@ def compute_target(
         for member in members
     ]
     assign = ASSIGNORS.get(assignor, assign_uniformly)
-    return assign(subscriptions, partitions_of(existing(topics, names)))
+    return assign(subscriptions, partitions_of(topics.existing(names)))

@@ -13,7 +13,7 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord, record_key
-from millstream.broker.groups.consumer.assignor import TopicView, existing, metadata_hash, partitions_of
+from millstream.broker.groups.consumer.assignor import TopicView, metadata_hash, partitions_of
 from millstream.broker.groups.records import begin_flexible_value, open_flexible_value
 from millstream.protocol.messages.primitives import Reader
 
@@ -117,8 +117,8 @@ class ShareGroup:
 
 def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Assignment]:
     names = frozenset().union(*(member.topics for member in members.values()))
-    topics = {topic.name: topic.topic_id for topic in existing(view, names)}
-    partitions = partitions_of(existing(view, names))
+    topics = {topic.name: topic.topic_id for topic in view.existing(names)}
+    partitions = partitions_of(view.existing(names))
     subscriptions = {
         member.member_id: frozenset(topics[name] for name in member.topics if name in topics)
         for member in members.values()
