@@ -165,8 +165,6 @@ def _with_reserve(change: Callable[Concatenate[Catalog, P], T]) -> Callable[Conc
 
 
 class Catalog:
-    """What users declared, stored durably."""
-
     def __init__(
         self,
         url: str,
@@ -500,7 +498,6 @@ class Catalog:
         self._add(subscription, _insert_subscription, SubscriptionExists)
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
-        """Store what `change` computes from a subscription as it is declared now."""
         here = subscriptions.c.subscription_id == str(subscription_id)
 
         def hold(connection: Connection) -> Subscription:
@@ -553,7 +550,6 @@ class Catalog:
         self._add(pipeline, insert_pipeline, PipelineExists)
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
         return self._alter(
             lambda connection: lock_pipeline(connection, pipeline_id), update_pipeline, _with_version_bump(change)
         )
@@ -606,7 +602,6 @@ class Catalog:
         self._add(mirror, insert_mirror, MirrorExists)
 
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
-        """Store what `change` computes from a mirror as declared now; increment its version."""
         return self._alter(
             lambda connection: lock_mirror(connection, mirror_id), update_mirror, _with_version_bump(change)
         )
@@ -617,27 +612,22 @@ class Catalog:
             delete_mirror(connection, mirror.mirror_id)
 
     def claim_sightings(self, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
-        """Return what a mirror has seen at a source, by kind; only this owner may change it from now on."""
         with self._change() as connection:
             return claim_sightings(connection, mirror_id, source=source, owner=owner)
 
     def store_sightings(self, change: SightingChange) -> None:
-        """Store what a mirror has seen at its source; raise `NotCoordinator` if another node has made a claim."""
         with self._change() as connection:
             store_sightings(connection, change)
 
     def job_runs(self, pipeline_id: UUID, *, limit: int) -> list[JobRun]:
-        """Return the last runs of a job, the latest first."""
         with self._read() as connection:
             return read_runs(connection, pipeline_id, limit)
 
     def begin_job_run(self, run: JobRun) -> bool:
-        """Store the start of a run; return False if another node has started it, or deleted the job."""
         with self._change() as connection:
             return begin_run(connection, run)
 
     def update_job_run(self, before: JobRun, after: JobRun) -> bool:
-        """Store the progress of a run; return False if another node has made another attempt at it."""
         with self._change() as connection:
             return update_run(connection, before, after)
 

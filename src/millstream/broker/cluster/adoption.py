@@ -59,8 +59,6 @@ class _Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptionResult:
-    """What was moved."""
-
     cluster_id: str
     nodes: tuple[int, ...]
     flags: str

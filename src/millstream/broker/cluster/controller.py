@@ -207,7 +207,6 @@ class Controller:
             self._reconciliation.wake_for(declared)
 
     def metrics(self) -> Iterable[Metric]:
-        """Return whether this node is the controller, and its number of elections."""
         yield gauge("millstream_active_controller", "1 on the node that is the controller.", int(self.is_active))
         yield counter("millstream_elections_total", "Changes of leader that this node decided.", self.elections)
 

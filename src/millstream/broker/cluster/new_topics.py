@@ -46,8 +46,6 @@ class NewTopic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreationContext:
-    """The current resources and limits of the cluster."""
-
     names: Collection[str]
     metric_names: Mapping[str, str]
     """The names of topics, by their metric names."""

@@ -35,8 +35,6 @@ _NEVER_MS = 1 << 40
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The log of one partition."""
-
     topic_id: str
     partition: int
     end: int
@@ -47,8 +45,6 @@ class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """All logs of one node."""
-
     node_id: int
     cluster: str
     cluster_id: str

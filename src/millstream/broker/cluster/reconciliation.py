@@ -44,8 +44,6 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Load:
-    """The current load of each node."""
-
     leaders: Counter[NodeId] = field(default_factory=Counter)
     """Partitions that prefer this node as their leader."""
     replicas: Counter[NodeId] = field(default_factory=Counter)

@@ -103,7 +103,6 @@ class Registration:
         self._on_admitted.append(listener)
 
     async def admitted(self) -> None:
-        """Wait until the cluster has admitted this node for the first time."""
         await self._admitted.wait()
 
     async def run(self) -> None:

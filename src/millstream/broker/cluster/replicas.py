@@ -385,8 +385,6 @@ def not_registered() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """The limits of replication."""
-
     lag_s: float = 10.0
     """A follower that was behind for longer is not waited for."""
     fetch: FetchLimits = field(default_factory=FetchLimits)

@@ -28,8 +28,6 @@ ABSENT = 0
 
 
 class Entry(NamedTuple):
-    """A key with its value, as a read found it."""
-
     key: str
     value: str
     revision: int
@@ -73,8 +71,6 @@ class Expect(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One change of a watch."""
-
     key: str
     value: str | None
     """None if the key was deleted, or removed with its session."""

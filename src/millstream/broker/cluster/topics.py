@@ -730,7 +730,6 @@ class Topics:
         return changed
 
     def metrics(self) -> Iterable[Metric]:
-        """Return what is stored and the traffic, by topic and by partition."""
         return topic_metrics(self, self._clock.now_ms())
 
     def without_leader(self) -> int:

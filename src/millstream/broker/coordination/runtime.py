@@ -156,7 +156,6 @@ class Runtime(Generic[S]):
         return partition_for(name, topic.partitions)
 
     def leader_of(self, name: str) -> NodeId | None:
-        """Return the node that holds the state of a name; None without a leader."""
         return self.leader_at(self.partition_of(name))
 
     def leader_at(self, index: PartitionIndex) -> NodeId | None:
@@ -248,11 +247,9 @@ class Coordinator(Generic[S]):
     _runtime: Runtime[S]
 
     async def start(self) -> None:
-        """Start loading the state from the log; requests wait or are refused in the meantime."""
         await self._runtime.start()
 
     async def close(self) -> None:
-        """Refuse parked requests, and wait until appends are acknowledged."""
         await self._runtime.close()
 
     async def wait_loaded(self) -> None:

@@ -64,8 +64,6 @@ class GroupTopics(StateTopics, TopicView, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsStatus:
-    """Counts of this node's groups."""
-
     groups: int
     members: int
     by_state: Mapping[str, int]
@@ -110,7 +108,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return self._runtime.partition_of(group_id)
 
     def leader_of(self, group_id: str) -> NodeId | None:
-        """Return the node that coordinates a group; None without a leader."""
         return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
@@ -291,7 +288,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         )
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
-        """Return every committed offset as group, topic, partition and offset."""
         for shard in self._runtime.shards:
             if shard.state is not None:
                 yield from shard.state.committed()

@@ -146,8 +146,6 @@ class SyncRequest:
 
 @dataclass(frozen=True, slots=True)
 class SyncResponse:
-    """The assignment of the member."""
-
     protocol_type: str | None
     protocol_name: str | None
     assignment: bytes
@@ -164,16 +162,12 @@ class LeavingMember:
 
 @dataclass(frozen=True, slots=True)
 class LeaveResult:
-    """The outcome for one leaver."""
-
     leaver: LeavingMember
     error: MillstreamError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCommit:
-    """An offset to be stored."""
-
     partition: int
     offset: int
     leader_epoch: int = -1

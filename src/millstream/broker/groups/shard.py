@@ -287,7 +287,6 @@ class GroupShard:
             yield key.group_id, key.topic, key.partition, committed.offset
 
     def offsets_of_transactional_groups(self, topics: Mapping[str, UUID | None]) -> Iterable[tuple[OffsetKey, int]]:
-        """Return the offsets in some topics of groups for which transactions have committed some."""
         return self._offsets.of_transactional_groups(topics)
 
     def join(self, request: JoinRequest) -> Outcome[JoinResponse]:
@@ -319,7 +318,7 @@ class GroupShard:
         who = request.member
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
-            return self.consumers.sync(consumers, request)
+            return self.consumers.classic.sync(consumers, request)
         group = self._group_with_members(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
@@ -338,7 +337,7 @@ class GroupShard:
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
-            return self.consumers.classic_heartbeat(consumers, who)
+            return self.consumers.classic.heartbeat(consumers, who)
         group = self._group_with_members(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
@@ -352,7 +351,7 @@ class GroupShard:
     def leave(self, group_id: str, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
         consumers = self.consumers.get(group_id)
         if consumers is not None:
-            return self.consumers.leave(consumers, leavers)
+            return self.consumers.classic.leave(consumers, leavers)
         group = self._groups.get(group_id)
         if group is None:
             unknown = UnknownMember(f"there is no group {group_id!r}")

@@ -104,7 +104,6 @@ class PendingOffsets:
         return sum(map(len, self._by_producer.values()))
 
     def is_pending(self, key: OffsetKey) -> bool:
-        """Return whether an undecided transaction has committed this offset."""
         return key in self._producers_of
 
     def with_stability(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:

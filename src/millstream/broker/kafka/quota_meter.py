@@ -133,7 +133,6 @@ class QuotaMeters:
         self.fetch = QuotaMeter(quotas, CONSUMER_BYTE_RATE)
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield how many quotas there are, how often clients were throttled, and for how long."""
         meters = (self.produce, self.fetch)
         yield gauge("millstream_quotas", "Entities with a quota.", len(self._quotas.all()))
         yield Metric(

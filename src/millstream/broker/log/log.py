@@ -638,11 +638,9 @@ class Log:
     # -- deletion -------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_ms: int) -> int:
-        """Delete segments by age and size as the topic's settings say; return the bytes freed."""
         return delete_expired(self, now_ms)
 
     def delete_before(self, offset: int) -> None:
-        """Let the log begin at an offset, as `DeleteRecords` asks."""
         delete_before(self, offset)
 
     def truncate_to(self, offset: int) -> None:

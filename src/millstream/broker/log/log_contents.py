@@ -116,8 +116,6 @@ def read_producers(log: Log) -> Producers:
 
 @dataclass(slots=True, kw_only=True)
 class LogContents:
-    """The parts of a log that is about to be opened."""
-
     directory: str
     segments: list[Segment]
     start_offset: int

@@ -172,8 +172,6 @@ _UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """What opening a log needs to know."""
-
     files: Files
     now_ms: int
     producer_expiry_ms: int

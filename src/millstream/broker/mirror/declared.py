@@ -134,7 +134,6 @@ class Mirrors(NamedHolder[Mirror]):
         return stored
 
     def unfinished_cuts(self, name: str) -> Collection[str]:
-        """Return the copies of a mirror whose failover has begun and not finished."""
         mirror = self._by_name.get(name)
         return () if mirror is None else mirror.cut_epochs.keys()
 

@@ -531,7 +531,6 @@ class MirrorService:
                 )
 
     def unfinished_cuts(self, mirror: Mirror) -> list[str]:
-        """Return the copies of a mirror whose failover has begun and not finished, by name."""
         return sorted(topic.name for topic in self.copied_topics(mirror.name) if topic.name in mirror.cut_epochs)
 
     def failover_command(self, mirror: Mirror) -> str:

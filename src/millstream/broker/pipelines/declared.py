@@ -191,15 +191,12 @@ class Pipelines(NamedHolder[Pipeline]):
         return await self._alter(name, changed, "run requested")
 
     async def runs(self, pipeline: Pipeline, *, limit: int = RUNS_KEPT) -> list[JobRun]:
-        """Return the last runs of a job, the latest first."""
         return await self._declarations.call(Catalog.job_runs, pipeline.pipeline_id, limit=limit)
 
     async def begin_run(self, run: JobRun) -> bool:
-        """Store the start of a run durably; return False if another node has started it."""
         return await self._declarations.call(Catalog.begin_job_run, run)
 
     async def update_run(self, before: JobRun, after: JobRun) -> bool:
-        """Store the progress of a run; return False if another node has made another attempt at it."""
         return await self._declarations.call(Catalog.update_job_run, before, after)
 
     async def lock_requirements(self, pipeline: Pipeline, lock: str) -> Pipeline:

@@ -121,7 +121,6 @@ class InSync:
         return len(self._followers)
 
     def follower(self, node: NodeId) -> Follower | None:
-        """Return a follower by its node; None for a node without a replica."""
         return self._followers.get(node)
 
     def acknowledged(self, own: Offset) -> Offset:

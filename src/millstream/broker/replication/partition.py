@@ -788,7 +788,6 @@ class Partition(Replica):
             self.apply(versioned, me=self._me)
 
     def change_refused(self, change: InSyncChange) -> None:
-        """End a change that was certainly not carried out, and never will be."""
         if self._in_sync is not None:
             self._in_sync.refused(change)
             self._advance()

@@ -161,8 +161,6 @@ class SubjectVersions(Sequence[SubjectVersion]):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewSchema:
-    """A schema as a client sends it."""
-
     content: SchemaContent
     normalize: bool = False
     schema_id: int | None = None

@@ -108,8 +108,6 @@ class Actor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of something that is declared."""
-
     activity: Activity
     kind: str
     """`topic`, `subscription` and so on; `user` and `acl` are changes of accounts."""

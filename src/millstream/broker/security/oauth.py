@@ -67,8 +67,6 @@ class Bearer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OAuthSettings:
-    """Which tokens are accepted."""
-
     jwks: str
     """A file or an https URL."""
     issuer: str

@@ -123,8 +123,6 @@ NOTHING: Final = ReceivedMessages([], [])
 
 
 class Demand(NamedTuple):
-    """How much a worker asks for."""
-
     worker: str
     max_records: int
     max_bytes: int

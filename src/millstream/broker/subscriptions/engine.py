@@ -132,8 +132,6 @@ REOPEN_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """The parts of a node that the engine uses."""
-
     topics: Topics
     subscriptions: Subscriptions
     store: StateStore

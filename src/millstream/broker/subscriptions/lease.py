@@ -58,8 +58,6 @@ class DeltaKind(IntEnum):
 
 
 class Delta(NamedTuple):
-    """One event about consecutive messages."""
-
     kind: DeltaKind
     first: int
     last: int

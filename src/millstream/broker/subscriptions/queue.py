@@ -231,7 +231,6 @@ class Queue:
         return self._fold.counts[REJECTING]
 
     def counter(self, kind: DeltaKind) -> int:
-        """Return how often an event has happened to messages since the queue started."""
         return self._fold.counters[kind]
 
     @property

@@ -94,8 +94,6 @@ _TOPIC_SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionsStatus:
-    """Counts of this node's transactions."""
-
     by_state: Mapping[str, int]
     shards: int
     shards_loading: int

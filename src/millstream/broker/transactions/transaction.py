@@ -38,8 +38,6 @@ class InitRequest:
 
 
 class InitResponse(NamedTuple):
-    """The id and epoch of a producer."""
-
     producer_id: ProducerId
     epoch: int
 
@@ -58,8 +56,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionDescription:
-    """The description of one transactional id."""
-
     transactional_id: str
     state: str
     producer_id: ProducerId

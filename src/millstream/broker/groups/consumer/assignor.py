@@ -341,7 +341,6 @@ def compute_target(
     topics: TopicView,
     assignor: str,
 ) -> dict[str, Assignment]:
-    """Compute the target assignment of every member from the previous one."""
     chosen = {(member.subscription.topics, member.subscription.expression) for member in members}
     ids = {choice: topic_ids_of(choice, resolved, topics) for choice in chosen}
     names = {name for choice in chosen for name in names_of(choice, resolved)}

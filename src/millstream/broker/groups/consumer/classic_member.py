@@ -339,7 +339,7 @@ class ClassicMembers:
             return [], self._refuse_until_rejoined(group, member)
         return [], None
 
-    def leave(self, group: ConsumerGroup, leavers: list[LeavingMember]) -> Outcome[list[LeaveResult]]:
+    def leave(self, group: ConsumerGroup, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
         going: dict[str, ConsumerMember] = {}
         results = []
         for leaver in leavers:

@@ -147,13 +147,9 @@ class Sessions:
     again, so that no member stays forever because of one refused append.
     """
 
-    def __init__(self, timers: Timers, *, session_of: Callable[[str], int]) -> None:
+    def __init__(self, timers: Timers, *, session_of: Callable[[str], int], expire: Expire) -> None:
         self._timers = timers
         self._session_of = session_of
-        self._expire: Expire = lambda group_id, member_id, reason, late: []
-
-    def on_expiry(self, expire: Expire) -> None:
-        """Set the function that removes a member that missed a deadline."""
         self._expire = expire
 
     def keep_alive(self, group_id: str, member: ConsumerMember) -> None:
@@ -220,8 +216,6 @@ class GroupContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberTarget:
-    """The target of a member."""
-
     epoch: int
     target: Assignment
     topics: Set[UUID]

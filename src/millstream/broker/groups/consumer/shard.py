@@ -7,7 +7,7 @@ State that an operation changes directly is soft: timers, and which version of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,11 +66,6 @@ from millstream.broker.groups.requests import (
     HeartbeatResult,
     JoinRequest,
     JoinResponse,
-    LeaveResult,
-    LeavingMember,
-    MemberRef,
-    SyncRequest,
-    SyncResponse,
 )
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -197,8 +192,7 @@ class ConsumerShard:
         self._clock = clock
         self._topics = topics.topics
         self._rebalance_classic = rebalance_classic
-        self._sessions = Sessions(timers, session_of=limits.session_of)
-        self._sessions.on_expiry(self._expire)
+        self._sessions = Sessions(timers, session_of=limits.session_of, expire=self._expire)
         context = GroupContext(
             topics=topics.topics,
             expressions=topics.expressions,
@@ -209,7 +203,7 @@ class ConsumerShard:
         )
         self._heartbeats = Heartbeats(context, self._find_or_create)
         self._departure = Departure(context, self._downgrade)
-        self._classic = ClassicMembers(context, self._departure)
+        self.classic = ClassicMembers(context, self._departure)
 
     def __iter__(self) -> Iterator[ConsumerGroup]:
         return iter(self._registry.consumers)
@@ -252,21 +246,12 @@ class ConsumerShard:
     # The classic protocol, on a group of this kind
 
     def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[JoinResponse]:
-        outcome = self._classic.join(group, request)
+        outcome = self.classic.join(group, request)
         others = [member for member in group.members.values() if member.instance_id != request.instance_id]
         if request.instance_id is not None and all(member.speaks_classic for member in others):
             # It may have replaced the last member of the newer protocol.
             self._downgrade_soon(group.group_id)
         return outcome
-
-    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[SyncResponse]:
-        return self._classic.sync(group, request)
-
-    def classic_heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
-        return self._classic.heartbeat(group, who)
-
-    def leave(self, group: ConsumerGroup, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:
-        return self._classic.leave(group, list(leavers))
 
     def delete_if_empty(self, group_id: str) -> Records:
         """Build the records that delete an empty group, which a classic one replaces."""

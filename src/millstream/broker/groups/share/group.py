@@ -60,8 +60,6 @@ class ShareGroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareMember:
-    """The metadata and subscription of a member."""
-
     member_id: str
     rack_id: str | None
     client_id: str

@@ -44,8 +44,6 @@ _FIRST_WITH_MANY: Final = 4
 
 
 class AddPartitionsCall(NamedTuple):
-    """A request of any version."""
-
     version: int
     transactions: tuple[AddPartitionsToTxnTransaction, ...]
 

@@ -25,8 +25,6 @@ from millstream.core.topic import check_topic_name
 
 
 class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
-    """Replaces the settings of topics, and what was set for nodes."""
-
     key = 33
     versions = (0, 2)
     changes = staticmethod(settings_changed)

@@ -42,8 +42,6 @@ from millstream.core.ids import NodeId
 
 
 class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
-    """Grows topics."""
-
     key = 37
     versions = (0, 3)
 

@@ -32,8 +32,6 @@ _NO_LOW_WATERMARK: Final = i64(-1)
 
 
 class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
-    """Cuts off the beginning of partitions."""
-
     key = 21
     versions = (0, 2)
 

@@ -47,8 +47,6 @@ _NO_LEADER: Final = BrokerId(-1)
 
 
 class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicPartitionsResponse]):
-    """Describes topics, page by page."""
-
     key = 75
     versions = (0, 0)
     changes = None

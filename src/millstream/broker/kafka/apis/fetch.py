@@ -288,8 +288,6 @@ class _Wait:
 
 
 class Fetch:
-    """Reads batches from the log, at once or when there are enough."""
-
     key = 1
     versions = (4, 18)
 

@@ -65,8 +65,6 @@ _NAMES_SHOWN_MAX: Final = 5
 
 
 class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlterConfigsResponse]):
-    """Changes settings of topics, nodes and groups."""
-
     key = 44
     versions = (0, 1)
     changes = staticmethod(settings_changed)

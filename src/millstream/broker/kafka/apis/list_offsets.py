@@ -70,8 +70,6 @@ _NONE: Final = _LookupResult(NO_OFFSET, NO_TIMESTAMP_MS, NO_EPOCH)
 
 
 class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
-    """Looks up offsets by time."""
-
     key = 2
     versions = (1, 11)
     changes = None

@@ -59,8 +59,6 @@ _TRANSIENT: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
 
 
 class Metadata(Api[MetadataRequest, MetadataResponse]):
-    """Describes the cluster and its topics."""
-
     key = 3
     versions = (0, 13)
     changes = None

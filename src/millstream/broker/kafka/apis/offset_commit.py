@@ -59,8 +59,6 @@ class TopicCommit(NamedTuple):
 
 
 class OffsetCommitCall(NamedTuple):
-    """A request of any version."""
-
     member: MemberRef
     retention_ms: int | None
     topics: list[TopicCommit]

@@ -48,8 +48,6 @@ _ACKS_ALL: Final = -1
 
 
 class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
-    """Stores messages that are not stored yet."""
-
     changes = None
 
     def __init__(self, topics: Topics, quota: QuotaMeter, rules: SchemaRules | None = None) -> None:

@@ -180,7 +180,6 @@ class SchemaLookup(RegistryApi[LookupSchemaRequest, SchemaResponse]):
     changes = None
 
     async def needs(self, request: LookupSchemaRequest) -> Sequence[Need]:
-        """Require DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def respond(self, request: LookupSchemaRequest) -> SchemaResponse:
@@ -199,7 +198,6 @@ class SchemaCheck(RegistryApi[CheckSchemaRequest, CheckResponse]):
     changes = None
 
     async def needs(self, request: CheckSchemaRequest) -> Sequence[Need]:
-        """Require DESCRIBE on the topics of the subject and of the references."""
         return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def respond(self, request: CheckSchemaRequest) -> CheckResponse:
@@ -324,7 +322,6 @@ class SchemaSubject(RegistryApi[GetSubjectRequest, SubjectResponse]):
     changes = None
 
     async def needs(self, request: GetSubjectRequest) -> Sequence[Need]:
-        """Require DESCRIBE on the subject's topic."""
         return await self.needs_on(Operation.DESCRIBE, request.subject)
 
     async def respond(self, request: GetSubjectRequest) -> SubjectResponse:
@@ -362,7 +359,6 @@ class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
     changes = single_change("schema", DELETE, name="subject")
 
     async def needs(self, request: DeleteSubjectRequest) -> Sequence[Need]:
-        """Require DELETE on the subject's topic."""
         return await self.needs_on(Operation.DELETE, request.subject)
 
     async def respond(self, request: DeleteSubjectRequest) -> DeletedResponse:
@@ -383,7 +379,6 @@ class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
     changes = None
 
     async def needs(self, request: GetSettingsRequest) -> Sequence[Need]:
-        """Require DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
         return [subject_need(Operation.DESCRIBE_CONFIGS, request.subject)]
 
     async def respond(self, request: GetSettingsRequest) -> SettingsResponse:

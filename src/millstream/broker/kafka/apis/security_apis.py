@@ -181,7 +181,6 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
         self._secrets = secrets
 
     async def needs(self, request: SecretsRequest) -> Sequence[Need]:
-        """Require ALTER on the cluster to seal them again, else DESCRIBE."""
         operation = Operation.ALTER if request.reseal else Operation.DESCRIBE
         return [(operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 

@@ -42,8 +42,6 @@ from millstream.core.errors import MillstreamError
 
 
 class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
-    """Settles leases of share consumers."""
-
     key = 79
     versions = (1, 2)
     changes = None

@@ -117,8 +117,6 @@ class _Results:
 
 
 class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
-    """Leases messages to share consumers."""
-
     key = 78
     versions = (1, 2)
     changes = None

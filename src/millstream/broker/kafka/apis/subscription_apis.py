@@ -679,7 +679,6 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     changes = None
 
     async def needs(self, request: LedgerMarkRequest) -> Sequence[Need]:
-        """Require DESCRIBE on the subscriptions that are named; without names, on the cluster."""
         if request.names is None:
             return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
         return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names]

@@ -53,8 +53,6 @@ WORKER_LENGTH_MAX = 249
 
 
 class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
-    """Leases messages to workers."""
-
     changes = None
     waits_for_others = True
 

@@ -41,8 +41,6 @@ Codes = dict[tuple[str, int], ErrorCode]
 
 
 class TxnOffsetCommitCall(NamedTuple):
-    """A request and its version."""
-
     version: int
     message: TxnOffsetCommitRequest
 

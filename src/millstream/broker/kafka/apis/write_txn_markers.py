@@ -35,8 +35,6 @@ from millstream.protocol.records.control import Marker
 
 
 class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
-    """Writes markers to this node's partitions."""
-
     key = 27
     versions = (1, 2)
     changes = None
