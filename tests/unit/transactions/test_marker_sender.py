@@ -302,7 +302,7 @@ async def test_transactions_are_listed_for_administrators(node: Node) -> None:
     who = await node.begin("spark/q/0/0/a")
     assert len(await node.coordinator.listing(TransactionFilter())) == 1
     await node.coordinator.prepare(who)
-    assert node.coordinator.status().by_state["Prepared"] == 1
+    assert node.coordinator.counts()["Prepared"] == 1
     assert await node.coordinator.abort_batch("q", 0) == 1
     await node.coordinator._run("spark/q/0/0/a", lambda shard: shard.wait_ended("spark/q/0/0/a"))
     assert await node.coordinator.listing(TransactionFilter()) == []

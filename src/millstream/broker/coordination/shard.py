@@ -440,7 +440,7 @@ class Shard(Generic[S]):
         try:
             records, response = operation(state)
         except MillstreamError as error:
-            self._completed.append((release, _refused_response(error)))
+            self._completed.append((release, Deferred.refused(error)))
             confirmation = self._confirmation
             needs_confirmation = confirmation is not None and isinstance(error, confirmation.refusals)
             self._append_and_replay(
@@ -562,7 +562,7 @@ class Shard(Generic[S]):
     def _refuse_responses(self, error: MillstreamError) -> None:
         completed, self._completed = self._completed, []
         for release, _ in completed:
-            release(_refused_response(error))
+            release(Deferred.refused(error))
 
     def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
         if incarnation != self._incarnation:
@@ -595,7 +595,7 @@ class Shard(Generic[S]):
             state.unload()
         waiting, self._waiting = self._waiting, deque()
         for _, release, _ in waiting:
-            release(_refused_response(error))
+            release(Deferred.refused(error))
         self._refuse_responses(error)
 
     def _load_soon(self, delay_s: float) -> None:
@@ -658,12 +658,6 @@ class Shard(Generic[S]):
 def _resolved_response(value: T) -> Deferred[T]:
     later: Deferred[T] = Deferred()
     later.resolve(value)
-    return later
-
-
-def _refused_response(error: MillstreamError) -> Deferred[Any]:
-    later: Deferred[Any] = Deferred()
-    later.refuse(error)
     return later
 
 

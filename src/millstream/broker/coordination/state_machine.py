@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError
@@ -30,6 +30,12 @@ class Deferred(Generic[T]):
         self._value: T | None = None
         self._error: MillstreamError | None = None
         self._listener: Callable[[Deferred[T]], None] | None = None
+
+    @classmethod
+    def refused(cls, error: MillstreamError) -> Self:
+        later = cls()
+        later.refuse(error)
+        return later
 
     def resolve(self, value: T) -> None:
         if not self.completed:

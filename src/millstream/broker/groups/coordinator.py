@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
 
@@ -13,9 +12,7 @@ from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTo
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.coordination.state_machine import Timers
 from millstream.broker.groups.consumer.assignor import TopicView
-from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.shard import ConsumerTopics
-from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import (
     CommitRequest,
     CommitResult,
@@ -60,15 +57,6 @@ Admit = Callable[[TopicPartition], Awaitable[None]]
 
 class GroupTopics(StateTopics, TopicView, Protocol):
     """The topics that the coordinator needs: the one that stores its state, and those that groups assign."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupsStatus:
-    groups: int
-    members: int
-    by_state: Mapping[str, int]
-    shards: int
-    shards_loading: int
 
 
 class GroupCoordinator(Coordinator[GroupShard]):
@@ -270,22 +258,6 @@ class GroupCoordinator(Coordinator[GroupShard]):
         for shard in self._runtime.shards:
             if shard.state is not None:
                 shard.submit(_sweep_soon, pure=True).add_done_callback(_ignore_result)
-
-    def status(self) -> GroupsStatus:
-        states = [shard.state for shard in self._runtime.shards]
-        loaded = [state for state in states if state is not None]
-        groups = [group for state in loaded for group in (*state.groups, *state.consumers, *state.shares)]
-        names = [state.value for state in (*GroupState, *ConsumerGroupState) if state is not GroupState.DEAD]
-        by_state = dict.fromkeys(names, 0)
-        for group in groups:
-            by_state[group.state.value] += 1
-        return GroupsStatus(
-            groups=len(groups),
-            members=sum(len(group.members) for group in groups),
-            by_state=by_state,
-            shards=len(states),
-            shards_loading=sum(state is None for state in states),
-        )
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
         for shard in self._runtime.shards:

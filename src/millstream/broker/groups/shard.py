@@ -134,8 +134,7 @@ class Join:
 
     def _refuse_full(self, group: Group, request: JoinRequest) -> JoinOutcome:
         """Refuse a member because the group is full; remove it if it was a member, so that the others do not wait."""
-        later: Deferred[JoinResponse] = Deferred()
-        later.refuse(
+        later: Deferred[JoinResponse] = Deferred.refused(
             GroupFull(f"group {group.group_id!r} has reached its maximum size of {self._limits.members_max} members")
         )
         if request.member_id not in group.members:
@@ -157,9 +156,7 @@ class Join:
         if request.supports_member_id_required:
             # The id is assigned before the member joins, so that a client that gives up leaves no member behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
-            later: Deferred[JoinResponse] = Deferred()
-            later.refuse(MemberIdRequired("join again with the assigned member id", member_id=new_id))
-            return [], later
+            return [], Deferred.refused(MemberIdRequired("join again with the assigned member id", member_id=new_id))
         return self._add_member(group, new_id, request)
 
     def _add_member(self, group: Group, member_id: str, request: JoinRequest) -> JoinOutcome:
@@ -343,9 +340,7 @@ class GroupShard:
         _check_generation(group, who.generation)
         self._rebalance.keep_alive(group, member)
         if group.is_in(GroupState.PREPARING):
-            deferred: Deferred[None] = Deferred()
-            deferred.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
-            return [], deferred
+            return [], Deferred.refused(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
         return [], None
 
     def leave(self, group_id: str, leavers: Iterable[LeavingMember]) -> Outcome[list[LeaveResult]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args, overload
 from urllib.parse import quote
 from uuid import UUID
 
@@ -382,15 +382,36 @@ _MESSAGE_LENGTH_MAX: Final = 2000
 """A message may quote the client's data; at this length it fits into every version's response."""
 
 
-def error_code(error: BaseException) -> ErrorCode:
+async def error_of(work: Awaitable[object]) -> MillstreamError | None:
+    """Await work; return the error for clients that it has raised, if any."""
+    try:
+        await work
+    except MillstreamError as error:
+        return error
+    return None
+
+
+def error_code(error: BaseException | None) -> ErrorCode:
+    if error is None:
+        return ErrorCode.none
     for ancestor in type(error).__mro__:
         if ancestor in CODES:
             return ErrorCode(CODES[ancestor])
     return ErrorCode.unknown_server_error
 
 
-def error_message(error: BaseException) -> str:
+@overload
+def error_message(error: None) -> None: ...
+
+
+@overload
+def error_message(error: BaseException) -> str: ...
+
+
+def error_message(error: BaseException | None) -> str | None:
     """Return the message for clients; errors outside the tree are not exposed, since they may name internals."""
+    if error is None:
+        return None
     if isinstance(error, MillstreamError):
         return str(error)[:_MESSAGE_LENGTH_MAX]
     return "the broker failed to carry out the request; see its log"

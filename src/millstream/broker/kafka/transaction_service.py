@@ -183,7 +183,7 @@ class TransactionService:
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 
     def metrics(self) -> Iterable[Metric]:
-        states = self.coordinator.status().by_state
+        states = self.coordinator.counts()
         yield Metric(
             "millstream_transactions",
             "gauge",

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
@@ -90,13 +89,6 @@ _TOPIC_SETTINGS: Final = {
     "segment.bytes": str(64 * 1024 * 1024),
     "max.message.bytes": str(32 * 1024 * 1024),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionsStatus:
-    by_state: Mapping[str, int]
-    shards: int
-    shards_loading: int
 
 
 _FINAL_REFUSALS: Final = Confirmation(
@@ -286,15 +278,13 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         responses = [shard.submit(lambda state: state.listing(filter_), pure=True) for shard in self.shards]
         return [one for listing in await asyncio.gather(*responses) for one in listing]
 
-    def status(self) -> TransactionsStatus:
-        states = [shard.state for shard in self.shards]
+    def counts(self) -> Mapping[str, int]:
+        """Count the transactional ids of this node by state."""
         counts: Counter[str] = Counter()
-        for state in states:
-            if state is not None:
-                counts.update(state.counts())
-        return TransactionsStatus(
-            by_state=counts, shards=len(states), shards_loading=sum(state is None for state in states)
-        )
+        for shard in self.shards:
+            if shard.state is not None:
+                counts.update(shard.state.counts())
+        return counts
 
     async def _run(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
         return await self._runtime.run(placement_of(transactional_id), operation, pure=True)

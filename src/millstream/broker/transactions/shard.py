@@ -281,7 +281,7 @@ class TransactionShard:
         if transaction.state is TransactionState.ONGOING:
             # The next attempt finds it ended, and gets an epoch that the aborted transaction never had.
             aborted = self.aborted(transaction, "a new producer uses its transactional id")
-            return [transaction_record(aborted)], _refused_response(_concurrent_error(transaction))
+            return [transaction_record(aborted)], Deferred.refused(_concurrent_error(transaction))
         if transaction.state not in IDLE:
             raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
         expected_epoch = None if request.expected is None else request.expected[1]
@@ -640,12 +640,6 @@ def _wrong_state_error(transaction: Transaction, *, commit: bool) -> InvalidTran
     return InvalidTransactionState(
         f"{transaction.transactional_id!r} is {transaction.state.value} and cannot be {outcome}"
     )
-
-
-def _refused_response(error: MillstreamError) -> Deferred[InitResponse]:
-    later: Deferred[InitResponse] = Deferred()
-    later.refuse(error)
-    return later
 
 
 def _ending_of(transaction: Transaction) -> Ending:

@@ -295,9 +295,8 @@ class ClassicMembers:
             raise InconsistentProtocol(f"the members of group {group.group_id!r} know none of these protocols")
         member_id = request.member_id or f"{request.instance_id or request.client_id}-{self._context.new_suffix()}"
         if not request.member_id and request.instance_id is None and request.supports_member_id_required:
-            later: Deferred[JoinResponse] = Deferred()
-            later.refuse(MemberIdRequired("join again with the assigned member id", member_id=member_id))
-            return [], later
+            required = MemberIdRequired("join again with the assigned member id", member_id=member_id)
+            return [], Deferred.refused(required)
         parsed = _parse_metadata(request)
         records: list[StateRecord] = []
         before = _find_joining(group, member_id, request, records)
@@ -366,9 +365,7 @@ class ClassicMembers:
 
     def _refuse_until_rejoined(self, group: ConsumerGroup, member: ConsumerMember) -> Deferred[Any]:
         self._context.sessions.await_join(group.group_id, member)
-        later: Deferred[Any] = Deferred()
-        later.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
-        return later
+        return Deferred.refused(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
 
 
 def _parse_metadata(request: JoinRequest) -> ProtocolSubscription:

@@ -33,11 +33,11 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         to_delete: dict[str, list[int]] = {}
         for topic in request.topics:
             indexes = [partition.partition_index for partition in topic.partitions]
-            existing = [index for index in indexes if self._partition_exists(topic.name, index)]
+            existing = [index for index in indexes if self._topics.has_partition(topic.name, index)]
             to_delete.setdefault(topic.name, []).extend(existing)
         response = await self._groups.delete_offsets(request.group_id, to_delete)
         codes = {
-            (name, index): ErrorCode.none if error is None else error_code(error)
+            (name, index): error_code(error)
             for name, partitions in response.items()
             for index, error in partitions.items()
         }
@@ -46,10 +46,6 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
             throttle_time=NO_THROTTLE,
             topics=tuple(_topic_response(topic, codes) for topic in request.topics),
         )
-
-    def _partition_exists(self, name: str, partition: int) -> bool:
-        topic = self._topics.get(name)
-        return topic is not None and 0 <= partition < topic.partitions
 
 
 def _topic_response(

@@ -33,11 +33,12 @@ from millstream.broker.kafka.api import (
     check_replicas,
     error_code,
     error_message,
+    error_of,
     topic_named,
 )
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
-from millstream.core.errors import InvalidReplication, MillstreamError
+from millstream.core.errors import InvalidReplication
 from millstream.core.ids import NodeId
 
 
@@ -128,17 +129,15 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
     async def _partition_response(
         self, topic: str, requested: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
     ) -> ReassignablePartitionResponse:
-        code, message = ErrorCode.none, None
-        try:
-            deadline.remaining_s(f"{topic}-{requested.partition_index}")
-            await self._reassign(topic, requested, may_change=may_change)
-        except MillstreamError as error:
-            code, message = error_code(error), error_message(error)
+        error = await error_of(self._reassign(topic, requested, deadline, may_change=may_change))
         return ReassignablePartitionResponse(
-            partition_index=requested.partition_index, error_code=code, error_message=message
+            partition_index=requested.partition_index, error_code=error_code(error), error_message=error_message(error)
         )
 
-    async def _reassign(self, name: str, requested: ReassignablePartition, *, may_change: bool) -> None:
+    async def _reassign(
+        self, name: str, requested: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
+    ) -> None:
+        deadline.remaining_s(f"{name}-{requested.partition_index}")
         topic = topic_named(self._topics, name)
         target: tuple[NodeId, ...] | None = None
         if requested.replicas is not None:

@@ -78,8 +78,8 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
             by_topic.setdefault(place[0], []).append(
                 PartitionData(
                     partition_index=i32(place[1]),
-                    error_code=ErrorCode.none if error is None else error_code(error),
-                    error_message=None if error is None else error_message(error),
+                    error_code=error_code(error),
+                    error_message=error_message(error),
                     current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
                 )
             )

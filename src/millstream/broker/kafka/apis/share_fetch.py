@@ -335,9 +335,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         return PartitionData(
             partition_index=i32(place[1]),
             error_code=ErrorCode.none if failed is None else _share_error_code(failed),
-            error_message=None if failed is None else error_message(failed),
-            acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
-            acknowledge_error_message=None if refused is None else error_message(refused),
+            error_message=error_message(failed),
+            acknowledge_error_code=i16(int(error_code(refused))),
+            acknowledge_error_message=error_message(refused),
             current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
             records=Records(results.records.get(place, b"")),
             acquired_records=tuple(

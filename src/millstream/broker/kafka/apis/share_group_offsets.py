@@ -35,7 +35,7 @@ from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, error_of
 from millstream.broker.kafka.share_consumers import UNKNOWN, QueueOffset, ShareOffsets
 from millstream.broker.security.changes import offsets_changed
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
@@ -151,8 +151,8 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
             responses.append(
                 AlterShareGroupOffsetsResponsePartition(
                     partition_index=i32(partition.partition_index),
-                    error_code=ErrorCode.none if error is None else error_code(error),
-                    error_message=None if error is None else error_message(error),
+                    error_code=error_code(error),
+                    error_message=error_message(error),
                 )
             )
         return AlterShareGroupOffsetsResponseTopic(
@@ -164,11 +164,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
     async def _move_one(self, group_id: str, topic: Topic | None, index: int, offset: int) -> MillstreamError | None:
         if topic is None or not 0 <= index < topic.partitions or topic.is_internal:
             return UnknownTopic(f"there is no partition {index} that could be shared")
-        try:
-            await self._offsets.move(group_id, topic, index, max(0, offset))
-        except MillstreamError as error:
-            return error
-        return None
+        return await error_of(self._offsets.move(group_id, topic, index, max(0, offset)))
 
 
 class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGroupOffsetsResponse]):
@@ -200,17 +196,13 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
 
     async def _delete_offsets(self, group_id: str, name: str) -> DeleteShareGroupOffsetsResponseTopic:
         topic = self._topics.get(name)
-        error: MillstreamError | None = None
         if topic is None:
-            error = UnknownTopic(f"there is no topic {name!r}")
+            error: MillstreamError | None = UnknownTopic(f"there is no topic {name!r}")
         else:
-            try:
-                await self._offsets.forget(group_id, topic)
-            except MillstreamError as failed:
-                error = failed
+            error = await error_of(self._offsets.forget(group_id, topic))
         return DeleteShareGroupOffsetsResponseTopic(
             topic_name=TopicName(name),
             topic_id=None if topic is None else topic.topic_id,
-            error_code=ErrorCode.none if error is None else error_code(error),
-            error_message=None if error is None else error_message(error),
+            error_code=error_code(error),
+            error_message=error_message(error),
         )

@@ -819,5 +819,5 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, WriteQueuesResponse]):
         written: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
         self._states.write(PartitionIndex(request.state_partition), writes, partial(complete, written))
         results = await written
-        outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
+        outcomes = [(int(error_code(error)), error_message(error)) for error in results]
         return WriteQueuesResponse(0, None, outcomes)

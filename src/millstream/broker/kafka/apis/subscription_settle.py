@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from kio.schema.errors import ErrorCode
-
 from millstream.broker.kafka.api import (
     ClientInfo,
     Need,
@@ -134,10 +132,7 @@ def _check_readable(client: ClientInfo | None, asked: PartitionSettles) -> None:
 
 
 def _to_results(errors: Iterable[MillstreamError | None]) -> Results:
-    return [
-        (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
-        for error in errors
-    ]
+    return [(int(error_code(error)), error_message(error)) for error in errors]
 
 
 def _error_results(error: MillstreamError, asked: PartitionSettles) -> Results:

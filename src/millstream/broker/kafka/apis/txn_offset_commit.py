@@ -13,7 +13,7 @@ instead of AddOffsetsToTxn.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.txn_offset_commit.v5.request import TxnOffsetCommitRequest
@@ -26,12 +26,11 @@ from kio.schema.txn_offset_commit.v5.response import (
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, log_fenced
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, log_fenced
 from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.shape import reshape
 
 _FIRST_WITH_LOADING: Final = 2
 _FIRST_WITH_ABORTABLE: Final = 4
@@ -40,12 +39,7 @@ _FIRST_THAT_ADDS: Final = 5
 Codes = dict[tuple[str, int], ErrorCode]
 
 
-class TxnOffsetCommitCall(NamedTuple):
-    version: int
-    message: TxnOffsetCommitRequest
-
-
-class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
+class TxnOffsetCommit(VersionedApi[TxnOffsetCommitRequest, TxnOffsetCommitResponse]):
     key = 28
     versions = (0, 5)
     changes = None
@@ -55,17 +49,13 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         self._topics = topics
         self._gate = gate
 
-    def upgrade(self, version: int, request: Any) -> TxnOffsetCommitCall:
-        """Remember the version, since the protocol depends on it."""
-        return TxnOffsetCommitCall(version, reshape(request, TxnOffsetCommitRequest))
-
-    async def handle(self, request: TxnOffsetCommitCall, client: ClientInfo) -> TxnOffsetCommitResponse:
+    async def handle(self, request: Versioned[TxnOffsetCommitRequest], client: ClientInfo) -> TxnOffsetCommitResponse:
         version, message = request
         valid: dict[str, list[PartitionCommit]] = {}
         codes: Codes = {}
         for topic in message.topics:
             for one in topic.partitions:
-                if self._partition_exists(topic.name, one.partition_index):
+                if self._topics.has_partition(topic.name, one.partition_index):
                     valid.setdefault(topic.name, []).append(_commit(one))
                 else:
                     codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
@@ -125,15 +115,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             code = _client_code(error_code(error), version)
             log_fenced(code, str(error), client, transactional_id=message.transactional_id)
             return {(name, one.partition): code for name, commits in valid.items() for one in commits}
-        return {
-            (name, index): ErrorCode.none if error is None else error_code(error)
-            for name, errors in result.items()
-            for index, error in errors.items()
-        }
-
-    def _partition_exists(self, name: str, index: int) -> bool:
-        topic = self._topics.get(name)
-        return topic is not None and 0 <= index < topic.partitions
+        return {(name, index): error_code(error) for name, errors in result.items() for index, error in errors.items()}
 
 
 def _client_code(code: ErrorCode, version: int) -> ErrorCode:
