@@ -243,10 +243,6 @@ class Topics:
     def by_id(self, topic_id: UUID) -> Topic | None:
         return self._by_id.get(topic_id)
 
-    def has_partition(self, name: str, index: int) -> bool:
-        topic = self._by_name.get(name)
-        return topic is not None and 0 <= index < topic.partitions
-
     def existing(self, names: Iterable[str]) -> list[Topic]:
         """Return those of these topics that exist."""
         return [topic for name in names if (topic := self._by_name.get(name)) is not None]

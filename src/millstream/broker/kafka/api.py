@@ -486,6 +486,11 @@ def topic_named(topics: Topics, name: str) -> Topic:
     return topic
 
 
+def partition_exists(topics: Topics, name: str, index: int) -> bool:
+    topic = topics.get(name)
+    return topic is not None and 0 <= index < topic.partitions
+
+
 def topic_with_id(topics: Topics, topic_id: UUID) -> Topic:
     topic = topics.by_id(topic_id)
     if topic is None:

@@ -331,7 +331,7 @@ class MirrorService:
 
         The others are gone, or are copies: those of a mirror that was reversed.
         """
-        return [topic.name for topic in self.topics.existing(cuts) if not topic.mirror]
+        return [name for name in cuts if (topic := self.topics.get(name)) is not None and not topic.mirror]
 
     def is_fenced(self, name: str) -> bool:
         """Whether topics of this cluster refuse writers, because it is the source of a switch."""

@@ -25,7 +25,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, CommitResult, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import ClientInfo, error_code
+from millstream.broker.kafka.api import ClientInfo, error_code, partition_exists
 from millstream.broker.net.connection import EventualResponse
 from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.security.rights import Rights
@@ -179,10 +179,7 @@ class OffsetCommit:
     def _check_exists(self, name: str | None, partition: int) -> ErrorCode | None:
         if name is None:
             return ErrorCode.unknown_topic_id
-        topic = self._topics.get(name)
-        if topic is None or not 0 <= partition < topic.partitions:
-            return ErrorCode.unknown_topic_or_partition
-        return None
+        return None if partition_exists(self._topics, name, partition) else ErrorCode.unknown_topic_or_partition
 
 
 def _check_allowed(rights: Rights, group_id: str, name: str | None) -> ErrorCode | None:

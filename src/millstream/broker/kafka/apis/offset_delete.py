@@ -16,7 +16,7 @@ from kio.schema.offset_delete.v0.response import (
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, partition_exists
 from millstream.broker.security.changes import offsets_changed
 
 
@@ -33,7 +33,7 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         to_delete: dict[str, list[int]] = {}
         for topic in request.topics:
             indexes = [partition.partition_index for partition in topic.partitions]
-            existing = [index for index in indexes if self._topics.has_partition(topic.name, index)]
+            existing = [index for index in indexes if partition_exists(self._topics, topic.name, index)]
             to_delete.setdefault(topic.name, []).extend(existing)
         response = await self._groups.delete_offsets(request.group_id, to_delete)
         codes = {

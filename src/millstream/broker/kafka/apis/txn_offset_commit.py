@@ -26,7 +26,15 @@ from kio.schema.txn_offset_commit.v5.response import (
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo, Versioned, VersionedApi, error_code, log_fenced
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    ClientInfo,
+    Versioned,
+    VersionedApi,
+    error_code,
+    log_fenced,
+    partition_exists,
+)
 from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
@@ -55,7 +63,7 @@ class TxnOffsetCommit(VersionedApi[TxnOffsetCommitRequest, TxnOffsetCommitRespon
         codes: Codes = {}
         for topic in message.topics:
             for one in topic.partitions:
-                if self._topics.has_partition(topic.name, one.partition_index):
+                if partition_exists(self._topics, topic.name, one.partition_index):
                     valid.setdefault(topic.name, []).append(_commit(one))
                 else:
                     codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
