@@ -19,10 +19,10 @@ from kio.static.primitive import i16, i32, i64
 
 from millstream.broker.cluster.declarations import ProducerIds
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, Versioned
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsCall, AddPartitionsToTxn
 from millstream.broker.kafka.apis.produce import Produce
-from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit, TxnOffsetCommitCall
+from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.quota_meter import QuotaMeters
 from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers
@@ -192,7 +192,7 @@ class TransactionNode(SimulatedNode):
                 ),
             ),
         )
-        response = await self.serving().offset_commit.handle(TxnOffsetCommitCall(version, request), _CLIENT)
+        response = await self.serving().offset_commit.handle(Versioned(version, request), _CLIENT)
         code = response.topics[0].partitions[0].error_code
         if code:
             raise error_from_code(code, None, about=f"offsets of {group}")

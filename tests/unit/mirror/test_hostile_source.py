@@ -6,21 +6,22 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from millstream.broker.mirror import service
 from millstream.broker.mirror.declared_copies import DeclaredCopies
 from millstream.broker.mirror.service import MirrorRun
-from millstream.broker.mirror.source import queue_key
 from millstream.core.errors import ProtocolViolation
 from millstream.core.mirror import MirrorSettings
+from millstream.protocol.private.message import decode
 from millstream.protocol.private.mirror_messages import QueueSnapshot, RegistryRequest, RegistryResponse
 from millstream.protocol.private.schema_messages import SchemaMessage
 
 
 def test_a_queue_whose_ids_are_none_is_refused() -> None:
     with pytest.raises(ProtocolViolation):
-        queue_key(QueueSnapshot(b"short", b"\1" * 16, 0, 1, b""))
+        decode(msgspec.msgpack.encode([[b"short", b"\1" * 16, 0], 1, b""]), QueueSnapshot)
 
 
 async def test_an_unexpected_failure_is_reported_and_retried(monkeypatch: pytest.MonkeyPatch) -> None:

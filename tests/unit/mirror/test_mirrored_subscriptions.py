@@ -15,7 +15,6 @@ from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.mirror import queue_states
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.follower import Follower
-from millstream.broker.mirror.source import queue_key
 from millstream.core import push
 from millstream.core.errors import NotLeader, RequestTimedOut
 from millstream.core.ids import PartitionIndex
@@ -211,7 +210,7 @@ class Offers:
         return OfferResponse(
             subscriptions=[offered(), offered(LETTERS_PREFIX + DEAD, 2, dead=""), plain],
             queues=[
-                QueueSnapshot(UUID(int=number).bytes, UUID(int=topic).bytes, 0, self.sequence, b"state")
+                QueueSnapshot(QueueKey(UUID(int=number), UUID(int=topic), PartitionIndex(0)), self.sequence, b"state")
                 for number, topic in ((1, 9), (2, 8), (3, 9))
             ],
         )
@@ -221,9 +220,9 @@ class Offers:
         return {DEAD: {0: self.reached}}
 
     async def _store(self, queues: Any, _topics: Any) -> list[QueueKey]:
-        stored = [one for one in queues if UUID(bytes=one.subscription_id).int not in self.leaderless]
-        self.stored += [(UUID(bytes=one.subscription_id).int, one.sequence) for one in stored]
-        return [queue_key(one) for one in stored]
+        stored = [one for one in queues if one.key.subscription_id.int not in self.leaderless]
+        self.stored += [(one.key.subscription_id.int, one.sequence) for one in stored]
+        return [one.key for one in stored]
 
     async def round(self) -> list[tuple[int, int]]:
         """Run one round; return what it stored."""

@@ -21,7 +21,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.mirror.declared_copies import require_enforced
 from millstream.broker.mirror.service import MirrorService
-from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
+from millstream.broker.mirror.source import Source, is_original, offer_pages
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -912,11 +912,11 @@ async def _cut_queue(
     """Cut the stored state of a queue of a topic that is not open any more."""
     from millstream.broker.subscriptions.snapshot import cut_snapshot
 
-    topic = topics.get(UUID(bytes=queue.topic_id))
-    cut = None if topic is None else cuts.get(topic.name, {}).get(queue.partition)
-    state = None if topic is None else service.topics.state_of(topic, queue.partition)
+    topic = topics.get(queue.key.topic_id)
+    cut = None if topic is None else cuts.get(topic.name, {}).get(queue.key.partition)
+    state = None if topic is None else service.topics.state_of(topic, queue.key.partition)
     if topic is None or cut is None or state is None:
         return
     snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, cut)
     if is_cut:
-        await service.subscriptions.write_state(queue_key(queue), Epoch(state.leader_epoch), snapshot)
+        await service.subscriptions.write_state(queue.key, Epoch(state.leader_epoch), snapshot)

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES
 from millstream.broker.mirror.service import MirrorRun
-from millstream.broker.mirror.source import Source, is_original, offer_pages, queue_key
+from millstream.broker.mirror.source import Source, is_original, offer_pages
 from millstream.core import push
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -24,7 +24,7 @@ from millstream.core.errors import (
     RequestTimedOut,
     SubscriptionExists,
 )
-from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.ids import Epoch, NodeId
 from millstream.core.mirror import Problem, listed
 from millstream.core.setting import HIDDEN, check_destinations
 from millstream.core.subscription import (
@@ -186,37 +186,37 @@ class MirroredQueues:
 
     async def _apply_page(self, offer: OfferResponse, topics: Mapping[UUID, Topic]) -> None:
         """Store the states of queues without dead letters, and keep the others until they may be stored."""
-        of_letters = {one.subscription_id.bytes for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)}
+        of_letters = {one.subscription_id for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)}
         letters = {
-            one.subscription_id.bytes: one.settings[DEAD_LETTER_TOPIC]
+            one.subscription_id: one.settings[DEAD_LETTER_TOPIC]
             for one in offer.subscriptions
             if self._copies_letters(one.settings.get(DEAD_LETTER_TOPIC, ""))
         }
         plain, fresh = list[QueueSnapshot](), list[QueueSnapshot]()
         for one in offer.queues:
-            key = queue_key(one)
-            if one.subscription_id in of_letters:
+            key = one.key
+            if key.subscription_id in of_letters:
                 topic = topics.get(key.topic_id)
                 if topic is None or key in self._letter_states or not self._has_room(one):
                     self._unread[key] = ""
                 else:
                     self._letter_states[key] = _WaitingState(one, topic.name, self._round)
-            elif one.subscription_id not in letters:
+            elif key.subscription_id not in letters:
                 plain.append(one)
             elif key in self._waiting:
-                self._unread[key] = letters[one.subscription_id]
+                self._unread[key] = letters[key.subscription_id]
             else:
                 fresh.append(one)
         await self._store(plain, topics)
         if not fresh:
             return
-        ends = await self._letter_ends({letters[one.subscription_id] for one in fresh})
+        ends = await self._letter_ends({letters[one.key.subscription_id] for one in fresh})
         for one in fresh:
-            name = letters[one.subscription_id]
+            name = letters[one.key.subscription_id]
             if name in ends and self._has_room(one):
-                self._waiting[queue_key(one)] = _WaitingState(one, name, self._round, ends[name])
+                self._waiting[one.key] = _WaitingState(one, name, self._round, ends[name])
             else:
-                self._unread[queue_key(one)] = name
+                self._unread[one.key] = name
 
     def _has_room(self, queue: QueueSnapshot) -> bool:
         kept = (*self._waiting.values(), *self._letter_states.values())
@@ -283,18 +283,18 @@ class MirroredQueues:
     async def _store(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> list[QueueKey]:
         """Store states of queues, cut at what is readable here; return those that are stored now."""
         places = {
-            TopicPartition(topics[topic_id].name, PartitionIndex(one.partition)): one
-            for one in queues
-            if (topic_id := UUID(bytes=one.topic_id)) in topics
+            TopicPartition(topics[key.topic_id].name, key.partition)
+            for key in (one.key for one in queues)
+            if key.topic_id in topics
         }
         exposed = await self._service.exposed_offsets(places)
         stored: list[QueueKey] = []
         for one in queues:
-            topic = topics.get(UUID(bytes=one.topic_id))
-            where = None if topic is None else TopicPartition(topic.name, PartitionIndex(one.partition))
+            key = one.key
+            topic = topics.get(key.topic_id)
+            where = None if topic is None else TopicPartition(topic.name, key.partition)
             if topic is None or where is None or where not in exposed:
                 continue
-            key = queue_key(one)
             state = self._service.topics.state_of(topic, where.partition)
             now = self._service.topics.get(topic.name)
             if state is None or now is None or now.mirror != self._run.mirror.name or now.is_draining:

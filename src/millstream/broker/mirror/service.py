@@ -35,7 +35,6 @@ from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
 from millstream.core.mirror import EPOCH_STEP, SOURCE, Mirror, Problem, TopicOffsets, listed, merged_offsets, pattern_of
 from millstream.core.setting import HIDDEN
-from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, cancel_and_wait, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import (
@@ -850,12 +849,7 @@ class MirrorService:
             return OfferResponse(mirrored=mirrored, origins=origins, letters=letters, fenced=fenced)
         topic_ids = set(request.topics)
         names = {topic.name for topic in self.topics.all() if topic.topic_id in topic_ids}
-        known = {
-            QueueKey(UUID(bytes=one.subscription_id), UUID(bytes=one.topic_id), PartitionIndex(one.partition)): (
-                one.sequence
-            )
-            for one in request.known
-        }
+        known = dict(request.known)
         declared = [one for one in self.subscriptions.declared.all() if names & set(one.topics)]
         subscriptions = [
             OfferedSubscription(
@@ -895,9 +889,7 @@ class MirrorService:
                 continue
             content = await asyncio.to_thread(loaded.snapshot) if loaded.is_large else loaded.snapshot()
             size += len(content)
-            queues.append(
-                QueueSnapshot(key.subscription_id.bytes, key.topic_id.bytes, key.partition, loaded.sequence, content)
-            )
+            queues.append(QueueSnapshot(key, loaded.sequence, content))
         return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more, has_hidden=has_hidden)
 
     def metrics(self) -> Iterable[Metric]:

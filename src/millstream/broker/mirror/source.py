@@ -7,8 +7,8 @@ from typing import Self, TypeVar
 from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
-from millstream.core.errors import CopyDiverged, MillstreamError, ProtocolViolation, UnknownTopicId, UnsupportedVersion
-from millstream.core.ids import EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.errors import CopyDiverged, MillstreamError, UnknownTopicId, UnsupportedVersion
+from millstream.core.ids import EpochEnd, NodeId, Offset
 from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import gather_or_cancel
@@ -18,8 +18,6 @@ from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
     OfferRequest,
     OfferResponse,
-    QueueKeyMessage,
-    QueueSnapshot,
 )
 from millstream.protocol.wire.admin_requests import describe_acls
 from millstream.protocol.wire.client import Client
@@ -162,20 +160,9 @@ async def offer_pages(
     """
     seen = dict(known or {})
     while True:
-        listed = [
-            QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
-            for key, sequence in seen.items()
-        ]
-        offer = await ask(OfferRequest(topics=list(topics), known=listed))
+        offer = await ask(OfferRequest(topics=list(topics), known=list(seen.items())))
         yield offer
-        fresh = {queue_key(one) for one in offer.queues if seen.get(queue_key(one)) != ANY_SEQUENCE}
+        fresh = {one.key for one in offer.queues if seen.get(one.key) != ANY_SEQUENCE}
         if not offer.has_more or not fresh:
             return
         seen |= dict.fromkeys(fresh, ANY_SEQUENCE)
-
-
-def queue_key(queue: QueueSnapshot) -> QueueKey:
-    try:
-        return QueueKey(UUID(bytes=queue.subscription_id), UUID(bytes=queue.topic_id), PartitionIndex(queue.partition))
-    except ValueError:
-        raise ProtocolViolation("the source names a queue by an id that does not have 16 bytes") from None

@@ -16,9 +16,7 @@ from millstream.broker.subscriptions.state_shard import (
     ReadFrames,
     StateCoordinator,
     WriteQueues,
-    WriteQueuesResponse,
     WriteResult,
-    encode_writes,
 )
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
 from millstream.core.backoff import Backoff
@@ -38,7 +36,6 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import cancel_and_wait
-from millstream.protocol.private.message import decode
 from millstream.protocol.wire.error_codes import error_from_code
 
 IN_FLIGHT_MAX: Final = 4
@@ -257,7 +254,7 @@ class RoutedStateStore:
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.frames(key, offset, since_ms)
-        request = ReadFrames(key.subscription_id.bytes, key.topic_id.bytes, key.partition, offset, since_ms)
+        request = ReadFrames(key, offset, since_ms)
         return (await ask_peer(self._peers, node, request, about="the events of a queue")).frames
 
     def write(self, write: QueueWrite) -> PendingWrite:
@@ -271,8 +268,7 @@ class RoutedStateStore:
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.load(key, leader_epoch)
-        request = LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch)
-        response = await ask_peer(self._peers, node, request, about="the state of a queue")
+        response = await ask_peer(self._peers, node, LoadQueue(key, leader_epoch), about="the state of a queue")
         return StoredQueue(response.snapshot, response.sequence)
 
     async def _wait_settled(self, key: QueueKey, deadline: float) -> None:
@@ -309,10 +305,7 @@ class RoutedStateStore:
             finish(sending.exception() or sending.result())
 
     async def _send_to(self, node: NodeId, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
-        body = await self._peers.send_private(node, WriteQueues.KEY, encode_writes(index, writes))
-        response = decode(body, WriteQueuesResponse)
-        if response.error:
-            raise error_from_code(response.error, response.message, about="the states of queues")
+        response = await ask_peer(self._peers, node, WriteQueues(index, writes), about="the states of queues")
         if len(response.errors) != len(writes):
             raise ProtocolViolation(f"{len(writes)} writes got {len(response.errors)} responses")
         return [

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -24,7 +24,6 @@ from millstream.core.errors import (
     CoordinatorUnavailable,
     CorruptState,
     FencedLeaderEpoch,
-    InvalidRequest,
     MillstreamError,
     OutOfOrderSequence,
     PolicyViolation,
@@ -33,11 +32,9 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
 from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
-from millstream.protocol.private.message import HasError, Request, encode
+from millstream.protocol.private.message import Request
 
 _logger = logging.getLogger(__name__)
-
-R = TypeVar("R", bound=HasError)
 
 
 class LoadQueueResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -49,21 +46,12 @@ class LoadQueueResponse(msgspec.Struct, frozen=True, array_like=True):
     sequence: int = -1
 
 
-class _QueueRequest(Request[R], Generic[R], frozen=True, array_like=True):
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
-
-    @property
-    def key(self) -> QueueKey:
-        return _key(self.subscription_id, self.topic_id, self.partition)
-
-
-class LoadQueue(_QueueRequest[LoadQueueResponse], frozen=True, array_like=True):
+class LoadQueue(Request[LoadQueueResponse], frozen=True, array_like=True):
     """Asks for a queue's state on behalf of its leader."""
 
     KEY: ClassVar = 32020
-    leader_epoch: int
+    key: QueueKey
+    leader_epoch: Epoch
 
 
 class ReadFramesResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -74,26 +62,13 @@ class ReadFramesResponse(msgspec.Struct, frozen=True, array_like=True):
     frames: Sequence[bytes] = ()
 
 
-class ReadFrames(_QueueRequest[ReadFramesResponse], frozen=True, array_like=True):
+class ReadFrames(Request[ReadFramesResponse], frozen=True, array_like=True):
     """Asks for the frames about one message that were written since a time."""
 
     KEY: ClassVar = 32022
+    key: QueueKey
     offset: int
     since_ms: int
-
-
-class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
-    leader_epoch: int
-    sequence: int
-    deltas: bytes
-
-    def read(self) -> QueueWrite:
-        """Convert to the store's type."""
-        key = _key(self.subscription_id, self.topic_id, self.partition)
-        return QueueWrite(key, Epoch(self.leader_epoch), self.sequence, self.deltas)
 
 
 class WriteQueuesResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -108,29 +83,8 @@ class WriteQueues(Request[WriteQueuesResponse], frozen=True, array_like=True):
     """Writes to one partition of the state topic, in order."""
 
     KEY: ClassVar = 32021
-    state_partition: int
-    writes: list[QueueWriteMessage]
-
-
-def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
-    content = [
-        QueueWriteMessage(
-            write.key.subscription_id.bytes,
-            write.key.topic_id.bytes,
-            write.key.partition,
-            write.leader_epoch,
-            write.sequence,
-            write.deltas,
-        )
-        for write in writes
-    ]
-    return encode(WriteQueues(index, content))
-
-
-def _key(subscription_id: bytes, topic_id: bytes, partition: int) -> QueueKey:
-    if len(subscription_id) != 16 or len(topic_id) != 16:
-        raise InvalidRequest("the id of a subscription or topic must have 16 bytes")
-    return QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
+    state_partition: PartitionIndex
+    writes: Sequence[QueueWrite]
 
 
 SNAPSHOT: Final = 0

@@ -8,6 +8,7 @@ from uuid import UUID
 
 import msgspec
 
+from millstream.core.subscription import QueueKey
 from millstream.protocol.private.message import Request, Response
 from millstream.protocol.private.schema_messages import SchemaMessage
 
@@ -193,15 +194,6 @@ ANY_SEQUENCE: Final = -1
 """Stands for the number of a write: the caller has seen the queue, and does not ask for later writes of it."""
 
 
-class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A queue, and the number of the last write that the caller has seen, or `ANY_SEQUENCE`."""
-
-    subscription_id: bytes
-    topic_id: bytes
-    partition: int
-    sequence: int
-
-
 class OfferResponse(Response, frozen=True, kw_only=True):
     """What a node of the source has."""
 
@@ -227,13 +219,16 @@ class OfferRequest(Request[OfferResponse], frozen=True, kw_only=True):
     KEY: ClassVar = 32129
     topics: Sequence[UUID] = ()
     """Topics whose queues are requested."""
-    known: Sequence[QueueKeyMessage] = ()
-    """The queues that the caller has; unchanged ones are omitted."""
+    known: Sequence[tuple[QueueKey, int]] = ()
+    """Queues, each with the number of the last write that the caller has seen, or `ANY_SEQUENCE`; unchanged ones are
+    omitted."""
 
 
-class QueueSnapshot(QueueKeyMessage, frozen=True, array_like=True):
+class QueueSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """The stored state of a queue."""
 
+    key: QueueKey
+    sequence: int
     snapshot: bytes
 
 

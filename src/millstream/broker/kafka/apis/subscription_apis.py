@@ -58,7 +58,7 @@ from millstream.core.errors import (
     TopicNotAuthorized,
     UnknownTopic,
 )
-from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.ids import NodeId, Offset
 from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
     NO_DEAD_LETTERS,
@@ -791,7 +791,7 @@ class LoadQueueState(_QueueStateApi[LoadQueue, LoadQueueResponse]):
     changes = None
 
     async def handle(self, request: LoadQueue) -> LoadQueueResponse:
-        stored = await self._states.load(request.key, Epoch(request.leader_epoch))
+        stored = await self._states.load(request.key, request.leader_epoch)
         return LoadQueueResponse(0, None, stored.snapshot, stored.sequence)
 
 
@@ -815,9 +815,8 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, WriteQueuesResponse]):
     changes = None
 
     async def handle(self, request: WriteQueues) -> WriteQueuesResponse:
-        writes = [write.read() for write in request.writes]
         written: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
-        self._states.write(PartitionIndex(request.state_partition), writes, partial(complete, written))
+        self._states.write(request.state_partition, request.writes, partial(complete, written))
         results = await written
         outcomes = [(int(error_code(error)), error_message(error)) for error in results]
         return WriteQueuesResponse(0, None, outcomes)
