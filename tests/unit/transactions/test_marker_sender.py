@@ -101,7 +101,7 @@ class Node:
         return ref
 
     async def state(self, name: str = "tx") -> str:
-        return (await self.coordinator.describe(name)).state
+        return (await self.coordinator.describe(name)).state.value
 
     async def ended(self, name: str = "tx") -> str:
         await self.coordinator._run(name, lambda shard: shard.wait_ended(name))

@@ -403,7 +403,7 @@ def test_listing_and_describing(coordinator: Coordinator) -> None:
     coordinator.add(who, OTHER, PARTITION)
     coordinator.clock.advance_ms(500)
     described = coordinator.run(lambda shard: shard.describe(ID))
-    assert (described.state, described.partitions) == ("Ongoing", (PARTITION, OTHER))
+    assert (described.state.value, described.partitions) == ("Ongoing", frozenset({PARTITION, OTHER}))
 
     def listed(**filters: Any) -> int:
         return len(coordinator.run(lambda shard: shard.listing(TransactionFilter(**filters))))

@@ -8,7 +8,7 @@ cluster, so that an empty folder or an old copy is detected too.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -30,17 +30,6 @@ _FILE_BYTES: Final = 4096
 _CHECKSUM_BYTES: Final = 9
 
 
-class _Content(msgspec.Struct, kw_only=True):
-    boot_id: str
-    incarnations: list[str]
-    whole: list[str] = []
-    admitted: bool = False
-    node_id: int = UNKNOWN_NODE
-    cluster: str = ""
-    cluster_id: str = ""
-    location: Location = NO_LOCATION
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
     """Which node of which cluster owns a data folder; empty where the folder does not say."""
@@ -56,26 +45,22 @@ class FolderOwner:
     @classmethod
     def read(cls, files: Files, folder: str) -> FolderOwner:
         """Read a folder without changing it, even one that another process holds."""
-        content = _read(files, folder)
-        if content is None:
-            return cls()
-        return cls(
-            node_id=content.node_id,
-            cluster=content.cluster,
-            cluster_id=content.cluster_id,
-            was_admitted=content.admitted,
-            incarnations=tuple(content.incarnations),
-            location=content.location,
-        )
+        return _read(files, folder).owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    boot_id: str = ""
+    owner: FolderOwner = FolderOwner()
+    whole: tuple[str, ...] = ()
+    """The incarnations whose log is certainly complete here."""
 
 
 def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
     """Assign the folder of a stopped node durably to another cluster, or to none; a possible hole stays recorded."""
-    content = _read(files, folder)
-    if content is None:
-        content = _Content(boot_id="", incarnations=[])
-    content.node_id, content.cluster, content.cluster_id = owner.node_id, owner.cluster, owner.cluster_id
-    replace_file(files, folder, FILE_NAME, _encode(content))
+    record = _read(files, folder)
+    given = replace(record.owner, node_id=owner.node_id, cluster=owner.cluster, cluster_id=owner.cluster_id)
+    replace_file(files, folder, FILE_NAME, _encode(replace(record, owner=given)))
 
 
 class LastRun:
@@ -88,39 +73,40 @@ class LastRun:
     def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
         self._files = files
         self._folder = folder
-        self._boot_id = boot_id
-        content = _read(files, folder)
-        self._incarnations = content.incarnations if content is not None else []
-        self._whole = content.whole if content is not None else []
-        """The incarnations whose log is certainly complete here."""
-        self._owner = FolderOwner.read(files, folder)
-        self.was_admitted = content is not None and content.admitted
-        """Whether a cluster has ever relied on the contents of this folder."""
+        before = _read(files, folder)
+        self._record = replace(before, boot_id=boot_id)
         # A machine without a boot id may have restarted.
-        same_boot = content is not None and content.boot_id == boot_id != ""
-        if self._whole and not stopped_clean and not same_boot:
-            self._whole = []
+        same_boot = before.boot_id == boot_id != ""
+        if before.whole and not stopped_clean and not same_boot:
+            self._record = replace(self._record, whole=())
             self._write()
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether a cluster has ever relied on the contents of this folder."""
+        return self._record.owner.was_admitted
 
     def ran_as(self, incarnation: str) -> bool:
         """Whether a node ran on this folder under this incarnation."""
-        return incarnation in self._incarnations
+        return incarnation in self._record.owner.incarnations
 
     def is_unclean(self, admitted: str | None) -> bool:
         """Whether the log may lack records that this node has acknowledged.
 
         `admitted` is the incarnation that the cluster last admitted under this node's id.
         """
-        return admitted is not None and admitted not in self._whole
+        return admitted is not None and admitted not in self._record.whole
 
     @property
     def complete_incarnation(self) -> str:
         """Return the last incarnation whose log is complete; empty if the log may have a hole."""
-        return self._whole[-1] if self._whole else ""
+        return self._record.whole[-1] if self._record.whole else ""
 
     def set_owner(self, owner: FolderOwner) -> None:
         """Set the owner of the folder; it is written with the next record."""
-        self._owner = owner
+        known = self._record.owner
+        kept = replace(owner, incarnations=known.incarnations, was_admitted=known.was_admitted)
+        self._record = replace(self._record, owner=kept)
 
     def begin(self, incarnation: str) -> None:
         """Record, durably, under which incarnation the node is about to register.
@@ -128,8 +114,9 @@ class LastRun:
         A failing disk does not prevent the registration: the next run then lacks the incarnation, and counts as
         unclean.
         """
-        self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
-        self._whole = [*self._whole, incarnation][-_KEPT:]
+        owner = self._record.owner
+        begun = replace(owner, incarnations=(*owner.incarnations, incarnation)[-_KEPT:])
+        self._record = replace(self._record, owner=begun, whole=(*self._record.whole, incarnation)[-_KEPT:])
         try:
             self._write()
         except OSError as error:
@@ -138,21 +125,11 @@ class LastRun:
     def record_admitted(self) -> None:
         """Record, durably, that the cluster relies on the contents of this folder from now on."""
         if not self.was_admitted:
-            self.was_admitted = True
+            self._record = replace(self._record, owner=replace(self._record.owner, was_admitted=True))
             self._write()
 
     def _write(self) -> None:
-        content = _Content(
-            boot_id=self._boot_id,
-            incarnations=self._incarnations,
-            whole=self._whole,
-            admitted=self.was_admitted,
-            node_id=self._owner.node_id,
-            cluster=self._owner.cluster,
-            cluster_id=self._owner.cluster_id,
-            location=self._owner.location,
-        )
-        encoded = _encode(content)
+        encoded = _encode(self._record)
         try:
             replace_file(self._files, self._folder, FILE_NAME, encoded)
         except OSError as error:
@@ -178,9 +155,9 @@ class LastRun:
             self._files.close(descriptor)
 
 
-def _encode(content: _Content) -> bytes:
+def _encode(record: _Record) -> bytes:
     """Encode what is stored, always in the same size: a checksum in hexadecimal digits, then JSON."""
-    body = msgspec.json.encode(content).ljust(_FILE_BYTES - _CHECKSUM_BYTES)
+    body = msgspec.json.encode(record).ljust(_FILE_BYTES - _CHECKSUM_BYTES)
     return _checksum(body) + body
 
 
@@ -188,18 +165,18 @@ def _checksum(body: bytes) -> bytes:
     return f"{crc32c(body):08x} ".encode()
 
 
-def _read(files: Files, folder: str) -> _Content | None:
-    """Return the record of the folder; None if it has none. Raise if it is damaged, since the owner is then unknown."""
+def _read(files: Files, folder: str) -> _Record:
+    """Return the record of the folder, or an empty one. Raise if it is damaged, since the owner is then unknown."""
     path = f"{folder}/{FILE_NAME}"
     try:
         content = read_whole(files, path)
     except FileNotFoundError:
-        return None
+        return _Record()
     checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
     try:
         if checksum != _checksum(body):
             raise CorruptState("its checksum does not match")
-        return msgspec.json.decode(body, type=_Content)
+        return msgspec.json.decode(body, type=_Record)
     except (CorruptState, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptState(
             f"{path} is damaged ({error}), so the cluster and the node that own the folder are unknown; remove the "

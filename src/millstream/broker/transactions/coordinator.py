@@ -18,7 +18,7 @@ from millstream.broker.transactions.transaction import (
     InitRequest,
     InitResponse,
     ProducerRef,
-    TransactionDescription,
+    Transaction,
     TransactionFilter,
     TransactionLimits,
     placement_of,
@@ -270,11 +270,11 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         await self._reserve.fill()
         return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
 
-    async def describe(self, transactional_id: str) -> TransactionDescription:
+    async def describe(self, transactional_id: str) -> Transaction:
         _check_id(transactional_id)
         return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
 
-    async def listing(self, filter_: TransactionFilter) -> list[TransactionDescription]:
+    async def listing(self, filter_: TransactionFilter) -> list[Transaction]:
         responses = [shard.submit(lambda state: state.listing(filter_), pure=True) for shard in self.shards]
         return [one for listing in await asyncio.gather(*responses) for one in listing]
 

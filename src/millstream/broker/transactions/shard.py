@@ -38,7 +38,6 @@ from millstream.broker.transactions.transaction import (
     LastBatch,
     ProducerRef,
     Transaction,
-    TransactionDescription,
     TransactionFilter,
     TransactionLimits,
     TransactionState,
@@ -389,12 +388,12 @@ class TransactionShard:
 
     # For administrators
 
-    def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
-        return [], _description(self._require_known(transactional_id))
+    def describe(self, transactional_id: str) -> Outcome[Transaction]:
+        return [], self._require_known(transactional_id)
 
-    def listing(self, filter_: TransactionFilter) -> Outcome[list[TransactionDescription]]:
+    def listing(self, filter_: TransactionFilter) -> Outcome[list[Transaction]]:
         now_ms = self._clock.now_ms()
-        return [], [_description(one) for one in self._transactions.values() if _matches(one, filter_, now_ms)]
+        return [], [one for one in self._transactions.values() if _matches(one, filter_, now_ms)]
 
     def counts(self) -> dict[str, int]:
         counted = {state.value: 0 for state in TransactionState}
@@ -660,17 +659,4 @@ def _matches(transaction: Transaction, filter_: TransactionFilter, now_ms: int) 
         return False
     return filter_.longer_than_ms < 0 or (
         transaction.started_ms >= 0 and now_ms - transaction.started_ms > filter_.longer_than_ms
-    )
-
-
-def _description(transaction: Transaction) -> TransactionDescription:
-    return TransactionDescription(
-        transactional_id=transaction.transactional_id,
-        state=transaction.state.value,
-        producer_id=transaction.producer_id,
-        epoch=transaction.epoch,
-        timeout_ms=transaction.timeout_ms,
-        started_ms=transaction.started_ms,
-        updated_ms=transaction.updated_ms,
-        partitions=tuple(sorted(transaction.partitions, key=lambda one: (one.topic, one.partition))),
     )

@@ -55,18 +55,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionDescription:
-    transactional_id: str
-    state: str
-    producer_id: ProducerId
-    epoch: int
-    timeout_ms: int
-    started_ms: int
-    updated_ms: int
-    partitions: tuple[TopicPartition, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionFilter:
     """Selects the transactions to list; an empty filter selects all."""
 

@@ -17,7 +17,7 @@ from kio.static.primitive import TZAware, i16, i32, i32Timedelta
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.transaction import TransactionDescription, TransactionFilter
+from millstream.broker.transactions.transaction import Transaction, TransactionFilter
 from millstream.broker.transactions.transaction import TransactionState as State
 from millstream.core.errors import MillstreamError
 from millstream.core.regex import compile_regex
@@ -65,7 +65,7 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
                 listed.TransactionState(
                     transactional_id=TransactionalId(one.transactional_id),
                     producer_id=ProducerId(one.producer_id),
-                    transaction_state=one.state,
+                    transaction_state=one.state.value,
                 )
                 for one in found
                 if expression is None or expression.fullmatch(one.transactional_id)
@@ -112,11 +112,11 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         )
 
 
-def _build_state(transaction: TransactionDescription) -> TransactionState:
+def _build_state(transaction: Transaction) -> TransactionState:
     return TransactionState(
         error_code=ErrorCode.none,
         transactional_id=TransactionalId(transaction.transactional_id),
-        transaction_state=transaction.state,
+        transaction_state=transaction.state.value,
         transaction_timeout=i32Timedelta.parse(timedelta(milliseconds=transaction.timeout_ms)),
         transaction_start_time=_to_datetime(transaction.started_ms),
         producer_id=ProducerId(transaction.producer_id),
