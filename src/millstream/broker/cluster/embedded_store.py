@@ -29,9 +29,9 @@ from millstream.broker.cluster.store import (
     Entry,
     Event,
     Expect,
-    HealthReporting,
     Put,
     Snapshot,
+    StoreHealth,
     check_changes,
 )
 from millstream.broker.log.files import Files, write_fully
@@ -422,7 +422,7 @@ class EmbeddedSession:
         return holds
 
 
-class EmbeddedStore(HealthReporting):
+class EmbeddedStore(StoreHealth):
     """The coordination store of a node in the same process as the service.
 
     With `sessions_expire` off, a session lasts until it is closed: for a node that cannot die without the service.
@@ -484,9 +484,9 @@ class EmbeddedStore(HealthReporting):
         except StoreRefused:
             raise
         except StoreUnavailable as error:
-            self._health.silent(str(error))
+            self.silent(str(error))
             raise
-        self._health.responded()
+        self.responded()
         return response
 
     async def _send(self, request: Callable[[], T]) -> T:

@@ -27,7 +27,6 @@ from millstream.broker.cluster.store import (
     Entry,
     Event,
     Expect,
-    HealthReporting,
     Put,
     Snapshot,
     StoreHealth,
@@ -544,7 +543,8 @@ class EtcdWatch:
                 self._members.move_on(endpoint)
             except _Interrupted as error:
                 _logger.info("a watch on etcd was interrupted and continues", extra={"reason": str(error) or "moved"})
-            await self._pause()
+            # Longer each time, with jitter.
+            await self._backoff.pause()
 
     async def _connection(self) -> AsyncGenerator[Any, None]:
         """Yield the responses of one connection until it breaks."""
@@ -578,10 +578,6 @@ class EtcdWatch:
             self._after = max(self._after, response.header.revision)
         return events
 
-    async def _pause(self) -> None:
-        """Wait before the next connection, longer each time, with jitter."""
-        await self._backoff.pause()
-
 
 async def _read_next_unless(moved: asyncio.Future[None], call: Any) -> Any:
     """Return the next response, unless the member is given up."""
@@ -609,7 +605,7 @@ PAGE_KEYS = 1000
 _READS_MAX = 5
 
 
-class EtcdStore(HealthReporting):
+class EtcdStore(StoreHealth):
     """One node's access to etcd. Its keys are below `/millstream/<cluster>/`."""
 
     def __init__(
@@ -618,7 +614,7 @@ class EtcdStore(HealthReporting):
         super().__init__(clock)
         self._namespace = f"/millstream/{cluster}/".encode()
         self._clock = clock
-        self._members = EtcdMembers(address, self._health, request_s_max=request_s_max)
+        self._members = EtcdMembers(address, self, request_s_max=request_s_max)
         self._session: EtcdSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
@@ -655,10 +651,8 @@ class EtcdStore(HealthReporting):
         response = await self._members.send(lambda member: member.keys.Txn, request, repeatable=False)
         return int(response.header.revision) if response.succeeded else None
 
-    async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        async with aclosing(EtcdWatch(self._members, self._namespace, prefix, after).batches()) as batches:
-            async for events in batches:
-                yield events
+    def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
+        return EtcdWatch(self._members, self._namespace, prefix, after).batches()
 
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EtcdSession:
         """Begin a session. etcd counts in whole seconds, at least two."""

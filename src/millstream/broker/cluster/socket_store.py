@@ -28,9 +28,9 @@ from millstream.broker.cluster.store import (
     Entry,
     Event,
     Expect,
-    HealthReporting,
     Put,
     Snapshot,
+    StoreHealth,
     check_changes,
 )
 from millstream.core.clock import Clock
@@ -171,7 +171,7 @@ class SocketSession:
                 await self._store.call("close_session")
 
 
-class SocketStore(HealthReporting):
+class SocketStore(StoreHealth):
     """The coordination store of a node whose supervisor has the service."""
 
     def __init__(self, connected: socket.socket, clock: Clock, *, on_lost: Callable[[], None]) -> None:
@@ -247,11 +247,11 @@ class SocketStore(HealthReporting):
             async with asyncio.timeout(RESPONSE_S):
                 error, result = await future
         except (StoreUnavailable, TimeoutError) as error:
-            self._health.silent(str(error) or f"no response within {RESPONSE_S:g} s")
+            self.silent(str(error) or f"no response within {RESPONSE_S:g} s")
             raise StoreUnavailable("the supervising process does not respond") from error
         finally:
             del self._calls[number]
-        self._health.responded()
+        self.responded()
         if error is not None:
             raise _ERRORS[error[0]](error[1])
         return result

@@ -155,12 +155,12 @@ def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
 
 
 class StoreHealth:
-    """The health of the store according to its last call."""
+    """The health of the store according to its last call; the common base of the back ends."""
 
-    def __init__(self, clock: Clock, name: str) -> None:
-        self._clock = clock
-        self._name = name
-        self._listeners: list[Callable[[], None]] = []
+    def __init__(self, clock: Clock, *, name: str = "etcd") -> None:
+        self._health_clock = clock
+        self._store_name = name
+        self._health_listeners: list[Callable[[], None]] = []
         self._has_responded = False
         self.unavailable_since_ms: int | None = None
 
@@ -170,51 +170,32 @@ class StoreHealth:
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""
-        self._listeners.append(listener)
+        self._health_listeners.append(listener)
 
     def responded(self) -> None:
         """Note that the store responded, with any result."""
         self._has_responded = True
         if self.unavailable_since_ms is None:
             return
-        away_ms = self._clock.now_ms() - self.unavailable_since_ms
+        away_ms = self._health_clock.now_ms() - self.unavailable_since_ms
         self.unavailable_since_ms = None
-        _logger.info("%s is available again", self._name, extra={"away_ms": away_ms})
-        self._notify()
+        _logger.info("%s is available again", self._store_name, extra={"away_ms": away_ms})
+        self._notify_health()
 
     def silent(self, reason: str) -> None:
         """Note that the store did not respond."""
         if self.unavailable_since_ms is not None:
             return
-        self.unavailable_since_ms = self._clock.now_ms()
+        self.unavailable_since_ms = self._health_clock.now_ms()
         if self._has_responded:
             # Until then, the task that waits for the first response reports it.
             _logger.warning(
                 "%s is unavailable; the current leaders continue to serve clients, changes of the cluster wait",
-                self._name,
+                self._store_name,
                 extra={"reason": reason},
             )
-        self._notify()
+        self._notify_health()
 
-    def _notify(self) -> None:
-        for listener in self._listeners:
+    def _notify_health(self) -> None:
+        for listener in self._health_listeners:
             listener()
-
-
-class HealthReporting:
-    """A store that reports its health; the common base of the back ends."""
-
-    def __init__(self, clock: Clock, *, name: str = "etcd") -> None:
-        self._health = StoreHealth(clock, name)
-
-    @property
-    def available(self) -> bool:
-        return self._health.available
-
-    @property
-    def unavailable_since_ms(self) -> int | None:
-        return self._health.unavailable_since_ms
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` each time `available` changes."""
-        self._health.on_change(listener)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Retention, Shard, StateLog
 from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine, Timers
@@ -43,6 +43,14 @@ def partition_for(name: str, partitions: int) -> PartitionIndex:
 S = TypeVar("S", bound=StateMachine)
 
 T = TypeVar("T")
+
+
+COMPACTED: Final = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(32 * 1024 * 1024),
+}
+"""The settings of a topic whose state is the last record of each key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Protocol
 from uuid import UUID
 
-from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.runtime import COMPACTED, Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.coordination.state_machine import Timers
 from millstream.broker.groups.consumer.assignor import TopicView
@@ -44,12 +44,6 @@ from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
 from millstream.protocol.records.control import Marker
 
 GROUP_ID_CHARACTERS_MAX = 1024
-
-_TOPIC_SETTINGS = {
-    "cleanup.policy": "compact",
-    "segment.bytes": str(64 * 1024 * 1024),
-    "max.message.bytes": str(32 * 1024 * 1024),
-}
 
 Admit = Callable[[TopicPartition], Awaitable[None]]
 """Asks the coordinator of a transaction whether a partition belongs to it; raises if it does not."""
@@ -89,7 +83,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
             offsets_retention_ms=config.offsets_retention_ms,
             settings_of=settings_of,
         )
-        topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
+        topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=COMPACTED)
         self._runtime = Runtime(topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s)
 
     def partition_of(self, group_id: str) -> PartitionIndex:

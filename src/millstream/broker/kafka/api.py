@@ -27,7 +27,7 @@ from millstream.broker.net.partial_frame import PipelinedRequests
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.response import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
-from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import (
     InvalidAssignment,
@@ -67,24 +67,17 @@ class Versioned(NamedTuple, Generic[M]):
 
 NO_THROTTLE: Final = i32Timedelta.parse(timedelta(0))
 
-_READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE = 3, 4, 5, 6, 7, 8
-
-_CLUSTER_ACTION, _DESCRIBE_CONFIGS, _ALTER_CONFIGS, _IDEMPOTENT_WRITE = 9, 10, 11, 12
-
-
-def _bits(*operations: int) -> i32:
-    return i32(sum(1 << operation for operation in operations))
-
 
 NOT_REQUESTED: Final = i32(-(2**31))
 
-TOPIC_OPERATIONS: Final = _bits(_READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
-CLUSTER_OPERATIONS: Final = _bits(
-    _CREATE, _ALTER, _DESCRIBE, _CLUSTER_ACTION, _DESCRIBE_CONFIGS, _ALTER_CONFIGS, _IDEMPOTENT_WRITE
-)
+def _all_operations(kind: ResourceType) -> i32:
+    return i32(sum(1 << operation for operation in OPERATIONS[kind]))
 
-GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
+
+TOPIC_OPERATIONS: Final = _all_operations(ResourceType.TOPIC)
+CLUSTER_OPERATIONS: Final = _all_operations(ResourceType.CLUSTER)
+GROUP_OPERATIONS: Final = _all_operations(ResourceType.GROUP)
 
 SECURITY_DISABLED: Final = (
     "this node does not authenticate clients: every client may do everything, and there are no access rules; "

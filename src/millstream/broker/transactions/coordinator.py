@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
-from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.runtime import COMPACTED, Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
 from millstream.broker.coordination.state_machine import Confirmation, Outcome, Timers
 from millstream.broker.transactions.records import transaction_tombstone
@@ -84,12 +84,6 @@ ENDING_WAIT_S: Final = 0.5
 MARKERS_WAIT_S: Final = 5.0
 """How long the commit of a batch waits for its markers, which may be on other nodes."""
 
-_TOPIC_SETTINGS: Final = {
-    "cleanup.policy": "compact",
-    "segment.bytes": str(64 * 1024 * 1024),
-    "max.message.bytes": str(32 * 1024 * 1024),
-}
-
 
 _FINAL_REFUSALS: Final = Confirmation(
     (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
@@ -120,7 +114,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         self._holds = 0
         self._may_decide = asyncio.Event()
         self._may_decide.set()
-        topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
+        topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=COMPACTED)
         self._runtime = Runtime(
             topics,
             topic,
