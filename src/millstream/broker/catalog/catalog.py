@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
@@ -79,7 +79,7 @@ from millstream.broker.catalog.tables import (
     take_numbers,
     topics,
 )
-from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType
+from millstream.core.acl import Acl
 from millstream.core.config import Config
 from millstream.core.credential import (
     DELETED_OWNER,
@@ -453,8 +453,10 @@ class Catalog:
         with self._read() as connection:
             return DeclaredSecurity(
                 cluster_key=bytes.fromhex(_metadata_value(connection, _CLUSTER_KEY) or ""),
-                credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
-                tokens=tuple(_token(row) for row in connection.execute(select(api_tokens))),
+                credentials=tuple(
+                    declared_of(ScramCredential, row) for row in connection.execute(select(scram_credentials))
+                ),
+                tokens=tuple(declared_of(ApiToken, row) for row in connection.execute(select(api_tokens))),
                 acls=frozenset(declared_of(Acl, row) for row in connection.execute(select(acls))),
             )
 
@@ -467,14 +469,14 @@ class Catalog:
             if sightings is not None:
                 store_sightings(connection, sightings)
             for user, mechanism in sorted(change.delete_credentials):
-                here = (scram_credentials.c.user_name == user) & (scram_credentials.c.mechanism == mechanism)
+                here = (scram_credentials.c.user == user) & (scram_credentials.c.mechanism == mechanism)
                 connection.execute(delete(scram_credentials).where(here))
             for credential in sorted(change.put_credentials, key=lambda one: (one.user, one.mechanism)):
-                put_row(connection, scram_credentials, _credential_row(credential))
+                put_row(connection, scram_credentials, row_of(credential))
             _disown_deleted(connection, change)
             _delete_tokens(connection, change)
             for token in change.put_tokens:
-                connection.execute(insert(api_tokens).values(_token_row(token)))
+                connection.execute(insert(api_tokens).values(row_of(token)))
             for acl_id in sorted(map(_acl_id, change.delete_acls)):
                 connection.execute(delete(acls).where(acls.c.acl_id == acl_id))
             for acl_id, acl in sorted((_acl_id(acl), acl) for acl in change.add_acls):
@@ -729,32 +731,10 @@ def _parse_entity(text: str) -> QuotaEntity:
     return QuotaEntity(tuple((kind, name) for kind, name in json.loads(text)))
 
 
-def _credential(row: Any) -> ScramCredential:
-    return ScramCredential(
-        user=row.user_name,
-        mechanism=row.mechanism,
-        iterations=row.iterations,
-        salt=bytes.fromhex(row.salt),
-        stored_key=bytes.fromhex(row.stored_key),
-        server_key=bytes.fromhex(row.server_key),
-    )
-
-
-def _credential_row(credential: ScramCredential) -> dict[str, Any]:
-    return {
-        "user_name": credential.user,
-        "mechanism": credential.mechanism,
-        "iterations": credential.iterations,
-        "salt": credential.salt.hex(),
-        "stored_key": credential.stored_key.hex(),
-        "server_key": credential.server_key.hex(),
-    }
-
-
 def _disown_deleted(connection: Connection, change: SecurityChange) -> None:
     """Delete the tokens of users that no longer have a password, and mark what they own."""
     for user in sorted({user for user, _ in change.delete_credentials}):
-        if connection.execute(select(scram_credentials).where(scram_credentials.c.user_name == user)).first() is None:
+        if connection.execute(select(scram_credentials).where(scram_credentials.c.user == user)).first() is None:
             owner = user_principal(user)
             connection.execute(delete(api_tokens).where(api_tokens.c.owner == owner))
             for table, more in ((subscriptions, {}), (pipelines, {"version": pipelines.c.version + 1})):
@@ -765,39 +745,6 @@ def _disown_deleted(connection: Connection, change: SecurityChange) -> None:
 def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
     for here in in_parts(api_tokens.c.token_id, sorted(change.delete_tokens)):
         connection.execute(delete(api_tokens).where(here))
-
-
-def _token(row: Any) -> ApiToken:
-    return ApiToken(
-        token_id=row.token_id,
-        owner=row.owner,
-        digest=bytes.fromhex(row.digest),
-        scope=frozenset(
-            Acl(
-                resource_type=ResourceType(kind),
-                resource_name=name,
-                pattern=PatternType(pattern),
-                principal=EVERYONE,
-                operation=Operation(operation),
-            )
-            for kind, name, pattern, operation in row.scope
-        ),
-        parent=row.parent,
-        created_ms=row.created_ms,
-        expires_ms=row.expires_ms,
-    )
-
-
-def _token_row(token: ApiToken) -> dict[str, Any]:
-    return {
-        "token_id": token.token_id,
-        "owner": token.owner,
-        "digest": token.digest.hex(),
-        "scope": [[acl.resource_type, acl.resource_name, acl.pattern, acl.operation] for acl in sorted(token.scope)],
-        "parent": token.parent,
-        "created_ms": token.created_ms,
-        "expires_ms": token.expires_ms,
-    }
 
 
 def _acl_id(acl: Acl) -> str:

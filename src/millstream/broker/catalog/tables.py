@@ -23,6 +23,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
+from millstream.core.credential import Owner
+
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
@@ -204,14 +206,14 @@ mirror_sightings = Table(
 scram_credentials = Table(
     "scram_credentials",
     metadata,
-    Column("user_name", String(128), primary_key=True),
+    Column("user", String(128), primary_key=True),
     Column("mechanism", String(16), primary_key=True),
     Column("iterations", Integer, nullable=False),
     Column("salt", String(256), nullable=False),
     Column("stored_key", String(128), nullable=False),
     Column("server_key", String(128), nullable=False),
 )
-"""Passwords as SCRAM keeps them; the bytes in hexadecimal digits."""
+"""Passwords as SCRAM keeps them; the bytes in base 64."""
 
 api_tokens = Table(
     "api_tokens",
@@ -224,7 +226,7 @@ api_tokens = Table(
     Column("created_ms", BigInteger, nullable=False),
     Column("expires_ms", BigInteger, nullable=False),
 )
-"""API tokens. The digest is that of the secret, in hexadecimal digits; the scope is a list of rules."""
+"""API tokens. The digest is that of the secret, in base 64; the scope is a list of rules."""
 
 acls = Table(
     "acls",
@@ -292,10 +294,10 @@ def row_of(declared: Any) -> dict[str, Any]:
 
     Secrets that this node could not open are omitted, and so are `rules`, which have their own table.
     """
-    stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules", "owner"))
+    stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules"))
     row = {name: msgspec.to_builtins(getattr(declared, name), str_keys=True, enc_hook=dict) for name in stored}
-    if hasattr(declared, "owner"):
-        row |= {"owner": declared.owner.principal, "owner_has_password": declared.owner.has_password}
+    if isinstance(owner := getattr(declared, "owner", None), Owner):
+        row |= {"owner": owner.principal, "owner_has_password": owner.has_password}
     return row
 
 

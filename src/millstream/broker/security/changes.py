@@ -109,8 +109,9 @@ def offsets_changed(request: Any, response: Any, _users: Users) -> Iterator[Chan
         yield change_of(response, UPDATE, "group", request.group_id, {"offsets of": topics})
 
 
-def acl_change(activity: Activity, rule: Any, pattern: int, result: Any) -> Change:
-    acl = Acl(
+def parse_acl(rule: Any, pattern: int) -> Acl:
+    """Read a rule of a Kafka message; raise `ValueError` for unknown numbers."""
+    return Acl(
         resource_type=ResourceType(rule.resource_type),
         resource_name=rule.resource_name,
         pattern=PatternType(pattern),
@@ -119,4 +120,8 @@ def acl_change(activity: Activity, rule: Any, pattern: int, result: Any) -> Chan
         operation=Operation(rule.operation),
         permission=Permission(rule.permission_type),
     )
+
+
+def acl_change(activity: Activity, rule: Any, pattern: int, result: Any) -> Change:
+    acl = parse_acl(rule, pattern)
     return change_of(result, activity, "acl", str(acl), {"principal": acl.principal})

@@ -23,7 +23,7 @@ from kio.static.primitive import i8
 
 from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import CREATE, DELETE, TIMED_OUT, Users, acl_change, carried_out
+from millstream.broker.security.changes import CREATE, DELETE, TIMED_OUT, Users, acl_change, carried_out, parse_acl
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -125,15 +125,7 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
 
 def _parse_acl(creation: AclCreation) -> Acl:
     try:
-        return Acl(
-            resource_type=ResourceType(creation.resource_type),
-            resource_name=creation.resource_name,
-            pattern=PatternType(creation.resource_pattern_type),
-            principal=creation.principal,
-            host=creation.host,
-            operation=Operation(creation.operation),
-            permission=Permission(creation.permission_type),
-        )
+        return parse_acl(creation, creation.resource_pattern_type)
     except ValueError as error:
         raise InvalidRequest(f"the rule cannot be read: {error}") from None
 
