@@ -69,7 +69,6 @@ class ClusterDependencies:
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
-    """Where other nodes are reached."""
 
 
 class ClusterNode:

@@ -38,7 +38,6 @@ class Term:
         self.store = store
         self.revision = revision
         self.last_revision = revision
-        """The revision of the last successful change."""
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> bool:
         """Carry out changes; return False if an expectation failed, or another node is the controller."""

@@ -40,7 +40,6 @@ class FolderOwner:
     was_admitted: bool = False
     incarnations: tuple[str, ...] = ()
     location: Location = NO_LOCATION
-    """Where the node was when it last ran."""
 
     @classmethod
     def read(cls, files: Files, folder: str) -> FolderOwner:

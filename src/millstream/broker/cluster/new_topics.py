@@ -48,7 +48,6 @@ class NewTopic:
 class CreationContext:
     names: Collection[str]
     metric_names: Mapping[str, str]
-    """The names of topics, by their metric names."""
     config: Config
     defaults: TopicSettings
     failure_domains: int

@@ -219,7 +219,6 @@ class _FetchedPartition:
     failures: int = 0
     failing_since: float = 0.0
     is_reported: bool = False
-    """Whether the failure was logged."""
     held: asyncio.TimerHandle | None = None
     """Set while it is suspended, after a failure or by the throttle."""
 

@@ -18,7 +18,6 @@ from millstream.core.clock import Clock
 _logger = logging.getLogger(__name__)
 
 CHANGES_MAX = 64
-"""How many keys one call may change."""
 
 EXPECTS_MAX = CHANGES_MAX + 16
 """How many keys one call may name a revision for: those it changes, and some that fence it."""

@@ -53,7 +53,6 @@ class ViewChange:
     """Partitions whose move begins or ends, or of which a node may remove its files."""
     placements: bool = False
     settings: bool = False
-    """Settings of nodes."""
     controller: bool = False
     catalog: set[str] = field(default_factory=set)
     """The authors of catalog changes; an empty name means unknown."""

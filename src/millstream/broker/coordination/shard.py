@@ -177,7 +177,6 @@ def _replay(name: str, state: Replayable, offset: Offset, record: StateRecord) -
 
 
 RECORDS_MIN = 20_000
-"""The minimum number of records in a log that is rewritten."""
 
 SUPERSEDED_RATIO = 3
 """A log is rewritten when it has this many records per live key."""

@@ -15,7 +15,6 @@ from millstream.core.errors import PolicyViolation
 from millstream.core.pipeline import GROUP_PREFIX
 
 TopicIds = Callable[[str], UUID | None]
-"""Returns the id of the topic that has this name now."""
 
 
 class OffsetOwner(Protocol):

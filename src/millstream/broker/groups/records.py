@@ -205,7 +205,6 @@ def _offset_key(key: OffsetKey) -> bytes:
 
 
 FLEXIBLE_VALUE_VERSION: Final = 0
-"""The version of the values of consumer and share groups."""
 
 
 def begin_flexible_value() -> Writer:

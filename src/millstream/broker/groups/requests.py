@@ -76,7 +76,6 @@ class ConsumerGroupDescription:
 
 
 SettingsOf = Callable[[str], Mapping[str, int]]
-"""Returns the settings of a group by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,6 @@ class JoinRequest:
     """Names and metadata, in order of preference."""
     reason: str | None = None
     supports_member_id_required: bool = True
-    """Whether the client understands MEMBER_ID_REQUIRED."""
     supports_skip_assignment: bool = True
     """Whether the client, as leader, understands that the assignment is unchanged."""
     may_describe: Callable[[str], bool] | None = None
@@ -201,7 +199,6 @@ class FetchedOffset:
 
 
 FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]
-"""Committed offsets by topic and partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +237,6 @@ class GroupLimits:
     members_max: int
     offsets_retention_ms: int
     groups_max: int = 100_000
-    """The maximum number of groups in one shard."""
     members_bytes_max: int = 4 * 1024 * 1024
     """The maximum size of the metadata of all members of a group together."""
     generation_bytes_max: int = 16 * 1024 * 1024
@@ -251,11 +247,9 @@ class GroupLimits:
     consumer_session_ms: int = 45_000
     """The session timeout of consumer group members; classic members choose their own."""
     consumer_heartbeat_ms: int = 5_000
-    """The heartbeat interval of consumer group members."""
     new_member_ms: int = 300_000
     """How long to wait for a joining member without a session."""
     sweep_ms: int = 600_000
-    """How often to look for expired offsets."""
     settings_of: SettingsOf = lambda _group_id: {}
     """Returns the settings of single groups that override these."""
 

@@ -94,7 +94,6 @@ def _cannot_mute(seconds: float) -> None:
 
 
 Need = tuple[Operation, ResourceType, str]
-"""An operation on a resource that a request needs."""
 
 
 def check_needs(needs: Iterable[Need], rights: Rights) -> None:
@@ -126,7 +125,6 @@ class ClientInfo:
     address: str = ""
     client_id: str = ""
     listener: str = ""
-    """The listener that it connected to."""
     rights: Rights | None = None
     """Its rights; None if clients are not authorized."""
     session: Session | None = None
@@ -142,7 +140,6 @@ class ClientInfo:
     pipelined: PipelinedRequests = field(default_factory=PipelinedRequests)
     """What arrived behind the request that is being served."""
     refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
-    """The refused batches by topic, partition and producer id."""
     produce_requests: int = 0
     produced_bytes: int = 0
     fetch_requests: int = 0

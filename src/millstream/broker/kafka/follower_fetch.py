@@ -73,7 +73,6 @@ class FollowerSession:
     moved: dict[PartitionKey, None] = field(default_factory=dict)
     """Partitions whose high watermark has moved."""
     waiting: _Wait | None = None
-    """The fetch that waits for something to happen."""
 
     def __len__(self) -> int:
         return len(self.partitions)
@@ -149,7 +148,6 @@ WATERMARK_DELAY_S = 0.02
 """How long a fetch that only reports a new high watermark waits for records to send with it."""
 
 BYTES_MIN = 1024 * 1024
-"""The minimum that a follower gets."""
 
 PARTITIONS_PER_RESPONSE_MAX = 2000
 """The number of partitions read per response; the others follow in the next one."""

@@ -125,8 +125,6 @@ class QuotaMeter:
 
 
 class QuotaMeters:
-    """The quotas of producers and of consumers."""
-
     def __init__(self, quotas: ClientQuotas) -> None:
         self._quotas = quotas
         self.produce = QuotaMeter(quotas, PRODUCER_BYTE_RATE)

@@ -129,7 +129,6 @@ class ApiDependencies:
     plans: Plans | None = None
     """Plans of moves between nodes; None on a node without others."""
     authentication: AuthenticationContext | None = None
-    """How clients authenticate; None without authentication."""
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
 
@@ -169,7 +168,6 @@ class ServedApis:
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
-        """The state of the pipelines that this node runs."""
         self._mirrors = MirrorService(
             parts.topics,
             parts.membership,

@@ -113,7 +113,6 @@ OPENS: Final = 0
 CLOSES: Final = -1
 SESSIONS_MAX: Final = 20_000
 PARTITIONS_MAX: Final = 10_000
-"""The maximum number of partitions in one session."""
 ALL_PARTITIONS_MAX: Final = 500_000
 """The maximum number of partitions in all sessions, including partitions that do not exist."""
 _EPOCH_MAX: Final = 2**31 - 1
@@ -243,7 +242,6 @@ class AcknowledgementBatch(Protocol):
 
 
 Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
-"""The acknowledgements of a request."""
 
 Settled = dict[SharePartition, "PendingWrite | MillstreamError | None"]
 """The queues in which it was settled, or why not."""

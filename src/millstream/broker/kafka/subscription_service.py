@@ -148,7 +148,6 @@ class SubscriptionService:
         self.declared = subscriptions
         self.budget = budget
         self.push = PushBoard()
-        """The progress of pushed subscriptions."""
         self.states = StateCoordinator(topics, config, clock, _build_image)
         self._membership = membership
         self._producer_ids = producer_ids

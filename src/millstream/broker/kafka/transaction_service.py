@@ -128,8 +128,6 @@ def _partition_errors(response: Any) -> PartitionErrors:
 
 
 class PartitionMarkers:
-    """Markers for this node's partitions."""
-
     def __init__(
         self,
         topics: Topics,

@@ -44,14 +44,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class MapResponse(msgspec.Struct, frozen=True, tag=True):
-    """The response to a pass."""
-
     mapped: MapResult
 
 
 class CleanResponse(msgspec.Struct, frozen=True, tag=True):
-    """The response to the number of a group."""
-
     cleaned: CleanResult
 
 

@@ -138,8 +138,6 @@ _ORPHANS_CHECK_S = 0.02
 
 
 class DiskFiles:
-    """The real disk."""
-
     write_at = staticmethod(os.pwrite)
     read_at = staticmethod(os.pread)
     sync = staticmethod(os.fdatasync)
@@ -293,7 +291,6 @@ def write_fully(files: Files, descriptor: int, data: Readable, position: int) ->
 
 
 SLOTS: Final = 16
-"""How many syncs may be under way."""
 
 
 class SyncListener(Protocol):

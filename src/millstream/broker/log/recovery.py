@@ -101,10 +101,8 @@ class Replay:
 
 
 PROGRESS_S = 2.0
-"""How often a long recovery logs its progress."""
 
 LISTENER_S = 0.1
-"""How often the listener is called."""
 
 NAMED_MAX = 5
 """How many logs of each kind are named; a start after a crash may have truncated thousands."""

@@ -35,7 +35,6 @@ STEP_BYTES = 1024 * 1024
 STEP_COST_BYTES = 64 * 1024
 """Every step counts as at least this many bytes, so that many small segments are not read all at once."""
 SAVE_S = 30.0
-"""How often the position is stored."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -463,7 +463,6 @@ class SegmentList:
     def __init__(self, directory: str, segments: list[Segment], open_files: OpenFiles, *, folder_synced: bool) -> None:
         self.directory = directory
         self.active = segments[-1] if segments else None
-        """The segment that takes appends."""
         self.generation = 0
         """Changes when segments are truncated or replaced, so that a job under way notices."""
         self.hints: dict[int, tuple[Segment, int]] = {}

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 from millstream.core.errors import CorruptState
 
 PackedBatch = tuple[int, int, int, int, int]
-"""A batch as it is stored."""
 
 
 class ProducedBatch(NamedTuple):

@@ -21,8 +21,6 @@ MIRRORS_MAX: Final = 100
 
 
 class Mirrors(NamedHolder[Mirror]):
-    """Every declared mirror, by name."""
-
     noun = "mirror"
     unknown = UnknownMirror
 

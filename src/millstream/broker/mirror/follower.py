@@ -42,15 +42,12 @@ from millstream.protocol.wire.group_offsets import (
 )
 
 Commits = dict[str, dict[TopicPartition, int]]
-"""The committed offsets of groups."""
 
 TOPICS_S: Final = 1.0
-"""How often the source is asked for its topics."""
 GROUPS_S: Final = 1.0
 RECONNECT_S: Final = 30.0
 """After how long without a response the source is looked up again."""
 DECLARED_S: Final = 2.0
-"""How often the source is asked for schemas and access rules."""
 QUEUES_S: Final = 0.5
 TRANSACTIONS_S: Final = 0.2
 """How often the source is asked for a barrier, while clients wait at a commit."""
@@ -63,7 +60,6 @@ HELD_BACK: Final = "offsets after a failover"
 LEFT_OUT: Final = "offsets of transactions"
 """The key of the note that offsets of transactional groups are mirrored like those of other groups."""
 CONFIGS_S: Final = 10.0
-"""How often the source is asked for the settings of known topics."""
 
 
 class Barrier(NamedTuple):

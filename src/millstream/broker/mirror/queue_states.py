@@ -74,9 +74,7 @@ class _WaitingState(NamedTuple):
 
     queue: QueueSnapshot
     letters: str
-    """The dead letter topic."""
     read_in: int
-    """The round in which it was read."""
     ends: Mapping[TopicPartition, int] = {}
     """The ends of the dead letter topic at the source, read after the state."""
 

@@ -72,8 +72,6 @@ PIPELINES_MAX: Final = 1000
 
 
 class Pipelines(NamedHolder[Pipeline]):
-    """Every declared pipeline, by name."""
-
     noun = "pipeline"
     unknown = UnknownPipeline
 

@@ -21,7 +21,6 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.private.pipeline_messages import LOCAL_TABLES, STATES, PipelineReport
 
 NAMED_MAX: Final = 5
-"""The most topics named in a note."""
 
 Routes = Mapping[str, Mapping[str, str]]
 """For each topic, the topics that its messages reach, and through which pipeline."""
@@ -233,7 +232,6 @@ class PipelineBoard:
         """Runs the jobs of this node, once it has started."""
         self._lags: dict[str, int] = {}
         self.restarts = 0
-        """Restarts of the driver."""
 
     def take(self, reports: Iterable[PipelineReport]) -> None:
         self._reports = {report.name: report for report in reports}

@@ -22,7 +22,6 @@ from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import Headers, decode_batch, records_section
 
 IDS_MAX: Final = 200_000
-"""How many ids of one partition are remembered."""
 READ_BYTES: Final = 1024 * 1024
 ON_LOOP_BYTES: Final = 64 * 1024
 """More than this is read in a thread."""

@@ -169,8 +169,6 @@ class NewSchema:
 
 
 class SchemaRegistry:
-    """Every subject of every context."""
-
     def __init__(self, declarations: Declarations, *, examiner: SchemaExaminer | None = None) -> None:
         self._declarations = declarations
         self._examiner = examiner or SchemaExaminer()

@@ -84,7 +84,6 @@ class AuthenticationContext:
     """The secret with which this node's own processes sign in; new with each start."""
     assertions: Assertions
     connections_max: int = 2**31
-    """How many connections one principal may have open."""
     connections: Counter[str] = field(default_factory=Counter)
     """How many each principal has open; nodes do not count."""
     session_s_max: float = 0.0

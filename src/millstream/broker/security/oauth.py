@@ -38,7 +38,6 @@ ALGORITHMS: Final = (
     "EdDSA",
 )
 LEEWAY_S: Final = 30
-"""How much the clock of an issuer may differ."""
 TIME_MAX_S: Final = 253_402_300_799
 """The end of the year 9999. A time in milliseconds is later, and is not taken for one that never comes."""
 _REASONS: Final = {
@@ -47,11 +46,9 @@ _REASONS: Final = {
     "missing_algorithm": "it names no algorithm",
     "unsupported_algorithm": "its algorithm is not accepted",
 }
-"""What the errors of the library mean."""
 TOKEN_BYTES_MAX: Final = 16 * 1024
 KEYS_BYTES_MAX: Final = 1024 * 1024
 REFRESH_S: Final = 300.0
-"""How often the keys of a URL are fetched again."""
 REFRESH_S_MIN: Final = 10.0
 """How soon they are, when a token names a key that is not among them."""
 FETCH_S_MAX: Final = 10.0

@@ -15,7 +15,6 @@ from millstream.core.setting import seal_problem
 _logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 2.0
-"""How often the key file is checked while secrets cannot be opened."""
 _NAMED_MAX: Final = 10
 
 

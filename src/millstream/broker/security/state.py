@@ -39,7 +39,6 @@ TOKENS_PER_OWNER_MAX: Final = 10_000
 SCOPE_RULES_PER_OWNER_MAX: Final = 10_000
 """The limit for all tokens of one owner: everyone may create tokens, and every node keeps them in memory."""
 CHAIN_MAX: Final = 8
-"""The maximum length of a chain of tokens, each created with the one before."""
 NO_SNAPSHOT: Final = "users and access rules are not known yet, since the catalog could not be read"
 _LOGGED_MAX: Final = 20
 _REFRESH_S_MIN: Final = 1.0
@@ -79,7 +78,6 @@ class SecurityState(Holder):
         self._refreshing = asyncio.Lock()
         self._refreshed_at = 0.0
         self.audit = AuditTrail()
-        """Collects sign-ins, denials and changes."""
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
         """Finds the name of a topic by its id, for requests that know only that."""
         self.has_topic: Callable[[str], bool] = lambda _name: False

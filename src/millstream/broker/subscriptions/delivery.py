@@ -164,7 +164,6 @@ class Delivery:
     ) -> None:
         self.key = key
         self.name = name
-        """The name of the subscription, for log lines."""
         self.queue = queue
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)

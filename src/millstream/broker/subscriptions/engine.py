@@ -151,8 +151,6 @@ class _OpenQueue:
 
 
 class Engine:
-    """The queues of one node."""
-
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
         self._open: dict[QueueKey, _OpenQueue] = {}

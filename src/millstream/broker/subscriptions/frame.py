@@ -34,7 +34,6 @@ from millstream.protocol.records.compression import compress, decompress
 
 FORMAT: Final = 2
 FRAME_BYTES_MAX: Final = 1 << 28
-"""The maximum size of a frame after decompression."""
 
 ROWS: Final = np.dtype(
     [

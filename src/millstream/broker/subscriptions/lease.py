@@ -110,7 +110,6 @@ class Settlement(NamedTuple):
     Extend: the length of the lease from now on, None for the declared one.
     """
     reason: str = ""
-    """Why a message is released or rejected; the dead letter carries it."""
     attempt: int | None = None
     """The delivery to settle, so that an old lease does not settle a newer one; None for any."""
 

@@ -68,13 +68,10 @@ class OutcomeBudget:
 
 
 FRAMES_BYTES_MAX: Final = 32 * 1024
-"""How much is kept per queue."""
 
 LEDGER_FRAMES_BYTES_MAX: Final = 1024 * 1024
-"""How much is kept per queue with a ledger."""
 
 WATCHERS_MAX: Final = 256
-"""The maximum number of callers that wait for messages of one queue."""
 
 FINAL_KINDS: Final = frozenset(
     {

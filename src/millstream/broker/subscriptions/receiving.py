@@ -188,7 +188,6 @@ class ParkedLease(Parked):
         self._error: Exception | None = None
         self._deliveries: Sequence[Delivery] = ()
         self._unstored = 0
-        """How many writes are not durable yet."""
         self._wait: Wait | None = None
         self._response_task: asyncio.Task[Buffers] | None = None
 

@@ -394,7 +394,6 @@ PARTITION_CACHE_MAX: Final = 100_000
 """The number of queues whose state partition is cached, since every write looks it up."""
 
 SEARCH_S: Final = 10.0
-"""How long the events of a queue are searched for a message."""
 
 SEARCHED_BETWEEN_YIELDS: Final = 20
 """How many records are searched between two turns of the loop: a frame of a thousand rows takes up to 0.1 ms."""

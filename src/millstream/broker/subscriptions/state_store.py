@@ -46,7 +46,6 @@ class QueueImage(Protocol):
 
 
 MakeImage = Callable[[QueueKey, bytes | None], QueueImage]
-"""Makes the image of a queue from a snapshot, or an empty one."""
 
 
 class StoredQueue(NamedTuple):
@@ -75,7 +74,6 @@ class PendingWrite:
     def __init__(self) -> None:
         self.is_done = False
         self.error: MillstreamError | None = None
-        """Why it failed, if it did."""
         self._listeners: list[Callable[[MillstreamError | None], None]] = []
 
     def finish(self, error: MillstreamError | None = None) -> None:

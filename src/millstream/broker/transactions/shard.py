@@ -83,7 +83,6 @@ class Batches:
         self._abort = abort
         self._queries_max = queries_max
         self.queries: dict[str, LastBatch] = {}
-        """The last committed batch of every query that has one."""
         self._attempts: dict[str, dict[str, None]] = {}
 
     def last_batch_of(self, query: str) -> int:

@@ -158,7 +158,6 @@ ENDING: Final = frozenset({TransactionState.PREPARE_COMMIT, TransactionState.PRE
 """Decided; markers are still to be written."""
 
 IDLE: Final = frozenset({TransactionState.EMPTY, TransactionState.COMPLETE_COMMIT, TransactionState.COMPLETE_ABORT})
-"""No transaction is open."""
 
 
 def is_exhausted(epoch: int) -> bool:
@@ -184,7 +183,6 @@ class Transaction:
     started_ms: int = NO_TIME_MS
     updated_ms: int
     version: int = FIRST_VERSION
-    """The client's version of the transaction protocol."""
 
     @property
     def is_committing(self) -> bool:

@@ -27,7 +27,6 @@ from millstream.broker.groups.consumer.records import Resolved
 from millstream.core.topic import Topic
 
 Partitions = Mapping[UUID, int]
-"""The number of partitions of each topic."""
 
 
 class TopicView(Protocol):
@@ -122,7 +121,6 @@ Allocation = dict[UUID, set[int]]
 """The partitions of a member while they are being assigned."""
 
 Free = dict[UUID, list[int]]
-"""Unassigned partitions by topic."""
 
 
 class _Allocations:

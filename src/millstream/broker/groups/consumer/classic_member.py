@@ -73,7 +73,6 @@ _logger = logging.getLogger(__name__)
 NEWEST_VERSION = 3
 
 TopicPartitions = Sequence[tuple[str, Sequence[int]]]
-"""Partitions by topic name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,6 @@ def union(one: Assignment, other: Assignment) -> Assignment:
 
 
 LEFT_EPOCH = -1
-"""The epoch of a member that leaves."""
 
 AWAY_EPOCH = -2
 """The epoch of a static member that leaves temporarily."""

@@ -62,7 +62,6 @@ from millstream.core.regex import compile_regex
 _logger = logging.getLogger(__name__)
 
 EXPRESSIONS_KEPT_MAX: Final = 256
-"""The number of expressions whose matches are cached."""
 
 
 @dataclass(slots=True, eq=False)

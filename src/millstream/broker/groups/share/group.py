@@ -18,7 +18,6 @@ from millstream.broker.groups.records import begin_flexible_value, open_flexible
 from millstream.protocol.messages.primitives import Reader
 
 Assignment = Mapping[UUID, frozenset[int]]
-"""Partitions by topic."""
 
 
 def assign_partitions(
