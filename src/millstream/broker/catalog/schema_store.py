@@ -14,8 +14,10 @@ from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, o
 from millstream.broker.catalog.tables import (
     add_if_missing,
     counters,
+    declared_of,
     insert_into,
     put_row,
+    row_of,
     schema_contexts,
     schema_settings,
     schema_versions,
@@ -30,7 +32,6 @@ from millstream.core.schema import (
     RegistryCode,
     SchemaChanges,
     SchemaContent,
-    SchemaReference,
     StoredSchema,
     SubjectSettings,
     SubjectVersion,
@@ -93,15 +94,7 @@ class SchemaTransaction:
         stored = StoredSchema(context=context, schema_id=given, guid=str(content.guid), content=content)
         self._connection.execute(
             insert(schemas).values(
-                context=context,
-                schema_id=given,
-                guid=stored.guid,
-                schema_type=content.schema_type,
-                text=content.text,
-                refs=[list(one) for one in content.references],
-                metadata=content.metadata,
-                rule_set=content.rule_set,
-                change=self._number,
+                context=context, schema_id=given, guid=stored.guid, change=self._number, **row_of(content)
             )
         )
         return stored
@@ -164,13 +157,7 @@ def _to_schema(row: Any) -> StoredSchema:
         context=row.context,
         schema_id=row.schema_id,
         guid=row.guid,
-        content=SchemaContent(
-            schema_type=row.schema_type,
-            text=row.text,
-            references=tuple(SchemaReference(*one) for one in row.refs),
-            metadata=row.metadata,
-            rule_set=row.rule_set,
-        ),
+        content=declared_of(SchemaContent, row),
     )
 
 

@@ -250,7 +250,7 @@ schemas = Table(
     Column("guid", String(36), nullable=False, index=True),
     Column("schema_type", String(16), nullable=False),
     Column("text", Text, nullable=False),
-    Column("refs", JSON, nullable=False),
+    Column("references", JSON, nullable=False),
     Column("metadata", JSON, nullable=True),
     Column("rule_set", JSON, nullable=True),
     Column("change", BigInteger, nullable=False, index=True),

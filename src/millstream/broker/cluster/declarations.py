@@ -87,7 +87,7 @@ class NamedHolder(Holder, Generic[N]):
     def get(self, name: str) -> N | None:
         return self._by_name.get(name)
 
-    def _declared(self, name: str) -> N:
+    def existing(self, name: str) -> N:
         """Return the declaration with this name; raise the error of an unknown one if it does not exist."""
         declared = self._by_name.get(name)
         if declared is None:

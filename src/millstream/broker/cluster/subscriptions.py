@@ -96,10 +96,6 @@ class Subscriptions(NamedHolder[Subscription]):
         """Whether its queues' state may be removed: only ever true because of a recorded deletion."""
         return subscription_id in self._deleted
 
-    def existing(self, name: str) -> Subscription:
-        """Return the subscription with this name; raise `UnknownSubscription` if it does not exist."""
-        return self._declared(name)
-
     async def find(self, name: str) -> Subscription:
         """Return the subscription with this name; another node may have declared it just now."""
         if name not in self._by_name:

@@ -31,7 +31,7 @@ class Mirrors(NamedHolder[Mirror]):
         """Return the mirror of this name, asking the catalog if another node may have just declared it."""
         if name not in self._by_name:
             await self.load()
-        return self._declared(name)
+        return self.existing(name)
 
     @finishing
     async def create(self, name: str, overrides: Mapping[str, str], *, is_enabled: bool = True) -> Mirror:

@@ -271,7 +271,7 @@ class Delivery:
         self._prepare(demand.max_records)
         received = self._lease(demand, demand.max_records)
         self._scanned = None
-        self._after_change()
+        self.queue_changed()
         return received
 
     def park(self, waiter: Wait) -> None:
@@ -280,16 +280,12 @@ class Delivery:
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
             if self._has_more_to_scan or self._is_store_full or self._has_available:
-                self._schedule_wake()
+                self.wake_waiting()
             self._set_alarm()
 
     def forget(self, waiter: Wait) -> None:
         """Stop a worker's wait."""
         self._waiting.pop(waiter, None)
-
-    def wake_waiting(self) -> None:
-        """Serve waiting workers again, since one of them has room again."""
-        self._schedule_wake()
 
     async def leases_durable(self) -> None:
         """Wait until leases that were just granted may be delivered."""
@@ -307,7 +303,7 @@ class Delivery:
         self._check_open()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self.last_used_ms)]
-        self._after_change()
+        self.queue_changed()
         return results
 
     def settle_all(self, worker: str, settlements: Sequence[Settlement], gaps: Sequence[Settlement] = ()) -> None:
@@ -361,7 +357,7 @@ class Delivery:
     def release_worker(self, worker: str) -> None:
         if self._closed is None:
             self.queue.release_worker(worker, now_ms=self._clock.now_ms())
-            self._after_change()
+            self.queue_changed()
 
     async def durable(self, *, is_all: bool = False) -> None:
         """Wait until all changes so far are durable; without `is_all`, except those that a scan would find again."""
@@ -390,8 +386,8 @@ class Delivery:
         """Continue at another offset; outstanding leases become void."""
         self._check_open()
         self.queue.seek(offset, now_ms=self._clock.now_ms())
-        self._after_change()
-        self._schedule_wake()
+        self.queue_changed()
+        self.wake_waiting()
 
     async def revive(
         self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes], *, epoch: int
@@ -419,7 +415,7 @@ class Delivery:
         ]
         self.queue.close_letters([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
         self.queue.revive(present, now_ms=now_ms)
-        self._after_change()
+        self.queue_changed()
         await self.durable()
         return sorted(letters.keys() - {one.offset for one in present})
 
@@ -438,7 +434,7 @@ class Delivery:
         self._filter = queue_filter
         self._record_filter_version()
         self._apply_ledger()
-        self._schedule_wake()
+        self.wake_waiting()
 
     # Notifications
 
@@ -448,7 +444,7 @@ class Delivery:
             if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
                 self.close(NotLeader(f"{partition.log.partition} is led by another node"))
             elif self._waiting:
-                self._schedule_wake()
+                self.wake_waiting()
         except Exception:
             # The caller appends to the partition and must not be affected.
             _logger.exception("a queue could not follow its partition", extra={"queue": str(self.key)})
@@ -478,12 +474,6 @@ class Delivery:
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.reject(reason)
-
-    def queue_changed(self) -> None:
-        """Write changes made to the queue from outside, and wake waiting workers."""
-        self._after_change()
-
-    # Internals
 
     @property
     def _has_available(self) -> bool:
@@ -675,7 +665,7 @@ class Delivery:
                 matches, scanned = matched.bits, scanned.without(matched.unreadable)
             if self._closed is None and self.queue.next_scan_offset == scanned.first and self._filter is queue_filter:
                 self._apply_scan(scanned, matches)
-                self._schedule_wake()
+                self.wake_waiting()
         return False
 
     def _scan_finished(self, looking: asyncio.Task[bool]) -> None:
@@ -685,13 +675,13 @@ class Delivery:
             return
         if error is not None:
             _logger.warning("a filter failed; retrying", extra={"queue": str(self.key), "error": str(error)})
-            asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._schedule_wake)
+            asyncio.get_running_loop().call_later(FILTER_RETRY_S, self.wake_waiting)
             return
         if looking.result():
             # A wake-up from within the task would have come too early: it would have found the scan still running.
-            self._schedule_wake()
+            self.wake_waiting()
         try:
-            self._after_change()
+            self.queue_changed()
         except Exception as failure:
             self._restart_after_defect(failure)
 
@@ -737,7 +727,7 @@ class Delivery:
         if scanned.damage is not None:
             self._report_damage(scanned.next_offset - scanned.first, scanned.damage)
 
-    def _after_change(self) -> None:
+    def queue_changed(self) -> None:
         """Do what follows every change: write it, set timers, wake workers."""
         if self.queue.ledger is not None:
             self._mark_window_if_due()
@@ -750,7 +740,7 @@ class Delivery:
         if self.queue.rejecting_count:
             self.on_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
-            self._schedule_wake()
+            self.wake_waiting()
         self._set_alarm()
 
     def _warn_dropped(self) -> None:
@@ -844,9 +834,9 @@ class Delivery:
         if self._next_write is not None and is_idle and not self._waits_for_others():
             self._write_pending()
         if self._is_store_full:
-            self._schedule_wake()
+            self.wake_waiting()
 
-    def _schedule_wake(self) -> None:
+    def wake_waiting(self) -> None:
         if self._waiting and not self._is_wake_scheduled and self._closed is None:
             self._is_wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve_waiting)
@@ -866,7 +856,7 @@ class Delivery:
         finally:
             self._is_serving = False
         if self._has_more_to_scan:
-            self._schedule_wake()
+            self.wake_waiting()
         self._set_alarm()
 
     def _serve_all(self) -> None:
@@ -876,7 +866,7 @@ class Delivery:
             self._has_more_to_scan = False
             if self._is_store_full and (self._last_write is None or self._last_write.is_done):
                 # Other queues fill the store, and do not notify this one when they have made room.
-                asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._schedule_wake)
+                asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self.wake_waiting)
             return
         self.last_used_ms = self._clock.now_ms()
         self._prepare(self._total_demand())
@@ -885,7 +875,7 @@ class Delivery:
                 break
         self._scanned = None
         if self._closed is None:
-            self._after_change()
+            self.queue_changed()
 
     def _total_demand(self) -> int:
         demand = 0
@@ -940,6 +930,6 @@ class Delivery:
             return
         try:
             self.queue.tick(self._clock.now_ms())
-            self._after_change()
+            self.queue_changed()
         except Exception as error:
             self._restart_after_defect(error)
