@@ -57,11 +57,7 @@ class LeaderAppender:
             pass
         if self._client is None:
             self._client = Client.connect(self._addresses(), client_id=self._client_id, timeout_s=_TIMEOUT_S)
-        return await self._send(self._client, topic, index, batch)
-
-    async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
-        """Let the leader of the partition append a batch."""
-        return Offset((await client.produce(topic, index, batch)).base_offset)
+        return Offset((await self._client.produce(topic, index, batch)).base_offset)
 
 
 CONNECT_S: Final = 3.0

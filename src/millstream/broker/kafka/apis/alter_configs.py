@@ -13,12 +13,11 @@ from collections import Counter
 
 from kio.schema.alter_configs.v2.request import AlterConfigsRequest, AlterConfigsResource
 from kio.schema.alter_configs.v2.response import AlterConfigsResourceResponse, AlterConfigsResponse
-from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, topic_named
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, error_of, topic_named
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE
-from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable, check_not_mirrored
+from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable, check_not_mirrored, repeated_error
 from millstream.broker.security.changes import settings_changed
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.topic import check_topic_name
@@ -36,17 +35,14 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
         named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
         responses = []
         for resource in request.resources:
-            code, message = ErrorCode.none, None
-            try:
-                if named[resource.resource_type, resource.resource_name] > 1:
-                    raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
-                await self._alter(resource, validate_only=request.validate_only)
-            except MillstreamError as error:
-                code, message = error_code(error), error_message(error)
+            if named[resource.resource_type, resource.resource_name] > 1:
+                error: MillstreamError | None = repeated_error(resource.resource_name)
+            else:
+                error = await error_of(self._alter(resource, validate_only=request.validate_only))
             responses.append(
                 AlterConfigsResourceResponse(
-                    error_code=code,
-                    error_message=message,
+                    error_code=error_code(error),
+                    error_message=error_message(error),
                     resource_type=resource.resource_type,
                     resource_name=resource.resource_name,
                 )

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from kio.schema.errors import ErrorCode
 from kio.schema.incremental_alter_configs.v1.request import (
     AlterableConfig,
     AlterConfigsResource,
@@ -39,6 +38,7 @@ from millstream.broker.kafka.api import (
     check_needs,
     error_code,
     error_message,
+    error_of,
     topic_named,
 )
 from millstream.broker.kafka.apis.describe_configs import (
@@ -80,13 +80,18 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
         responses = []
         for resource in request.resources:
-            try:
-                if named[resource.resource_type, resource.resource_name] > 1:
-                    raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
-                await self._alter(resource, client.rights, validate_only=request.validate_only)
-                responses.append(_response(resource, ErrorCode.none, None))
-            except MillstreamError as error:
-                responses.append(_response(resource, error_code(error), error_message(error)))
+            if named[resource.resource_type, resource.resource_name] > 1:
+                error: MillstreamError | None = repeated_error(resource.resource_name)
+            else:
+                error = await error_of(self._alter(resource, client.rights, validate_only=request.validate_only))
+            responses.append(
+                AlterConfigsResourceResponse(
+                    error_code=error_code(error),
+                    error_message=error_message(error),
+                    resource_type=resource.resource_type,
+                    resource_name=resource.resource_name,
+                )
+            )
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, rights: Rights | None, *, validate_only: bool) -> None:
@@ -237,10 +242,5 @@ def check_not_mirrored(topic: Topic) -> None:
         )
 
 
-def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:
-    return AlterConfigsResourceResponse(
-        error_code=code,
-        error_message=message,
-        resource_type=resource.resource_type,
-        resource_name=resource.resource_name,
-    )
+def repeated_error(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name!r} is named more than once in the request")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +35,7 @@ def _plan_changed(activity: Activity) -> Changes:
     return changes
 
 
-class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
+class _PlanApi(PrivateApi[RequestT, ResponseT]):
     cluster_operation = Operation.ALTER
 
     def __init__(self, plans: Plans | None) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, error_code
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, error_code
 from millstream.broker.security.audit import HTTP, Change
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users
 from millstream.broker.security.rights import ANONYMOUS, Rights
@@ -45,20 +45,22 @@ _logger = logging.getLogger(__name__)
 SCOPE_RULES_MAX: Final = 1000
 
 
-class TokenCreate(PrivateApi[CreateTokenRequest, CreateTokenResponse]):
+class _TokenApi(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, state: SecurityState) -> None:
+        self._state = state
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """Require no right for one's own tokens; those of others are left out, or need ALTER on the cluster."""
+        return ()
+
+
+class TokenCreate(_TokenApi[CreateTokenRequest, CreateTokenResponse]):
     """Creates an API token.
 
     Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
     that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
     The token itself is in this response only.
     """
-
-    def __init__(self, state: SecurityState) -> None:
-        self._state = state
-
-    async def needs(self, request: CreateTokenRequest) -> Sequence[Need]:
-        """Require no right for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
-        return ()
 
     async def handle(self, request: CreateTokenRequest) -> CreateTokenResponse:
         """Refuse: without authentication, tokens have no owner and no use."""
@@ -107,7 +109,7 @@ def _token_owner(request: CreateTokenRequest, rights: Rights) -> str:
     return owner
 
 
-class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
+class TokenList(_TokenApi[ListTokensRequest, ListTokensResponse]):
     """Lists API tokens.
 
     A client sees its own, and with DESCRIBE on the cluster those of everyone. Secrets are not kept, so they are not
@@ -115,13 +117,6 @@ class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
     """
 
     changes = None
-
-    def __init__(self, state: SecurityState) -> None:
-        self._state = state
-
-    async def needs(self, request: ListTokensRequest) -> Sequence[Need]:
-        """Require no right: tokens that the client may not see are omitted."""
-        return ()
 
     def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
         if rights.cluster(Operation.DESCRIBE):
@@ -136,19 +131,12 @@ class TokenList(PrivateApi[ListTokensRequest, ListTokensResponse]):
         return ListTokensResponse(tokens=[TokenDescription.of(token) for token in ordered])
 
 
-class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
+class TokenRevoke(_TokenApi[RevokeTokenRequest, Response]):
     """Revokes an API token.
 
     Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
     another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
     """
-
-    def __init__(self, state: SecurityState) -> None:
-        self._state = state
-
-    async def needs(self, request: RevokeTokenRequest) -> Sequence[Need]:
-        """Require no right for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
-        return ()
 
     async def handle(self, request: RevokeTokenRequest) -> Response:
         await self._state.delete_token(request.token_id)
