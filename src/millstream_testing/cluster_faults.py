@@ -45,7 +45,7 @@ class FaultContext:
 
 
 class Fault(ABC):
-    """One fault."""
+    """A fault."""
 
     is_repaired_last = False
     duration_s: float

@@ -28,7 +28,7 @@ _PREFIX = "mst"
 
 
 class Network(Protocol):
-    """How nodes reach each other and etcd."""
+    """The links between nodes, and to etcd."""
 
     kind: str
 

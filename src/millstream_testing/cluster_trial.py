@@ -90,7 +90,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectedFault:
-    """One fault, or two at once, and how the cluster recovered."""
+    """A fault, or two at once, and how the cluster recovered."""
 
     kinds: tuple[str, ...]
     what: str
@@ -108,7 +108,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the trial found."""
+    """The findings of the trial."""
 
     report: Report
     injected: list[InjectedFault]
@@ -134,7 +134,7 @@ class Outcome:
 
 
 class ClusterTrial:
-    """One trial. Everything that it starts ends with it."""
+    """A trial. Everything that it starts ends with it."""
 
     def __init__(
         self, folder: Path, network: Network, plan: Plan, print_line: Callable[[str], None] = lambda _: None

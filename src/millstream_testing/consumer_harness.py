@@ -93,7 +93,7 @@ class SimulatedConsumer:
 
 
 class ConsumerHarness(GroupHarness):
-    """One shard of groups, its log and its clock, with topics that are created, grow and are deleted."""
+    """A shard of groups, its log and its clock, with topics that are created, grow and are deleted."""
 
     def __init__(self, **limits: Any) -> None:
         self.cluster = MemoryTopics()

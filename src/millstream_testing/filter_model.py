@@ -16,7 +16,7 @@ Truth = bool | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One message."""
+    """A message."""
 
     key: str | None = None
     headers: dict[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ SHOWN_MAX = 20
 
 
 class Kind(StrEnum):
-    """What can be wrong with a history."""
+    """The kinds of errors in a history."""
 
     LOST = "lost"
     DUPLICATED = "duplicated"
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One fault, and its position."""
+    """A fault, and its position."""
 
     kind: Kind
     topic: str

@@ -39,7 +39,7 @@ INITIAL_DELAY_MS = 3_000
 
 
 class GroupHarness:
-    """One shard of groups, its log and its clock."""
+    """A shard of groups, its log and its clock."""
 
     def __init__(self, **limits: Any) -> None:
         self.clock = ManualClock()

@@ -148,7 +148,7 @@ class _Names:
 
 
 class History:
-    """What clients did and received, in columns."""
+    """The actions of clients and their results, in columns."""
 
     def __init__(self) -> None:
         self._producers = _Names()
@@ -282,7 +282,7 @@ class _Gap(NamedTuple):
 
 
 class _Check:
-    """One pass over a history; each method looks for one kind of finding."""
+    """A pass over a history; each method looks for one kind of finding."""
 
     def __init__(self, history: History, complete: Iterable[str]) -> None:
         self._history = history

@@ -44,14 +44,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the trial found, and how long each start after a kill took."""
+    """The findings of the trial, and the duration of each start after a kill."""
 
     report: Report
     starts_s: list[float]
 
 
 class KillTrial:
-    """One trial on one server, which it starts, kills and stops."""
+    """A trial on one server, which it starts, kills and stops."""
 
     def __init__(self, server: Server, plan: Plan, print_line: Callable[[str], None] = lambda _: None) -> None:
         self._server = server

@@ -177,7 +177,7 @@ class _Store:
 
 
 class Site:
-    """One single node: its disk and its store, and its process while it runs. It is also its own `Topics`."""
+    """A single node: its disk and its store, and its process while it runs. It is also its own `Topics`."""
 
     def __init__(self, world: World, name: str) -> None:
         self.name = name

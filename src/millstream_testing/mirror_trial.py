@@ -87,7 +87,7 @@ class Link:
 
 
 class Site:
-    """One node or a cluster, with its own link for the other site."""
+    """A node or a cluster, with its own link for the other site."""
 
     def __init__(self, folder: Path, name: str, thread: RelayThread, link: Link, shared: Mapping[str, object]) -> None:
         self.name = name
@@ -302,7 +302,7 @@ class SiteLoad:
 
 
 class MirrorTrial:
-    """One round on two sites."""
+    """A round on two sites."""
 
     def __init__(self, folder: Path, *, seed: int, faults: int, link: Link, print_line: Callable[[str], None]) -> None:
         self._random = random.Random(seed)

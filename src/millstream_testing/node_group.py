@@ -48,7 +48,7 @@ class DeadLinks:
 
 
 class GroupNode:
-    """One node: its machine with the files, and its process while it runs."""
+    """A node: its machine with the files, and its process while it runs."""
 
     def __init__(self, group: NodeGroup, node_id: int, **settings: Any) -> None:
         self.node_id = NodeId(node_id)

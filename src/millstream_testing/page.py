@@ -24,7 +24,7 @@ _USE: Final = re.compile(r"(?: (spark|beside|file=[\w.-]+|no-run: \S.*))?")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One fenced block."""
+    """A fenced block."""
 
     page: Path
     line: int

@@ -134,7 +134,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class ApiEntry(NamedTuple):
-    """One row of the table."""
+    """A row of the table."""
 
     key: int
     name: str

@@ -90,14 +90,14 @@ class Plan:
 
 
 class Outcome(NamedTuple):
-    """What a trial found."""
+    """The findings of a trial."""
 
     findings: list[str]
     summary: str
 
 
 class _Arrival(NamedTuple):
-    """What the endpoint received in one request."""
+    """One request that the endpoint received."""
 
     subscription: str
     position: Position
@@ -108,7 +108,7 @@ class _Arrival(NamedTuple):
 
 
 class PushTrial:
-    """One run on running nodes."""
+    """A run on running nodes."""
 
     def __init__(self, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._cluster = cluster

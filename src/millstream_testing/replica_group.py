@@ -86,7 +86,7 @@ class FaultyStore(EmbeddedStore):
 
 
 class ReplicaNode:
-    """One node: a disk in memory, partitions, and replication between them and other nodes."""
+    """A node: a disk in memory, partitions, and replication between them and other nodes."""
 
     def __init__(self, group: ReplicaGroup, node_id: NodeId) -> None:
         self.node_id = node_id

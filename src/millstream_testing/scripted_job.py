@@ -21,7 +21,7 @@ HANG_S = 3600.0
 
 
 class ScriptedApi:
-    """What the code is given."""
+    """The API object that the code receives."""
 
     def __init__(self, order: JobOrder, pipes: Pipes) -> None:
         self.order = order

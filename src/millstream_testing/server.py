@@ -40,7 +40,7 @@ class ServerFailed(Exception):
 
 
 class Server:
-    """One server process. `settings` are flags of `millstream serve`, without their dashes."""
+    """A server process. `settings` are flags of `millstream serve`, without their dashes."""
 
     forked = False
     """Whether a server and its gateway are forked from a process that has imported everything, which saves most of a

@@ -32,7 +32,7 @@ _TYPES: Final = {
 
 
 class ShareWorker:
-    """One share consumer after another; runs in its own thread."""
+    """Runs one share consumer after another in its own thread."""
 
     def __init__(self, task: Task, journal_file: JournalFile, subscription: str, stopping: threading.Event) -> None:
         self._task = task

@@ -131,7 +131,7 @@ class Plan:
 
 
 class Outcome(NamedTuple):
-    """What a trial found."""
+    """The findings of a trial."""
 
     findings: list[Finding]
     summary: str
@@ -144,7 +144,7 @@ class Outcome(NamedTuple):
 
 
 class SubscriptionTrial:
-    """One run on running nodes."""
+    """A run on running nodes."""
 
     def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._folder = folder

@@ -87,7 +87,7 @@ def check(history: TransactionHistory, *, complete: Iterable[str] = ()) -> Repor
 
 
 class _Check:
-    """One pass over a history; each method looks for one kind of finding."""
+    """A pass over a history; each method looks for one kind of finding."""
 
     def __init__(self, history: TransactionHistory, complete: Iterable[str]) -> None:
         self._history = history

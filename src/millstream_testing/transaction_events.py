@@ -13,7 +13,7 @@ import msgspec
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
-    """What a transaction consumed of a partition of its source: the offsets from `first` to `next`, exclusive."""
+    """The input of a transaction from a partition of its source: the offsets from `first` to `next`, exclusive."""
 
     partition: int
     first: int

@@ -45,7 +45,7 @@ NOT_A_MESSAGE = -1
 
 @dataclass(slots=True)
 class Transaction:
-    """What a program did in one transaction, as far as it got."""
+    """The actions of a program in one transaction, as far as it got."""
 
     begun: TransactionBegun
     end_requested: list[tuple[bool, int]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Transaction:
 
 
 class Polls:
-    """What a reader received of one partition, in order, in columns."""
+    """The messages that a reader received from one partition, in order, in columns."""
 
     def __init__(self) -> None:
         self._offsets, self._messages, self._times = array("q"), array("q"), array("q")
@@ -91,7 +91,7 @@ class Polls:
 
 @dataclass(slots=True)
 class TransactionHistory:
-    """What programs did and readers saw. Polls are kept in columns, everything else as events."""
+    """The actions of programs and the reads of readers. Polls are kept in columns, everything else as events."""
 
     transactions: dict[Key, Transaction] = field(default_factory=dict)
     readers: dict[str, bool] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class Round:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the trial found."""
+    """The findings of the trial."""
 
     report: Report
     rounds: list[Round]
@@ -150,7 +150,7 @@ class Outcome:
 
 
 class TransactionTrial:
-    """One trial on a cluster, or on one node. Everything that it starts ends with it."""
+    """A trial on a cluster, or on one node. Everything that it starts ends with it."""
 
     def __init__(
         self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: Callable[[str], None] = lambda _: None

@@ -100,7 +100,7 @@ class TrialState:
 
 
 class LoadProducer(threading.Thread):
-    """One producer that sends while there is load."""
+    """A producer that sends while there is load."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _REQUEST_S_MAX = 10.0
 
 
 class TrialNode(Server):
-    """One node: a server process at its place in the network, with its own clock."""
+    """A node: a server process at its place in the network, with its own clock."""
 
     def __init__(
         self,

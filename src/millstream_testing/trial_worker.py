@@ -33,7 +33,7 @@ class Task(Protocol):
 
 
 class WorkerProcess:
-    """One process, and its journal."""
+    """A process, and its journal."""
 
     def __init__(self, task: Task, folder: Path, program: str = TRANSACTIONS) -> None:
         self.task = task

@@ -178,7 +178,7 @@ class _Stores:
 
 
 class Broker:
-    """One node: everything between its sockets and its data folder.
+    """A node: everything between its sockets and its data folder.
 
     Embedded in another program, it does not touch process-wide state: memory trimming and garbage collection.
     """

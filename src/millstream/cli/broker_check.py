@@ -14,7 +14,7 @@ from millstream.cli.connection import CLIENT_ID, command_credentials
 from millstream.cli.doctor import Finding, check_space, passed, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
-from millstream.client.admin.browse import node_sums
+from millstream.client.admin.browse import node_summaries
 from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings
@@ -207,7 +207,7 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     findings = [_check_versions(responses), *_check_readiness(statuses), *_check_warnings(responses), *damage, clock]
     space = [
         check_space(one.disk_bytes, one.disk_free_bytes, where=f"node {one.node_id}: ")
-        for one in await node_sums(client)
+        for one in await node_summaries(client)
         if one.disk_bytes
     ]
     declared = [*await check_pipelines(client, status), *await check_mirrors(client), *await check_push(client)]

@@ -13,7 +13,7 @@ from typing import Final
 
 
 class BrokerState(Enum):
-    """What a broker process is doing."""
+    """The state of a broker process."""
 
     DUE = auto()
     """No process runs; one is started when the backoff is over."""

@@ -48,7 +48,7 @@ _SERVER_PROBE_S = 0.05
 
 
 class LocalServer(ABC):
-    """One server process; restarted on the same folder, it has the same data and port."""
+    """A server process; restarted on the same folder, it has the same data and port."""
 
     ready_s_max = 30.0
 
@@ -158,7 +158,7 @@ def etcd_warning(program: Path) -> str | None:
 
 
 class LocalEtcd(LocalServer):
-    """One etcd process with its data in a folder."""
+    """An etcd process with its data in a folder."""
 
     program: Path | None = None
     """The program; None means the one that is found."""
@@ -254,7 +254,7 @@ def find_postgres() -> Path:
 
 
 class LocalPostgres(LocalServer):
-    """One PostgreSQL process with its data in a folder. Stopping it disconnects its clients; committed data stay."""
+    """A PostgreSQL process with its data in a folder. Stopping it disconnects its clients; committed data stay."""
 
     ready_s_max = 60.0
 

@@ -43,7 +43,7 @@ class LocalServerFailed(CommandFailed):
 
 
 class LocalProcess:
-    """One command with its log file. Start it in the main thread: the command gets its signal when that thread ends."""
+    """A command with its log file. Start it in the main thread: the command gets its signal when that thread ends."""
 
     def __init__(
         self,

@@ -479,7 +479,7 @@ def signed_in(brokers: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tu
 
 
 class CommandRun:
-    """One run, from the claim to the summary."""
+    """A run, from the claim to the summary."""
 
     def __init__(
         self,

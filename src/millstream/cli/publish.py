@@ -139,7 +139,7 @@ Schema = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """What to publish, and how to report it."""
+    """The messages to publish, and the form of the report."""
 
     topic: str
     value: str | None

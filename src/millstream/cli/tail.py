@@ -34,7 +34,7 @@ Show = Callable[["Message"], Awaitable[bytes]]
 
 
 class Isolation(StrEnum):
-    """Which messages of transactions are shown."""
+    """The isolation level of the records shown."""
 
     COMMITTED = "committed"
     UNCOMMITTED = "uncommitted"

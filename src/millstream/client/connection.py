@@ -242,7 +242,7 @@ _WAITING_MAX: Final = 1000
 
 
 class AccessOptions(TypedDict, total=False):
-    """How a connection is encrypted and authenticated."""
+    """The encryption and authentication of a connection."""
 
     tls: bool | str | Path | ssl.SSLContext
     user: str | None

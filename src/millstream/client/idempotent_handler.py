@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 
 class Verb(Enum):
-    """What a worker does to a row."""
+    """An operation of a worker on a row."""
 
     CLAIM = "claim"
     EXTEND = "extend"
@@ -106,7 +106,7 @@ class ClaimResult(Enum):
 
 
 class Operation(NamedTuple):
-    """One verb of one worker on one message; what it writes is valid until `until_ms`."""
+    """A verb of one worker on one message; what it writes is valid until `until_ms`."""
 
     verb: Verb
     message_id: str

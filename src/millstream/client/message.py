@@ -95,7 +95,7 @@ NO_HEADERS: Final = b"\x00"
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """One message. Keys, values and headers are bytes; `json()`, `decode()` and `header_text` decode
+    """A message. Keys, values and headers are bytes; `json()`, `decode()` and `header_text` decode
     them.
 
     A msgspec struct, since one is created for every message, which takes four times as long in plain Python.
@@ -243,7 +243,7 @@ def _ms(seconds: float | None) -> int | None:
 
 
 class Receipt(NamedTuple):
-    """Where a message is stored. Without acknowledgements (`acks=0`) the offset is unknown: -1."""
+    """The position of a stored message. Without acknowledgements (`acks=0`) the offset is unknown: -1."""
 
     topic: str
     partition: int

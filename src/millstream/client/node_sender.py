@@ -32,7 +32,7 @@ ACKS_NONE: Final = 0
 
 
 class _SentBatch(NamedTuple):
-    """One batch of a request."""
+    """A batch of a request."""
 
     queue: PartitionQueue
     batch: OutgoingBatch

@@ -30,7 +30,7 @@ _SECRETS: Final = ("password", "token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One way to connect; a field's name is its key in the file."""
+    """A way to connect; a field's name is its key in the file."""
 
     brokers: str = ""
     tls: bool = False

@@ -53,7 +53,7 @@ RECREATED: Final = "recreated"
 
 
 class StoredReceipt(msgspec.Struct, frozen=True, array_like=False):
-    """One line of the book."""
+    """A line of the book."""
 
     id: str
     topic: str
@@ -149,7 +149,7 @@ def read_book(path: str | Path) -> Iterator[StoredReceipt]:
 
 
 class ReceiptCheck(NamedTuple):
-    """How many receipts were checked, and what was found."""
+    """The number of receipts that were checked, and the findings."""
 
     receipts: int
     findings: list[Finding]

@@ -156,7 +156,7 @@ class Completion:
 
 
 class Settlement:
-    """One verb on messages of one lease, and the caller that waits for the outcome."""
+    """A verb on messages of one lease, and the caller that waits for the outcome."""
 
     __slots__ = ("completion", "delay_ms", "is_alone", "is_retry", "lease", "offsets", "reason", "verb")
 

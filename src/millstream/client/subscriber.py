@@ -196,7 +196,7 @@ def _kind(error: BaseException) -> object:
 
 
 class Subscriber:
-    """One running handler. `drain` stops it in order; so does closing the connection."""
+    """A running handler. `drain` stops it in order; so does closing the connection."""
 
     def __init__(
         self, source: Source, handler: Handler, *, concurrency: int, forget: Callable[[bool], Awaitable[None]]

@@ -31,7 +31,7 @@ class ResourceType(enum.IntEnum):
 
 
 class PatternType(enum.IntEnum):
-    """How a rule names resources. `ANY` and `MATCH` exist in filters only."""
+    """The way in which a rule names resources. `ANY` and `MATCH` exist in filters only."""
 
     ANY = 1
     MATCH = 2
@@ -40,7 +40,7 @@ class PatternType(enum.IntEnum):
 
 
 class Operation(enum.IntEnum):
-    """What a principal does with a resource; the numbers are Kafka's."""
+    """An operation on a resource; the numbers are Kafka's."""
 
     ANY = 1
     ALL = 2

@@ -105,7 +105,7 @@ class ClusterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One partition and its new replicas, the preferred leader first."""
+    """A partition and its new replicas, the preferred leader first."""
 
     topic: str
     topic_id: UUID

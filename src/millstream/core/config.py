@@ -56,7 +56,7 @@ _LISTENERS = "listeners"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerConfig:
-    """One address at which Kafka clients connect: a table of `[[listeners]]`, or what `kafka` describes."""
+    """An address at which Kafka clients connect: a table of `[[listeners]]`, or what `kafka` describes."""
 
     name: str
     address: str

@@ -67,7 +67,7 @@ class ScramCredential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who changed a pipeline or an endpoint last, and with whose rights it therefore acts."""
+    """The principal that last changed a pipeline or an endpoint, with whose rights it acts."""
 
     principal: str = ""
     """Empty if it was changed while clients were not authenticated."""

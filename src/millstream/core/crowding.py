@@ -1,4 +1,4 @@
-"""Room for others: what one principal may take of a limit that all share."""
+"""Limits the part of a shared resource that one principal may hold, so that others are served too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ipaddress import IPv6Address, ip_address
 
 
 def is_crowding(held: int, in_use: int, limit: int) -> bool:
-    """Whether one principal holds so much that the rest is for others: half, when three quarters are taken."""
+    """Whether a principal gets no more: it holds half of the limit, and three quarters of the limit are in use."""
     return held >= limit // 2 and in_use >= limit - limit // 4
 
 

@@ -185,7 +185,7 @@ class InvalidTransactionTimeout(InvalidRequest):
 
 
 class RecordError(NamedTuple):
-    """Why one record of a batch was rejected, by its position in the batch."""
+    """The reason why one record of a batch was rejected, by its position in the batch."""
 
     batch_index: int
     message: str

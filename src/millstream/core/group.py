@@ -15,7 +15,7 @@ HEARTBEAT: Final = "consumer.heartbeat.interval.ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings(Settings):
-    """What a consumer group may set differently from its node; share groups have the settings of subscriptions."""
+    """The settings of a single consumer group; share groups have the settings of subscriptions."""
 
     consumer_session_timeout_ms: int = setting(
         SESSION,

@@ -209,7 +209,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """One run of a job, with all attempts at it."""
+    """A run of a job, with all attempts at it."""
 
     pipeline_id: UUID
     number: int

@@ -32,7 +32,7 @@ class Distribution(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One number of a metric. The labels say what it counts, for example `(("topic", "orders"),)`."""
+    """A number of a metric. The labels say what it counts, for example `(("topic", "orders"),)`."""
 
     value: float | Distribution
     labels: tuple[tuple[str, str], ...] = ()
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric and its samples.
+    """A metric and its samples.
 
     Names follow Prometheus: `millstream_` first, the unit last, and `_total` at the end of every counter.
     """

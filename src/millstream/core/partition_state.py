@@ -18,7 +18,7 @@ FIRST_EPOCH = Epoch(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionState:
-    """What the cluster has agreed on for one partition."""
+    """The agreed state of one partition in the cluster."""
 
     replicas: tuple[NodeId, ...]
     """In order of preference: the first leads if it can."""

@@ -75,7 +75,7 @@ class PipelineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of a route: which messages of a topic go where."""
+    """A rule of a route: which messages of a topic go where."""
 
     name: str
     topic: str

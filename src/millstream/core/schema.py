@@ -169,7 +169,7 @@ class SubjectSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaChanges:
-    """What the catalog stored after a given change."""
+    """The rows that the catalog stored after a given change."""
 
     last: int
     """The number of the last change."""

@@ -332,7 +332,7 @@ def topic_of_start(key: str) -> str:
 
 
 class QueueKey(NamedTuple):
-    """One subscription on one partition."""
+    """A subscription on one partition."""
 
     subscription_id: UUID
     topic_id: UUID

@@ -391,7 +391,7 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class TopicPartition:
-    """One partition, by the topic's name."""
+    """A partition, by the topic's name."""
 
     topic: str
     partition: PartitionIndex

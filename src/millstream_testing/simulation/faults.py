@@ -59,7 +59,7 @@ class Machine(Protocol):
 
 
 class FaultTarget(Protocol):
-    """What the faults are applied to."""
+    """The target of the faults."""
 
     network: Network
     machines: Sequence[Machine]

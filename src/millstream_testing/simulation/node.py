@@ -70,7 +70,7 @@ class NodeEnvironment(Protocol):
 
 
 class NodeProcess:
-    """One process of a node: what the broker builds, without its sockets."""
+    """A process of a node: what the broker builds, without its sockets."""
 
     def __init__(self, node: SimulatedNode, process: Process) -> None:
         environment = node.environment

@@ -16,7 +16,7 @@ _TASKS_MIN = 32
 
 
 class Process:
-    """One process. Its callbacks run in the order of scheduling; between processes there is no order."""
+    """A process. Its callbacks run in the order of scheduling; between processes there is no order."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name

@@ -25,7 +25,7 @@ BETWEEN_S = 2.0
 
 
 class Attempt(Writer):
-    """One attempt to write one part of a batch."""
+    """An attempt to write one part of a batch."""
 
     def __init__(self, context: ClientContext, query: str, batch: int, part: int, number: int) -> None:
         transactional_id = f"spark/{query}/{batch}/{part}/{number:x}"
@@ -57,7 +57,7 @@ class Attempt(Writer):
 
 
 class BatchDriver(Caller):
-    """One query."""
+    """A query."""
 
     def __init__(self, context: ClientContext, query: str) -> None:
         super().__init__(f"driver-{query}", context)

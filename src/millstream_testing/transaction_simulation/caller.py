@@ -71,7 +71,7 @@ class ClientContext:
 
 
 class Caller:
-    """One client. With `may_be_late`, its requests may be executed after it has timed out, and twice."""
+    """A client. With `may_be_late`, its requests may be executed after it has timed out, and twice."""
 
     def __init__(self, name: str, context: ClientContext, *, may_be_late: bool = True) -> None:
         self.name = name

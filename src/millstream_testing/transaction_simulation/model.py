@@ -20,7 +20,7 @@ Batch = tuple[str, int]
 
 @dataclass(slots=True)
 class ModelTransaction:
-    """One transaction as its client knows it."""
+    """A transaction as its client knows it."""
 
     number: int
     transactional_id: str

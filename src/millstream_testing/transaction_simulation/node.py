@@ -59,7 +59,7 @@ class RequestTarget(NamedTuple):
 
 
 class TransactionNodeProcess(NodeProcess):
-    """One process of a node with transactions, assembled as in `TransactionService`."""
+    """A process of a node with transactions, assembled as in `TransactionService`."""
 
     def __init__(self, node: TransactionNode, process: Process) -> None:
         super().__init__(node, process)

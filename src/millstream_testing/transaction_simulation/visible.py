@@ -23,7 +23,7 @@ class Open(NamedTuple):
 
 
 class Visible:
-    """One partition: its open transactions, and the records that the others made visible."""
+    """A partition: its open transactions, and the records that the others made visible."""
 
     def __init__(self, partition: TopicPartition, model: Model, decisions: Decisions) -> None:
         self.partition = partition

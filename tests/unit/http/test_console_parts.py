@@ -39,7 +39,7 @@ from millstream.gateway.console.pages.pipelines import dry_run_refusal
 from millstream.gateway.console.render import age, chart, number, size
 from millstream.gateway.console.visit import ConsoleSettings, Page, PageRoute, Visit, command
 from millstream.gateway.pressure import ClientDisconnected
-from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSumsResponse
+from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSummaryResponse
 from millstream.protocol.records.record import Record
 
 
@@ -289,8 +289,8 @@ def test_rates_are_placed_in_the_hour_at_any_sampling_interval() -> None:
 async def test_numbers_are_sampled_before_the_first_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = itertools.count(0, 1000)
 
-    async def node_sums(_client: object) -> list[NodeSumsResponse]:
-        return [NodeSumsResponse(node_id=1, state="ready", records_in=next(counted))]
+    async def node_summaries(_client: object) -> list[NodeSummaryResponse]:
+        return [NodeSummaryResponse(node_id=1, state="ready", records_in=next(counted))]
 
     async def list_if_reachable(*_asked: object) -> ListTopicsResponse:
         return ListTopicsResponse()
@@ -299,7 +299,7 @@ async def test_numbers_are_sampled_before_the_first_visit(monkeypatch: pytest.Mo
     services.client.metadata = AsyncMock(return_value=Mock(nodes=[1]))
     services.subscriptions.describe = AsyncMock(return_value=[])
     replaced = {
-        "node_sums": node_sums,
+        "node_summaries": node_summaries,
         "list_if_reachable": list_if_reachable,
         "list_groups": AsyncMock(return_value=[]),
     }

@@ -463,7 +463,7 @@ class Catalog:
     def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
         """Store a change of users, tokens and access rules atomically.
 
-        With what a mirror has seen at its source, if the change comes from there.
+        `sightings` has what a mirror saw at its source, if the change comes from a mirror.
         """
         with self._change() as connection:
             if sightings is not None:
@@ -643,7 +643,7 @@ class Catalog:
     ) -> SchemaChanges:
         """Change the schema registry in an exclusive transaction; return all changes.
 
-        With what a mirror has seen at its source, if the change comes from there.
+        `sightings` has what a mirror saw at its source, if the change comes from a mirror.
         """
         with self._change() as connection:
             if sightings is not None:

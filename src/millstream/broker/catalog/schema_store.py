@@ -59,7 +59,7 @@ def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
 
 
 class SchemaTransaction:
-    """One change of the registry; all others wait until it is committed."""
+    """A change of the registry; all others wait until it is committed."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -62,7 +62,7 @@ class CannotOpen(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SecretKey:
-    """One key; its id is derived from it, so that it cannot name another one."""
+    """A key; its id is derived from it, so that it cannot name another one."""
 
     key: bytes = field(repr=False)
 
@@ -119,7 +119,7 @@ def default_key_file() -> Path | None:
 
 
 class SealedSecret(NamedTuple):
-    """One secret of the catalog, without its value."""
+    """A secret of the catalog, without its value."""
 
     noun: str
     name: str

@@ -70,7 +70,7 @@ class AdoptionResult:
 
 
 class Adoption:
-    """One attempt to move the stores of a machine. The caller has connected to those of the cluster."""
+    """An attempt to move the stores of a machine. The caller has connected to those of the cluster."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class ClusterDependencies:
 
 
 class ClusterNode:
-    """One node of a cluster, below its APIs."""
+    """A node of a cluster, below its APIs."""
 
     def __init__(self, dependencies: ClusterDependencies) -> None:
         self._dependencies = dependencies

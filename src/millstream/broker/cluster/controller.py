@@ -146,7 +146,7 @@ class _Deposed(Exception):
 
 
 class Controller:
-    """One node's candidate for the controller."""
+    """A node's candidate for the controller."""
 
     def __init__(
         self,

@@ -211,7 +211,7 @@ LEASES_MAX = 10_000
 
 @dataclass(slots=True)
 class _Lease:
-    """One session as the service sees it."""
+    """A session as the service sees it."""
 
     ttl_s: float
     deadline: float

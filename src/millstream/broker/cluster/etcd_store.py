@@ -135,7 +135,7 @@ class NotConnected(Exception):
 
 
 class EtcdMember:
-    """One member and the connection to it, which is opened when it is first needed."""
+    """A member and the connection to it, which is opened when it is first needed."""
 
     def __init__(self, endpoint: str, credentials: Any) -> None:
         self.endpoint = endpoint
@@ -316,7 +316,7 @@ _JOIN_S_MAX = 5.0
 
 
 class EtcdSession:
-    """One lease."""
+    """A session, which is a lease in etcd."""
 
     def __init__(
         self, members: EtcdMembers, lease: int, ttl_s: float, clock: Clock, on_lost: Callable[[], None]

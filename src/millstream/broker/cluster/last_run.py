@@ -32,7 +32,7 @@ _CHECKSUM_BYTES: Final = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
-    """Which node of which cluster owns a data folder; empty where the folder does not say."""
+    """The node and cluster that own a data folder; empty where the folder does not name them."""
 
     node_id: int = UNKNOWN_NODE
     cluster: str = ""

@@ -54,7 +54,7 @@ _NEVER_MS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which nodes a machine runs, and where their logs are."""
+    """The nodes of a machine, and the folders of their logs."""
 
     data: str
     folders: Mapping[NodeId, str]

@@ -22,7 +22,7 @@ def is_any_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """What a node shares with others, so that replicas of a partition keep apart; recorded for when it is away."""
+    """The machine and rack of a node, by which replicas of a partition are kept apart; recorded for when it is away."""
 
     machine: NodeId | None = None
     """The first of the nodes that share its machine; None if it has its own machine."""
@@ -34,7 +34,7 @@ NO_LOCATION: Final = Location()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, at the addresses that others use."""
+    """A node, at the addresses that others use."""
 
     node_id: NodeId
     host: str

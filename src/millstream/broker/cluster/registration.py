@@ -43,7 +43,7 @@ _TAKEN_TTLS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDescription:
-    """What a node publishes about itself."""
+    """The description that a node publishes about itself."""
 
     node: Node
     http: str

@@ -176,7 +176,7 @@ PARTITIONS_BETWEEN_YIELDS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """How much and how long one fetch of a follower may take."""
+    """The size and time limits of one fetch of a follower."""
 
     wait_ms: int = 500
     bytes_max: int = 10 * 1024 * 1024

@@ -95,7 +95,7 @@ class Session(Protocol):
 
 
 class CoordinationStore(Protocol):
-    """One node's access to the store. All methods are called on the event loop."""
+    """A node's access to the store. All methods are called on the event loop."""
 
     @property
     def available(self) -> bool:

@@ -69,7 +69,7 @@ class Deferred(Generic[T]):
 
 
 class StateRecord(NamedTuple):
-    """One change of state in the log; a value of None deletes the key."""
+    """A change of state in the log; a value of None deletes the key."""
 
     key: bytes
     value: bytes | None
@@ -145,7 +145,7 @@ _STALE_ENTRIES_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class Timer:
-    """One deadline. `pure` means that the action only returns records and does not change the state."""
+    """A deadline. `pure` means that the action only returns records and does not change the state."""
 
     deadline: float
     action: Action

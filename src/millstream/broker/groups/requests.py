@@ -102,7 +102,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinedMember:
-    """One member, as the leader sees it."""
+    """A member, as the leader sees it."""
 
     member_id: str
     instance_id: str | None

@@ -183,7 +183,7 @@ def cluster_operations(client: ClientInfo) -> i32:
 
 
 class Api(Generic[RequestT, ResponseT]):
-    """One API: its key, the versions it serves and how it responds.
+    """An API: its key, the versions it serves and how it responds.
 
     Without `ABC`, whose `isinstance` takes ten times as long: every request is checked.
     """

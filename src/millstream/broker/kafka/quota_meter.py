@@ -55,7 +55,7 @@ class Bucket:
 
 
 class QuotaMeter:
-    """One kind of quota, for all clients."""
+    """Meters one kind of quota for all clients."""
 
     def __init__(self, quotas: ClientQuotas, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._quotas = quotas

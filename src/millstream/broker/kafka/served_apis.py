@@ -408,7 +408,7 @@ class ServedApis:
             warnings=parts.warnings,
         )
         yield self.node_status
-        yield browse_apis.NodeSums(parts.topics, parts.membership, self.node_status, folder=parts.node.data)
+        yield browse_apis.NodeSummary(parts.topics, parts.membership, self.node_status, folder=parts.node.data)
         yield plan_apis.PlanPropose(parts.plans)
         yield plan_apis.PlanApply(parts.plans)
         yield plan_apis.PlanCancel(parts.plans)

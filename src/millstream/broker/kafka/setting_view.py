@@ -105,7 +105,7 @@ class Synonym:
 
 @dataclass(frozen=True, slots=True)
 class SettingView:
-    """One setting in effect. `synonyms` starts with the source of its value."""
+    """A setting in effect. `synonyms` starts with the source of its value."""
 
     declared: Setting
     synonyms: tuple[Synonym, ...]

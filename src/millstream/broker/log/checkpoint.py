@@ -38,7 +38,7 @@ class IndexWrite(NamedTuple):
 
 
 class Checkpoint:
-    """One checkpoint of one log; `Checkpoints` writes it to the ledger."""
+    """A checkpoint of one log; `Checkpoints` writes it to the ledger."""
 
     def __init__(self, log: Log, version: int) -> None:
         self.log = log

@@ -126,7 +126,7 @@ class SourceSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompactionPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One compaction of one log: everything from its start to `cleanable_to`, with one new segment per group."""
+    """A compaction of one log: everything from its start to `cleanable_to`, with one new segment per group."""
 
     directory: str
     token: str
@@ -147,7 +147,7 @@ class CompactionPass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MapResult(msgspec.Struct, frozen=True):
-    """Up to where the keys are known."""
+    """The offset up to which the keys are known."""
 
     end_offset: int
     keys: int

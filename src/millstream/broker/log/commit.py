@@ -156,7 +156,7 @@ JOURNAL_BYTES_MAX = 128 * 1024
 
 
 class Commit:
-    """One group of logs on their way to the disk."""
+    """A group of logs on their way to the disk."""
 
     def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
         self.logs = tuple(logs)

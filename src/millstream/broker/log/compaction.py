@@ -165,7 +165,7 @@ class Job(Protocol):
 
 
 class WorkerJob(Generic[_Result]):
-    """One step of the worker."""
+    """A step of the worker."""
 
     def __init__(self, work: Callable[[], _Result]) -> None:
         self._work = work
@@ -298,7 +298,7 @@ def _to_source(segment: Segment) -> SourceSegment:
 
 
 class Compaction:
-    """One pass over one log. `jobs` yields its steps; each is carried out before the next is requested."""
+    """A pass over one log. `jobs` yields its steps; each is carried out before the next is requested."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ ENTRY_HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 class Entry(NamedTuple):
-    """Where the bytes of one entry belong."""
+    """The segment and position of the bytes of one entry."""
 
     journal_id: int
     sequence: int

@@ -38,7 +38,7 @@ LogKey = tuple[UUID, PartitionIndex]
 
 
 class _Place(NamedTuple):
-    """Where the last state of a log is stored."""
+    """The place of a log's last state in the file."""
 
     position: int
     size: int

@@ -131,7 +131,7 @@ class LogHealth:
 
 
 class Log:
-    """One partition's log. The jobs of this package change it through the methods of its last section, on the loop."""
+    """A partition's log. The jobs of this package change it through the methods of its last section, on the loop."""
 
     def __init__(
         self,

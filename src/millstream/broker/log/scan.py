@@ -36,7 +36,7 @@ _FRAME = struct.Struct(">qiibIhi8xq")
 
 
 class Frame(NamedTuple):
-    """One batch of a segment file; `position` counts from the start of the file."""
+    """A batch of a segment file; `position` counts from the start of the file."""
 
     position: int
     base_offset: int
@@ -68,7 +68,7 @@ def read_frame(buffer: bytes | memoryview, at: int, position: int) -> Frame:
 
 
 class Run(NamedTuple):
-    """How far a buffer is a chain of valid batches, and the offset that continues there."""
+    """A chain of valid batches at the start of a buffer: its end, and the offset that continues there."""
 
     end: int
     next_offset: int

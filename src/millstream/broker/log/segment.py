@@ -149,7 +149,7 @@ def base_offset_of(name: str) -> int | None:
 
 
 class Verification:
-    """Which bytes of a segment may be served without verifying them again.
+    """The bytes of a segment that may be served without verifying them again.
 
     The end of an active segment is fresh: this process wrote it at most twice `FRESH_S` ago. Below that, the bytes
     between `start` and `end` have been verified, at `verified_at` and while the file had `stamp`, which any write

@@ -25,7 +25,7 @@ _MAGIC = b"MSls"
 
 
 class SegmentState(msgspec.Struct, frozen=True, array_like=True):
-    """One segment as it was at the checkpoint."""
+    """A segment as it was at the checkpoint."""
 
     base_offset: int
     size: int

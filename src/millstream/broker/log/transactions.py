@@ -23,7 +23,7 @@ PackedBatch = tuple[int, int, int, int, int]
 
 
 class ProducedBatch(NamedTuple):
-    """One batch that a producer wrote."""
+    """A batch that a producer wrote."""
 
     base_sequence: int
     last_sequence: int
@@ -34,7 +34,7 @@ class ProducedBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Producer:
-    """One producer id, its last batches, and its transaction."""
+    """A producer id, its last batches, and its transaction."""
 
     producer_id: int
     epoch: int
@@ -178,7 +178,7 @@ GUARDS_MAX = 10_000
 
 @dataclass(slots=True, eq=False)
 class Guard:
-    """One request to the coordinator about whether a transaction may begin here.
+    """A request to the coordinator about whether a transaction may begin here.
 
     It is void once a marker or a batch of the transaction is written. A response from before a marker therefore cannot
     admit a batch after it, whose transaction would never end.

@@ -88,7 +88,7 @@ CopyKey = tuple[UUID, int]
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One mirrored partition that this node leads."""
+    """A mirrored partition that this node leads."""
 
     partition: Partition
     source: TopicPartition

@@ -803,7 +803,7 @@ async def _truncate_to_cuts(
 
 
 class _Scan:
-    """What a partition holds from the start of the first transaction that was open at the cut."""
+    """The contents of a partition from the start of the first transaction that was open at the cut."""
 
     def __init__(self, cut: int) -> None:
         self.has_records = False

@@ -80,7 +80,7 @@ R = TypeVar("R", bound=Response)
 
 
 class MirrorRun:
-    """One mirror on this node, while it is not paused."""
+    """A mirror on this node, while it is not paused."""
 
     def __init__(self, mirror: Mirror, service: MirrorService) -> None:
         self.mirror = mirror

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PipelineOwner:
-    """One node's view of who runs the pipelines, and its candidate; a single node has no other."""
+    """A node's view of the owner of the pipelines, and its candidate; a single node is the only candidate."""
 
     def __init__(
         self,

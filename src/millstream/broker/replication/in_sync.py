@@ -42,7 +42,7 @@ def any_replica(_node: NodeId, _registration: int) -> bool:
 
 @dataclass(slots=True)
 class Follower:
-    """One follower, as its fetches show it."""
+    """A follower, as its fetches show it."""
 
     node: NodeId
     caught_up_at: float

@@ -99,7 +99,7 @@ class CommittedRead(NamedTuple):
 
 
 class Partition(Replica):
-    """One replica of a partition, in any role; what it does as a follower is in `Replica`.
+    """A replica of a partition, in any role; what it does as a follower is in `Replica`.
 
     `alone` is a partition without other replicas: it leads from the start, and everything that recovery kept is on
     disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of no acknowledged

@@ -32,7 +32,7 @@ _MARK: Final = bytes([2 * len(MESSAGE_ID)]) + MESSAGE_ID.encode()
 
 
 class Published(NamedTuple):
-    """Where a message with an id is."""
+    """The position of a message with an id."""
 
     offset: int
     timestamp_ms: int

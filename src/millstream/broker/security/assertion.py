@@ -46,7 +46,7 @@ _SESSION_PURPOSE: Final = b"millstream session 1\0"
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
-    """What was proved: a user's password, as stored for a mechanism, or an API token; and its keyed hash."""
+    """The proven credential: a user's password, as stored for a mechanism, or an API token; and its keyed hash."""
 
     name: str
     """The user, or the id of the token."""
@@ -56,7 +56,7 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Assertion(msgspec.Struct, frozen=True, array_like=True):
-    """Who a caller is, from where, and until when; signed by one node of one cluster."""
+    """A caller's identity, address and expiry, signed by one node of one cluster."""
 
     cluster_id: str
     node_id: int

@@ -74,7 +74,7 @@ class EventClass(IntEnum):
 
 
 class Activity(IntEnum):
-    """What was done with an entity, as Entity Management and API Activity number it."""
+    """The activity on an entity, with the numbers of Entity Management and API Activity."""
 
     CREATE = 1
     READ = 2
@@ -98,7 +98,7 @@ _LOGON: Final = 1
 
 
 class Actor(NamedTuple):
-    """Who did something, and from where."""
+    """The principal behind an event, and its address."""
 
     principal: str
     host: str

@@ -93,7 +93,7 @@ class BearerToken:
 
 
 class Mechanism(Protocol):
-    """One exchange of one mechanism."""
+    """An exchange of one mechanism."""
 
     user: str
     """The user that the client claims to be; empty until it has said so."""
@@ -103,7 +103,7 @@ class Mechanism(Protocol):
 
 
 class _Shape(NamedTuple):
-    """What is seen of a credential before authentication."""
+    """The parts of a credential that are visible before authentication."""
 
     salt_bytes: int
     is_text: bool

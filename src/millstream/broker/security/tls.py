@@ -72,7 +72,7 @@ class DirectConnection(ssl.SSLObject):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Where a listener's certificate, its key and the authority of its clients are."""
+    """The files with a listener's certificate, its key and the authority of its clients."""
 
     certificate: str
     key: str
@@ -211,7 +211,7 @@ def _split_der(encoded: bytes) -> tuple[bytes, bytes]:
 
 
 class _Rule:
-    """One rule of `ssl.principal.mapping.rules`."""
+    """A rule of `ssl.principal.mapping.rules`."""
 
     def __init__(self, pattern: str, replacement: str, case: str) -> None:
         try:

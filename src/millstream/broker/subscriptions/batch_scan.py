@@ -44,7 +44,7 @@ class BatchTooHeavy(Exception):
 
 
 class BatchScan(NamedTuple):
-    """What a queue needs to know about one batch, from an offset on."""
+    """The result of scanning one batch from an offset on."""
 
     absent: Ranges
     delayed: Ranges

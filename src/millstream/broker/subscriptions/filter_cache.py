@@ -32,7 +32,7 @@ Unreadable = tuple[tuple[int, int, str], ...]
 
 
 class Matches(NamedTuple):
-    """What a filter says about a range of offsets."""
+    """The result of a filter for a range of offsets."""
 
     bits: Bits
     """Whether each offset matches."""

@@ -143,7 +143,7 @@ LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_REQUESTED = "on", 
 
 
 class LedgerWindow(msgspec.Struct, frozen=True, array_like=True):
-    """What a `WINDOW` delta holds: the unfinished messages, and the settings that a reader of the ledger needs."""
+    """The contents of a `WINDOW` delta: the unfinished messages, and the settings that a reader of the ledger needs."""
 
     ranges: bytes
     """Pairs of 64-bit offsets [start, end)."""

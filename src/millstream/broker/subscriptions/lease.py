@@ -12,7 +12,7 @@ from millstream.core.subscription import Verb
 
 
 class DeltaKind(IntEnum):
-    """What happened to a range of messages."""
+    """The kind of an event in a range of messages."""
 
     START = 1
     """The queue starts at `first`."""

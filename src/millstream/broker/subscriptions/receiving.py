@@ -30,7 +30,7 @@ _turns: Final = count(1)
 
 
 class Grant(NamedTuple):
-    """What one queue has leased to a worker."""
+    """The messages that one queue has leased to a worker."""
 
     delivery: Delivery
     received: ReceivedMessages

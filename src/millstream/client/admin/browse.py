@@ -20,8 +20,8 @@ from millstream.protocol.private.browse_messages import (
     ListRightsRequest,
     ListTopicsRequest,
     ListTopicsResponse,
-    NodeSumsRequest,
-    NodeSumsResponse,
+    NodeSummaryRequest,
+    NodeSummaryResponse,
     NoteReadingRequest,
 )
 from millstream.protocol.private.message import request_private
@@ -117,17 +117,17 @@ def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
     return totals
 
 
-async def node_sums(client: Client) -> list[NodeSumsResponse]:
+async def node_summaries(client: Client) -> list[NodeSummaryResponse]:
     """Return the state of every node in a few numbers; one that does not respond is unreachable."""
     nodes = sorted((await client.metadata([])).nodes)
-    return list(await gather_or_cancel(_sums_of(client, node) for node in nodes))
+    return list(await gather_or_cancel(_summary_of(client, node) for node in nodes))
 
 
-async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
+async def _summary_of(client: Client, node: NodeId) -> NodeSummaryResponse:
     try:
-        return await request_private(client, node, NodeSumsRequest())
+        return await request_private(client, node, NodeSummaryRequest())
     except (BrokerUnreachable, RequestTimedOut):
-        return NodeSumsResponse(node_id=node, state=UNREACHABLE)
+        return NodeSummaryResponse(node_id=node, state=UNREACHABLE)
 
 
 async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:

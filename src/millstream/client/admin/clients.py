@@ -47,7 +47,7 @@ PRODUCER, CONSUMER = "producer", "consumer"
 
 @dataclass(frozen=True, slots=True)
 class ConnectedClient:
-    """One connection of a client. Rates are None if it was not observed for long enough."""
+    """A connection of a client. Rates are None if it was not observed for long enough."""
 
     node: int
     address: str

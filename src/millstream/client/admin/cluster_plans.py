@@ -45,7 +45,7 @@ RATE_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Disk:
-    """What a node reports about its disk."""
+    """The disk of a node, as the node reports it."""
 
     sizes: Mapping[tuple[str, int], int]
     total_bytes: int

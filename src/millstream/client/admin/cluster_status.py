@@ -149,7 +149,7 @@ _REPLICA_FIELDS = ("topic", "partition", "replica", "records")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One node. `state` and `version` are its own report; `reasons` say why it should get no traffic."""
+    """A node. `state` and `version` are its own report; `reasons` say why it should get no traffic."""
 
     id: int
     address: str | None

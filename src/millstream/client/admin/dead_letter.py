@@ -163,7 +163,7 @@ class Letter(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the message of a letter came from."""
+    """The original position of a letter's message."""
 
     queue: Queue
     letter: Letter

@@ -161,7 +161,7 @@ _LEVELS: Final = {
 
 
 class Incompatibility(NamedTuple):
-    """Why a schema is incompatible with an earlier version, in sentences."""
+    """The reasons why a schema is incompatible with an earlier version, in sentences."""
 
     rule: str
     """Which version it is incompatible with, and the compatibility level that forbids that."""

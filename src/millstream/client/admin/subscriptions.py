@@ -97,7 +97,7 @@ def place_of(to: str) -> str:
 
 
 class SeekPlan(NamedTuple):
-    """What a seek does to one queue."""
+    """The effect of a seek on one queue."""
 
     topic: str
     partition: int

@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What one partition returned, to be read from an offset."""
+    """The records that one partition returned, to be read from an offset."""
 
     partition: int
     start: int

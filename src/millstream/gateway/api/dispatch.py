@@ -128,7 +128,7 @@ def _encode(response: Any) -> bytes:
 
 
 class _Exchange(NamedTuple):
-    """One ASGI request."""
+    """An ASGI request."""
 
     scope: Scope
     headers: dict[bytes, bytes]

@@ -71,7 +71,7 @@ class MessageHeaders(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
 
 
 class NewMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a JSON batch, with at most one of `value`, `json` and `base64`; without any, its value is null."""
+    """A message of a JSON batch, with at most one of `value`, `json` and `base64`; without any, its value is null."""
 
     value: str | None = None
     json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

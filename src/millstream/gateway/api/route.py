@@ -121,7 +121,7 @@ class StreamResponse:
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Q, B]):
-    """One method of one path."""
+    """A method of one path."""
 
     method: str
     path: str

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from millstream.client.admin.browse import list_if_reachable, node_sums
+from millstream.client.admin.browse import list_if_reachable, node_summaries
 from millstream.client.admin.groups import SHARE, lag_of_groups
 from millstream.client.admin.subscriptions import summary_of
 from millstream.core.errors import MillstreamError
@@ -53,7 +53,7 @@ UNVISITED_COST_MAX: Final = 0.001
 
 
 class Counters(NamedTuple):
-    """What a node has counted since it started."""
+    """The counters of a node since its start."""
 
     records_in: int
     bytes_in: int
@@ -169,7 +169,7 @@ class ResponseCache:
 
 
 class _CachedResponse:
-    """One response; `until` says for how long it is shown."""
+    """A response; `until` says for how long it is shown."""
 
     __slots__ = ("asked_at", "lock", "until", "value")
 
@@ -259,8 +259,8 @@ class History:
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
         responses = await gather_or_cancel(list_if_reachable(client, node, request) for node in nodes)
-        sums = await node_sums(client)
-        self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
+        summaries = await node_summaries(client)
+        self.totals.add(Counters(*(sum(getattr(one, name) for one in summaries) for name in Counters._fields)), now)
         self._add(([one for response in responses for one in response.topics]), now, is_full=is_full)
         if is_full:
             await self._sample_queues(now)

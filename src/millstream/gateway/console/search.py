@@ -38,7 +38,7 @@ TAILS_MAX: Final = 200
 
 
 class Step(NamedTuple):
-    """What was found in one response, and the offset to continue at."""
+    """The messages found in one response, and the offset at which to continue."""
 
     matches: list[Message]
     next_offset: int

@@ -52,7 +52,7 @@ Act = Callable[["Task", Services], Awaitable[str]]
 
 
 class Task:
-    """One task, and its progress."""
+    """A task, and its progress."""
 
     def __init__(self, user: str, session: str, title: str, back: str, words: str = "") -> None:
         self.id = secrets.token_urlsafe(12)

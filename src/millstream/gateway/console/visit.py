@@ -33,7 +33,7 @@ PAGE_ROWS: Final = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleSettings:
-    """How a node serves its console."""
+    """The settings of the console on a node."""
 
     read_only: bool = False
     runs_pipelines: bool = True
@@ -238,7 +238,7 @@ Response = Page | Done | Download | Checked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRoute:
-    """One method of one path below `/console`."""
+    """A method of one path below `/console`."""
 
     path: str
     handle: Callable[[Visit], Awaitable[Response]]

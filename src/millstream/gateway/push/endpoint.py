@@ -99,7 +99,7 @@ PAUSE_S_MAX: Final = 60.0
 
 
 class Endpoint:
-    """One endpoint as one node sees it; time is a monotonic clock in seconds."""
+    """An endpoint as one node sees it; time is a monotonic clock in seconds."""
 
     def __init__(self, cap: int) -> None:
         self._cap = float(cap)

@@ -128,7 +128,7 @@ _USER_AGENT: Final = f"Millstream/{__version__}".encode()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where and how a subscription's messages are sent."""
+    """The endpoint of a subscription, and the form of its requests."""
 
     url: str
     headers: dict[str, str]

@@ -141,7 +141,7 @@ class PlainText(NamedTuple):
 
 
 class RegistryRoute(NamedTuple):
-    """One method of one path."""
+    """A method of one path."""
 
     method: str
     path: str

@@ -94,7 +94,7 @@ CLIENT_ID: Final = "millstream-pipeline"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One batch: its number and its offset ranges."""
+    """A batch: its number and its offset ranges."""
 
     batch: Batch
     ranges: tuple[Range, ...]

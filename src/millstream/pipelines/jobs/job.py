@@ -58,7 +58,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """What a job may use."""
+    """The environment of a job."""
 
     spark: SparkSession
     brokers: str

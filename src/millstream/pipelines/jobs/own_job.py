@@ -46,7 +46,7 @@ Pin = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What the driver provides to a run."""
+    """The driver's side of a run."""
 
     spark: SparkSession
     link: Link

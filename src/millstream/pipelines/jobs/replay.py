@@ -103,7 +103,7 @@ class RateLimiter:
 
 
 class Replay:
-    """One replay; all of its methods block."""
+    """A replay; all of its methods block."""
 
     def __init__(self, order: ReplayOrder, brokers: str, access: Access = NO_ACCESS) -> None:
         if order.into == order.topic:

@@ -146,7 +146,7 @@ def tombstone_schema(order: pa.DataType) -> pa.Schema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRule:
-    """How changes are compared, and how long deletes are remembered."""
+    """The rule by which changes are compared, and the time for which deletes are remembered."""
 
     topic_id: str
     """The current topic: its messages follow those of topics that had its name before."""

@@ -147,7 +147,7 @@ class Mark(NamedTuple):
 
 
 class LakeTable:
-    """One topic as a table, with a quarantine table. It may not exist yet."""
+    """A topic as a table, with a quarantine table. It may not exist yet."""
 
     def __init__(self, storage: Storage, log: DeltaLog | None = None) -> None:
         self.storage = storage

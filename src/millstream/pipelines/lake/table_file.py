@@ -21,7 +21,7 @@ from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR
 
 
 class WrittenFile(NamedTuple):
-    """One file; it is sent to the driver through Arrow and JSON."""
+    """A file; it is sent to the driver through Arrow and JSON."""
 
     path: str
     """The path relative to the table."""
@@ -92,7 +92,7 @@ _VALUE: Final = "partition."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveFile:
-    """One file."""
+    """A file that a version of a table consists of."""
 
     path: str
     bytes: int

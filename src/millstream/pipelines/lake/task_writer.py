@@ -51,7 +51,7 @@ _ORDER: Final = [("partition", "ascending"), ("offset", "ascending")]
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One row group, and the bounds of its rows by partition and offset."""
+    """A row group, and the bounds of its rows by partition and offset."""
 
     path: str
     index: int

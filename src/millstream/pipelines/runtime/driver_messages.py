@@ -99,7 +99,7 @@ LAG: Final = "lag"
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at a run."""
+    """An attempt at a run."""
 
     name: str
     kind: PipelineKind = PipelineKind.JOB

@@ -265,7 +265,7 @@ def _watch(
 
 
 class QueryProgress:
-    """What a streaming query has read since it started."""
+    """The progress of a streaming query since it started."""
 
     def __init__(self) -> None:
         self.rows = 0

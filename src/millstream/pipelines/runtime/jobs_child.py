@@ -83,7 +83,7 @@ PIN: Final = "pin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """How an attempt ended."""
+    """The outcome of an attempt."""
 
     succeeded: bool = False
     error: str = ""
@@ -252,7 +252,7 @@ class JobsChild:
 
 
 class _Job:
-    """One job on the node that runs it."""
+    """A job on the node that runs it."""
 
     def __init__(self, child: JobsChild, pipeline: Pipeline) -> None:
         self._child = child

@@ -166,7 +166,7 @@ class HeldClaim(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverContext:
-    """What the driver provides to a runner."""
+    """The driver's side of a runner."""
 
     make: JobKind
     context: Callable[[Pipeline], JobContext]

@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Part(WriterCommitMessage):
-    """What one task wrote: the transaction to commit, if there is one."""
+    """The part of a batch that one task wrote: the transaction to commit, if there is one."""
 
     batch: Batch
     rows: int

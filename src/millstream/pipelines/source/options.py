@@ -219,7 +219,7 @@ SAMPLE_VARIABLE: Final = "_MILLSTREAM_SAMPLE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """What a query reads, and how."""
+    """The options of a query that reads topics."""
 
     brokers: str = DEFAULT_BROKERS
     access: Access = NO_ACCESS
@@ -286,7 +286,7 @@ class SourceOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Where rows go, and how."""
+    """The options of a query that writes to topics."""
 
     brokers: str = DEFAULT_BROKERS
     access: Access = NO_ACCESS

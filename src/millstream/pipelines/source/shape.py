@@ -60,7 +60,7 @@ _TEXT: Final = ("key", "value")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the rows and its origin."""
+    """A column of the rows and its origin."""
 
     name: str
     kind: pa.DataType

@@ -274,7 +274,7 @@ PRIVATE_KEY_MIN: Final = 32000
 
 
 class Limits(NamedTuple):
-    """How large a body may be to be decoded into message objects; Produce and Fetch, which carry data, never are."""
+    """The largest body that is decoded into message objects; Produce and Fetch, which carry data, never are."""
 
     body_bytes: int
     items: int

@@ -1,4 +1,4 @@
-"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and sums of a node."""
+"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and summaries of nodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RIGHTS_MAX: Final = 1000
 
 
 class ListTopicsResponse(Response, frozen=True, kw_only=True):
-    """One page, and how many topics all pages have."""
+    """A page, and how many topics all pages have."""
 
     topics: Sequence[ListedTopic] = ()
     total: int = 0
 
 
 class ListTopicsRequest(Request[ListTopicsResponse], frozen=True, kw_only=True):
-    """Which topics to list, and in which order."""
+    """The topics to list, and their order."""
 
     KEY: ClassVar = 32190
     search: str = ""
@@ -85,7 +85,7 @@ class NoteReadingRequest(Request[Response], frozen=True, kw_only=True):
     filter: str = ""
 
 
-class NodeSumsResponse(Response, frozen=True, kw_only=True):
+class NodeSummaryResponse(Response, frozen=True, kw_only=True):
     """The totals of a node; the response does not grow with its partitions."""
 
     node_id: int = -1
@@ -111,5 +111,5 @@ class NodeSumsResponse(Response, frozen=True, kw_only=True):
     under_replicated: int = 0
 
 
-class NodeSumsRequest(Request[NodeSumsResponse], frozen=True):
+class NodeSummaryRequest(Request[NodeSummaryResponse], frozen=True):
     KEY: ClassVar = 32192

@@ -63,7 +63,7 @@ class LeaseResponse(NamedTuple):
 
 
 class _PendingReceive:
-    """One request, in its own task so that its response outlives the caller."""
+    """A request, in its own task so that its response outlives the caller."""
 
     def __init__(self, pool: Pool, request: ReceiveRequest, timeout_s: float) -> None:
         self.pool = pool

@@ -102,7 +102,7 @@ class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReverseResponse(Response, frozen=True, kw_only=True):
-    """What the old source gives up."""
+    """The records that the old source gives up."""
 
     removed: Sequence[RemovedRange] = ()
     saved_to: str = ""
@@ -114,7 +114,7 @@ class ReverseResponse(Response, frozen=True, kw_only=True):
 
 
 class ReverseRequest(OwnerRequest[ReverseResponse], frozen=True, kw_only=True):
-    """How the old source follows this cluster from now on."""
+    """The terms on which the old source follows this cluster from now on."""
 
     KEY: ClassVar = 32125
     name: str
@@ -195,7 +195,7 @@ ANY_SEQUENCE: Final = -1
 
 
 class OfferResponse(Response, frozen=True, kw_only=True):
-    """What a node of the source has."""
+    """The state of a node of the source, apart from records."""
 
     mirrored: Sequence[str] = ()
     """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""

@@ -14,14 +14,14 @@ from millstream.protocol.private.message import Request, Response
 
 
 class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one topic was landed: the next offset of each partition that is not in the table."""
+    """The progress of landing one topic: the next offset of each partition that is not in the table."""
 
     topic_id: UUID
     offsets: dict[int, int]
 
 
 class RecordLandedRequest(Request[Response], frozen=True, kw_only=True):
-    """How far a pipeline has landed its topics, and where, according to its settings."""
+    """The progress of a pipeline in landing its topics, and the location of its tables, according to its settings."""
 
     KEY: ClassVar = 32055
     pipeline_id: UUID
@@ -137,7 +137,7 @@ class JobRunsRequest(Request[JobRunsResponse], frozen=True, kw_only=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a job, with all attempts at it."""
+    """A run of a job, with all attempts at it."""
 
     run: int
     state: RunState

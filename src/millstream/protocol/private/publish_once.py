@@ -39,7 +39,7 @@ class PublishOnceResponse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PublishOnceRequest(Request[PublishOnceResponse], frozen=True, array_like=True):
-    """One batch for a partition; every record in it has an id."""
+    """A batch for a partition; every record in it has an id."""
 
     KEY: ClassVar = 32038
     topic: str
@@ -49,7 +49,7 @@ class PublishOnceRequest(Request[PublishOnceResponse], frozen=True, array_like=T
 
 
 class PublishOnceResult(NamedTuple):
-    """Where a message is stored, and whether this publish stored it."""
+    """The position of a stored message, and whether this publish stored it."""
 
     offset: int
     timestamp_ms: int

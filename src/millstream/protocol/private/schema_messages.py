@@ -88,7 +88,7 @@ class LookupSchemaRequest(SchemaBody[SchemaResponse], frozen=True, kw_only=True)
 
 
 class CheckResponse(RegistryResponse, frozen=True, kw_only=True):
-    """Why a schema is incompatible; nothing if it is compatible."""
+    """The reasons why a schema is incompatible; none if it is compatible."""
 
     reasons: Sequence[str] = ()
     compiled: str = ""

@@ -18,7 +18,7 @@ NO_CREDENTIAL: Final = ""
 
 
 class AuthenticateResponse(Response, frozen=True, kw_only=True):
-    """Who the caller is; on failure `pause_ms` says how long to hold the response back."""
+    """The caller's identity; on failure `pause_ms` says how long to hold the response back."""
 
     principal: str = ""
     identity: str = ""
@@ -65,7 +65,7 @@ class SecretsRequest(Request[SecretsResponse], frozen=True, kw_only=True):
 
 
 class ListedSecret(msgspec.Struct, frozen=True, kw_only=True):
-    """One secret, without its value."""
+    """A secret, without its value."""
 
     noun: str
     name: str

@@ -76,7 +76,7 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
-    """One verb on consecutive messages; the end is exclusive."""
+    """A verb on consecutive messages; the end is exclusive."""
 
     start: int
     end: int
@@ -152,7 +152,7 @@ class ListSubscriptionsResponse(Response, frozen=True, kw_only=True):
 
 
 class ListSubscriptionsRequest(Request[ListSubscriptionsResponse], frozen=True):
-    """Which subscriptions to describe, None for all, and the partitions whose queues are opened for that."""
+    """The subscriptions to describe, None for all, and the partitions whose queues are opened for that."""
 
     KEY: ClassVar = 32035
     names: list[str] | None = None
@@ -168,7 +168,7 @@ class SeekSubscriptionResponse(Response, frozen=True, kw_only=True):
 
 
 class SeekSubscriptionRequest(Request[SeekSubscriptionResponse], frozen=True):
-    """Where the queues of a subscription continue: all of them, or those of one topic or partition."""
+    """The new position of a subscription's queues: all of them, or those of one topic or partition."""
 
     KEY: ClassVar = 32036
     name: str

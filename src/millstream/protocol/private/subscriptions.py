@@ -105,7 +105,7 @@ class MessageTraceRequest(Request[MessageTrace], frozen=True, array_like=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
-    """One event in the life of a message in a subscription."""
+    """An event in the life of a message in a subscription."""
 
     kind: str
     """The kind of the delta, in lower case: `acquired`, `released`, `accepted` …"""

@@ -26,7 +26,7 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 class RawRecord(NamedTuple):
-    """One record: its bytes in the section, and its parsed fields."""
+    """A record: its bytes in the section, and its parsed fields."""
 
     start: int
     end: int

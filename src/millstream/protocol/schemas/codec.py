@@ -198,7 +198,7 @@ class AvroCodec(Codec):
 
 
 class _AvroSize(NamedTuple):
-    """How many bytes a value of a schema takes, compared with the values inside it that take none."""
+    """The size of a schema's values, compared with the number of values inside them that take no bytes."""
 
     bytes_min: int
     excess: int
@@ -210,7 +210,7 @@ def _sized(bytes_min: int) -> _AvroSize:
 
 
 class _AvroShape:
-    """What a schema, as fastavro parses it, lets a few bytes hold."""
+    """The number of values that a few bytes may hold under a schema, as fastavro parses it."""
 
     def __init__(self, parsed: Any) -> None:
         self.is_recursive = False

@@ -18,7 +18,7 @@ class InvalidSchema(Exception):
 
 
 class Difference(NamedTuple):
-    """One reason why a reader's schema cannot read what a writer's schema wrote.
+    """A reason why a reader's schema cannot read what a writer's schema wrote.
 
     In the description, `{reader}` and `{writer}` are replaced by "new" and "old", or the reverse.
     """

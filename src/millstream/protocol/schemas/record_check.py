@@ -27,7 +27,7 @@ FEW_RECORDS: Final = 64
 
 
 class FieldRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What keys or values have to name: one of these schemas."""
+    """The schemas of which keys or values have to name one."""
 
     subject: str
     context: str

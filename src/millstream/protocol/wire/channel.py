@@ -450,7 +450,7 @@ MUTED_S_MAX: Final = 300.0
 
 
 class Pool:
-    """One shared connection and a few to borrow, opened on first use and again when lost.
+    """A shared connection and a few to borrow, opened on first use and again when lost.
 
     A broker responds to the requests of one connection in order, so a fetch that waits for records delays everything
     behind it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a

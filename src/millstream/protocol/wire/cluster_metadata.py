@@ -23,7 +23,7 @@ class PartitionMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicMetadata:
-    """One topic and its partitions, by number."""
+    """A topic and its partitions, by number."""
 
     name: str
     topic_id: UUID

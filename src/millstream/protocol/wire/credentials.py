@@ -39,7 +39,7 @@ CheckPeer = Callable[[ssl.SSLObject | None], None]
 
 
 class OptionNames(NamedTuple):
-    """What the options for TLS and for an identity are called, for errors that ask for them."""
+    """The names of the options for TLS and for an identity, for errors that ask for them."""
 
     tls: str
     identity: str
@@ -51,7 +51,7 @@ SDK_SPELLED: Final = OptionNames("tls=", "user= and password=, or token=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """How a client connects; by default in plain text and anonymously."""
+    """The encryption and authentication of a client; by default plain text and anonymous."""
 
     tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
     """How connections are encrypted; a function is called for each of them, since certificates are renewed."""

@@ -38,7 +38,7 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchLimits(NamedTuple):
-    """How much and how long a fetch may take."""
+    """The size and time limits of a fetch."""
 
     max_bytes: int
     max_wait_ms: int

@@ -20,7 +20,7 @@ NEWEST_BY_ID: Final = 13
 
 
 class Produced(NamedTuple):
-    """Where the batches are stored. `append_time_ms` is -1 unless the topic uses append time."""
+    """The position of stored batches. `append_time_ms` is -1 unless the topic uses append time."""
 
     base_offset: Offset
     append_time_ms: int

@@ -58,7 +58,7 @@ PartitionKey = tuple[UUID, PartitionIndex]
 
 
 class ReplicaPosition(NamedTuple):
-    """Where a follower's log ends."""
+    """The end of a follower's log."""
 
     offset: Offset
     last_epoch: Epoch

@@ -72,7 +72,7 @@ MEMBER_BYTES = 256
 
 
 class MemberState(IntEnum):
-    """How far a member is from its target; the numbers are Kafka's."""
+    """A member's progress towards its target; the numbers are Kafka's."""
 
     STABLE = 0
     UNREVOKED = 1

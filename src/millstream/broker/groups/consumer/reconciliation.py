@@ -66,7 +66,7 @@ EXPRESSIONS_KEPT_MAX: Final = 256
 
 @dataclass(slots=True, eq=False)
 class _ExpressionMatches:
-    """One expression, and the names that it was matched against."""
+    """An expression, and the names that it was matched against."""
 
     compiled: Any
     matched: set[str] = field(default_factory=set)
@@ -335,7 +335,7 @@ once in as many milliseconds as it has members, up to this."""
 
 
 class Reconciliation:
-    """What one request changes in a group."""
+    """The changes that one request makes in a group."""
 
     def __init__(
         self,

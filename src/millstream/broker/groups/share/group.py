@@ -68,7 +68,7 @@ class ShareMember:
 
 @dataclass(slots=True)
 class ReportedState:
-    """What was last sent to a member; not stored."""
+    """The state last sent to a member; not stored."""
 
     epoch: int = NO_EPOCH
     previous_epoch: int = NO_EPOCH

@@ -97,7 +97,7 @@ _FIRST_WITH_LEVEL_0: Final = 4
 
 
 class ServedApi(Protocol):
-    """What is listed about an API."""
+    """The entry of an API in the response."""
 
     @property
     def key(self) -> int:

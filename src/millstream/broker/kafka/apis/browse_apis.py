@@ -1,4 +1,4 @@
-"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and sums of a node."""
+"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and summaries of nodes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from millstream.protocol.private.browse_messages import (
     ListRightsResponse,
     ListTopicsRequest,
     ListTopicsResponse,
-    NodeSumsRequest,
-    NodeSumsResponse,
+    NodeSummaryRequest,
+    NodeSummaryResponse,
     NoteReadingRequest,
 )
 from millstream.protocol.private.message import Response
@@ -151,7 +151,7 @@ class _Partitions(NamedTuple):
 _NEVER: Final = (-1, -1, frozenset[NodeId]())
 
 
-class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
+class NodeSummary(PrivateApi[NodeSummaryRequest, NodeSummaryResponse]):
     """Reports the state of a node in a few numbers.
 
     Unlike NodeStatus, the response does not grow with the number of partitions, and they are counted in turns with
@@ -169,7 +169,7 @@ class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
         self._folder = folder
         self._partition_counts = (_NEVER, _Partitions(0, 0, 0))
 
-    async def handle(self, request: NodeSumsRequest) -> NodeSumsResponse:
+    async def handle(self, request: NodeSummaryRequest) -> NodeSummaryResponse:
         records_in = bytes_in = bytes_out = stored = leads = replicas = 0
         for at, one in enumerate(list(self._topics.hosted())):
             if at % _TURN == _TURN - 1:
@@ -187,7 +187,7 @@ class NodeSums(PrivateApi[NodeSumsRequest, NodeSumsResponse]):
             # A disk that hangs must not block the loop.
             disk_bytes, _, disk_free_bytes = await asyncio.to_thread(shutil.disk_usage, self._folder)
         health = self._status.health()
-        return NodeSumsResponse(
+        return NodeSummaryResponse(
             node_id=health["node_id"],
             version=health["version"],
             state=self._status.state,

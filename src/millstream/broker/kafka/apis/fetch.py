@@ -208,7 +208,7 @@ class _Request(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What is returned for one partition."""
+    """The result for one partition."""
 
     key: PartitionKey
     code: ErrorCode
@@ -233,7 +233,7 @@ def _size_of(results: _ResultsByKey) -> int:
 
 
 class _Context(NamedTuple):
-    """One request with its partitions, which it names or its session holds."""
+    """A request with its partitions, which it names or its session holds."""
 
     request: _Request
     positions: dict[PartitionKey, Position]

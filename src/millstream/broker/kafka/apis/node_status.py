@@ -69,7 +69,7 @@ class PartitionEnds(Protocol):
 
 
 class GroupMetrics:
-    """How far every group is behind."""
+    """The lag of every group."""
 
     def __init__(self, groups: CommittedOffsets, ends: PartitionEnds) -> None:
         self._groups = groups

@@ -40,7 +40,7 @@ class ClusterDescription(msgspec.Struct, frozen=True):
 
 
 class ClientQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which connections to list, and how long to measure their rates."""
+    """The connections to list, and the time for which their rates are measured."""
 
     interval_ms: Annotated[int, Meta(ge=0, le=10_000)] = 500
     all: Annotated[bool, Meta(description="Include connections that neither produce nor consume.")] = False
@@ -54,7 +54,7 @@ class ClientList(msgspec.Struct, frozen=True):
 
 
 class PlanToCompute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to plan: to drain or remove a node, or to balance all of them."""
+    """The kind of plan: to drain or remove a node, or to balance all of them."""
 
     kind: Literal["drain", "remove", "balance"]
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -112,14 +112,14 @@ class PlanProgress(msgspec.Struct, frozen=True):
 
 
 class PlanToApply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which plan, by default the last one, and how fast."""
+    """The plan to apply, by default the last one, and its throttle."""
 
     plan: Annotated[str, Meta(max_length=64)] = ""
     throttle_bytes_per_s: Annotated[int, Meta(ge=1024, le=2**62)] | None = None
 
 
 class PlanToCancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which plan, by default the last one."""
+    """The plan to cancel, by default the last one."""
 
     plan: Annotated[str, Meta(max_length=64)] = ""
 

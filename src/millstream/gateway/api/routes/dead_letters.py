@@ -46,7 +46,7 @@ class DeadLetterList(msgspec.Struct, frozen=True):
 
 
 class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which letters to show."""
+    """The letters to show."""
 
     filter: ShortCondition | None = None
     limit: Annotated[int, Meta(ge=1, le=SHOWN_MAX)] = 10

@@ -38,7 +38,7 @@ class GroupList(msgspec.Struct, frozen=True):
 
 
 class GroupMember(msgspec.Struct, frozen=True):
-    """One member and its assignment."""
+    """A member and its assignment."""
 
     member: str
     client: str
@@ -71,7 +71,7 @@ class GroupDescription(msgspec.Struct, frozen=True):
 
 
 class GroupReset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to continue: start, end, an offset, a time, or an age."""
+    """The new position: start, end, an offset, a time, or an age."""
 
     to: Annotated[str, Meta(min_length=1, max_length=100)]
     topics: Annotated[list[str], Meta(max_length=1000)] | None = None

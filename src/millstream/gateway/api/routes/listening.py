@@ -55,14 +55,14 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
-    """Where to start; `Last-Event-ID` takes precedence."""
+    """The start position; `Last-Event-ID` takes precedence."""
 
     start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to start: {POSITION_HELP}.")] = "end"
     decode: DecodeValues = None
 
 
 class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to lease messages for a stream."""
+    """The options for leasing messages for a stream."""
 
     max: Annotated[int, Meta(ge=1, le=1000, description="The number of messages to lease at once.")] = 100
     worker: WorkerName | None = None

@@ -64,7 +64,7 @@ class StoredDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Show(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to show a message."""
+    """The options for showing a message."""
 
     decode: Annotated[Decode | None, Meta(description="`schema` adds the value, decoded by its schema.")] = None
 

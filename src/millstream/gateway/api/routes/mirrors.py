@@ -34,20 +34,20 @@ class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to delete."""
+    """The options for deleting a mirror."""
 
     force: Annotated[bool, Meta(description="Delete it even if `reverse` needs it, after a failover.")] = False
 
 
 class Failover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which copies to make writable."""
+    """The copies to make writable."""
 
     topics: Annotated[list[str], Meta(max_length=PATTERNS_MAX)] | None = None
     """Regular expressions for whole names of topics; null for all."""
 
 
 class Reversal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the old source follows this cluster."""
+    """The options with which the old source follows this cluster."""
 
     address: Annotated[
         str,
@@ -78,7 +78,7 @@ class MirrorList(msgspec.Struct, frozen=True):
 
 
 class CopyDescription(msgspec.Struct, frozen=True):
-    """One copied partition: the source's end if it is known, the end here, and up to where clients may read."""
+    """A copied partition: the source's end if it is known, the end here, and up to where clients may read."""
 
     topic: str
     partition: int
@@ -117,7 +117,7 @@ class MirrorDescription(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Where a copy was cut; `missing` is what the source had beyond it, null if the source did not respond.
+    """The cut of a copy; `missing` counts the source's offsets beyond it, null if the source did not respond.
 
     `dropped` is null if an earlier failover has dropped it.
     """
@@ -141,7 +141,7 @@ class FailoverReport(msgspec.Struct, frozen=True):
 
 
 class ReversalReport(msgspec.Struct, frozen=True):
-    """What the old source drops, and where this cluster took over."""
+    """The records that the old source drops, and the offsets at which this cluster took over."""
 
     mirror: str
     removed: list[RemovedRange]

@@ -34,7 +34,7 @@ Kind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in Pi
 
 
 class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which messages of a topic go to which topics."""
+    """A rule that sends messages of a topic to other topics."""
 
     name: RuleName
     topic: TopicName
@@ -108,7 +108,7 @@ class RunList(msgspec.Struct, frozen=True):
 
 
 class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """How many runs to list."""
+    """The number of runs to list."""
 
     limit: Annotated[int, Meta(ge=1, le=RUNS_KEPT)] = 20
 

@@ -54,7 +54,7 @@ _batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
 
 
 class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to publish."""
+    """The options for publishing."""
 
     deduplicate: Annotated[
         bool,
@@ -73,7 +73,7 @@ class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a message was stored."""
+    """The position of a stored message."""
 
     id: str
     topic: str
@@ -85,7 +85,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PublishedBatch(msgspec.Struct, frozen=True):
-    """Where the messages of a batch were stored, in order."""
+    """The positions of the stored messages of a batch, in order."""
 
     messages: list[Published]
 

@@ -76,7 +76,7 @@ SETTLE_S: Final = 10.0
 
 
 class Verdict(NamedTuple):
-    """What a client decides about one message."""
+    """A client's decision about one message."""
 
     lease: Lease
     verb: int
@@ -141,7 +141,7 @@ WorkerName = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many messages to lease, and how long to wait for them."""
+    """The number of messages to lease, and the time to wait for them."""
 
     max: Annotated[int, Meta(ge=1, le=PULL_MAX)] = 10
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0

@@ -189,13 +189,13 @@ class HeldLeaseDocument(msgspec.Struct, frozen=True):
 
 
 class ListedLeases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many to list."""
+    """The number of leases to list."""
 
     limit: Annotated[int, Meta(ge=1, le=LEASES_MAX)] = 1000
 
 
 class Leases(msgspec.Struct, frozen=True):
-    """Who holds which messages of a subscription, the oldest of each partition first."""
+    """The leases of a subscription, the oldest of each partition first."""
 
     leases: list[HeldLeaseDocument]
     omitted: int
@@ -203,7 +203,7 @@ class Leases(msgspec.Struct, frozen=True):
 
 
 class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to continue: start, end, an offset, a time, or an age."""
+    """The new position: start, end, an offset, a time, or an age."""
 
     to: Annotated[str, Meta(min_length=1, max_length=100)]
     topic: str | None = None

@@ -44,13 +44,13 @@ Copies = Annotated[int, Meta(ge=1, le=2**15 - 1)]
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which topics to list."""
+    """The topics to list."""
 
     internal: Annotated[bool, Meta(description="Include internal topics.")] = False
 
 
 class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to delete."""
+    """The options for deleting a topic."""
 
     force: Annotated[bool, Meta(description="Delete it even if it has open dead letters.")] = False
 
@@ -128,7 +128,7 @@ class DamagedOffsets(msgspec.Struct, frozen=True):
 
 
 class PartitionDescription(msgspec.Struct, frozen=True):
-    """One partition; `start` is its first offset, `end` the next one to be written."""
+    """A partition; `start` is its first offset, `end` the next one to be written."""
 
     partition: int
     leader: int

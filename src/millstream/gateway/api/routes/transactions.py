@@ -22,7 +22,7 @@ from millstream.gateway.api.services import Services
 
 
 class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which transactions to list."""
+    """The transactions to list."""
 
     state: Annotated[list[str], Meta(max_length=20, description="Only in these states.")] = []
     longer_than_ms: Annotated[

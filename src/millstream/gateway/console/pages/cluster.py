@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.client.admin.browse import node_sums
+from millstream.client.admin.browse import node_summaries
 from millstream.client.admin.clients import list_clients
 from millstream.client.admin.cluster_status import AWAY, UNREACHABLE, ClusterStatus, cluster_status
 from millstream.client.admin.transactions import (
@@ -29,7 +29,7 @@ MEASURED_S: Final = 0.5
 async def cluster(visit: Visit) -> Response:
     """Show the nodes, and unhealthy partitions; all partitions are examined only if some are unhealthy."""
     client = visit.services.client
-    nodes = await visit.shared(lambda: node_sums(client))
+    nodes = await visit.shared(lambda: node_summaries(client))
     known = (await client.metadata([])).nodes
     places = {int(node_id): f"{node.host}:{node.port}" for node_id, node in known.items()}
     status: ClusterStatus | None = None

@@ -50,7 +50,7 @@ NDJSON: Final = "application/x-ndjson"
 
 
 class _SearchForm(msgspec.Struct):
-    """What the page's form asks for."""
+    """The fields of the page's search form."""
 
     topic: TopicMetadata
     partitions: list[int]

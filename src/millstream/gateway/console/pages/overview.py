@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final, NamedTuple
 
-from millstream.client.admin.browse import node_sums
+from millstream.client.admin.browse import node_summaries
 from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
 from millstream.client.admin.mirrors import MirrorClient
@@ -19,7 +19,7 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.console.pages.subscriptions import rows_of
 from millstream.gateway.console.render import age, counted
 from millstream.gateway.console.visit import Download, Page, PageRoute, Response, Visit, address
-from millstream.protocol.private.browse_messages import NodeSumsResponse
+from millstream.protocol.private.browse_messages import NodeSummaryResponse
 
 OLD_S: Final = 300.0
 """A message that waits for longer than this is worth a warning."""
@@ -41,10 +41,10 @@ async def show(visit: Visit) -> Response:
 
 async def _state(visit: Visit) -> dict[str, Any]:
     may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
-    nodes: list[NodeSumsResponse] = []
+    nodes: list[NodeSummaryResponse] = []
     if may_describe:
         visit.history.record_visit()
-        nodes = await node_sums(visit.services.client)
+        nodes = await node_summaries(visit.services.client)
     # Users open this page when a node is down, so parts that need that node are omitted instead of failing.
     missing: list[str] = []
     described = await _or_empty(visit.services.subscriptions.describe(without_silent=True), missing)
@@ -94,7 +94,7 @@ def _push_warnings(described: list[dict[str, Any]]) -> list[ConsoleWarning]:
 
 
 def _warnings(
-    nodes: list[NodeSumsResponse],
+    nodes: list[NodeSummaryResponse],
     rows: list[dict[str, Any]],
     letters: list[DeadLetterTopic],
     pipelines: list[dict[str, Any]],

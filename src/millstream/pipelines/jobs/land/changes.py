@@ -85,7 +85,7 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeRule:
-    """How the messages of a topic become changes."""
+    """The rule by which the messages of a topic become changes."""
 
     topic: str
     key: tuple[FieldPath, ...] = ()

@@ -218,7 +218,7 @@ _NAMES: Final = {
 
 
 class UndecodablePayload(Exception):
-    """Why a payload cannot be decoded."""
+    """The payload cannot be decoded, for the given reason."""
 
 
 class _Number(float):

@@ -73,7 +73,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedSample:
-    """What landing would make of a sample of one topic."""
+    """The result of landing a sample of one topic."""
 
     topic: str
     table: str

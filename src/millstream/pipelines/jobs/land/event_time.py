@@ -54,7 +54,7 @@ _SHOWN_MAX: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class EventTimeRule:
-    """How rows get the partition columns of their event time."""
+    """The rule that derives the partition columns of rows from their event time."""
 
     event_time: EventTime
 

@@ -33,7 +33,7 @@ MESSAGE_BYTES: Final = 1000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One topic. A topic recreated under the same name has another id and is another source."""
+    """A topic. A topic recreated under the same name has another id and is another source."""
 
     topic: str
     topic_id: str

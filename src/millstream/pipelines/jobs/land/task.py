@@ -86,7 +86,7 @@ class WideningNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one task did for one topic: the files it wrote, or new fields that it found."""
+    """The report of one task about one topic: the files it wrote, or new fields that it found."""
 
     topic: str
     rows: int = 0
@@ -224,7 +224,7 @@ _UNREADABLE: Final = pa.schema([QUARANTINE.field(name) for name in ("partition",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicWork:
-    """How one topic is landed in one batch."""
+    """The instructions for landing one topic in one batch."""
 
     writer: RowWriter
     quarantine: RowWriter

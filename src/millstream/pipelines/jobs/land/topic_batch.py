@@ -36,7 +36,7 @@ ROUNDS_MAX: Final = 4
 
 @dataclass(slots=True, kw_only=True)
 class TopicBatch:
-    """What a batch does with one topic."""
+    """One topic in one batch."""
 
     source: Source
     table: LakeTable

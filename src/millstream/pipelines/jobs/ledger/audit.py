@@ -58,7 +58,7 @@ _RESULT: Final = pa.schema([pa.field("result", pa.string())])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLocation:
-    """Where log, lake and ledger are, for tasks."""
+    """The locations of log, lake and ledger, for tasks."""
 
     brokers: str
     access: Access = NO_ACCESS

@@ -150,7 +150,7 @@ Source = Column | Header | Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class FieldValues:
     """A field that has one of several values wherever the condition holds.
 
     Values of other kinds may be converted to these, so for messages that have one the condition is evaluated.
@@ -165,10 +165,10 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A compiled condition, and its handle if it has one."""
+    """A compiled condition, and the key under which it is indexed, if any."""
 
     filter: Filter
-    handle: Handle | NumberRange | None
+    index_key: FieldValues | NumberRange | None
 
 
 def compile_condition(text: str) -> Condition:
@@ -176,18 +176,18 @@ def compile_condition(text: str) -> Condition:
     node = translate(text)
     program = Program(node)
     compiled = Filter(text, canonical_text(node), Uses.of((*program.columns, *program.of_batch)), program)
-    return Condition(compiled, _handle(node))
+    return Condition(compiled, _index_key(node))
 
 
-def _handle(node: Node) -> Handle | NumberRange | None:
+def _index_key(node: Node) -> FieldValues | NumberRange | None:
     parts = node.parts if isinstance(node, Junction) and node.operator == "AND" else (node,)
-    handles = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
+    keys = [key for part in parts for key in _compared_values(part, is_all=len(parts) == 1)]
     # Text is usually more selective than numbers.
-    handles.sort(key=lambda handle: handle.kind is not Kind.TEXT)
-    return handles[0] if handles else number_range_of(parts)
+    keys.sort(key=lambda key: key.kind is not Kind.TEXT)
+    return keys[0] if keys else number_range_of(parts)
 
 
-def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:
+def _compared_values(part: Node, *, is_all: bool) -> Iterator[FieldValues]:
     match part:
         case Comparison(operator="=", left=Column() | Header() | Payload() as source, right=Literal() as literal):
             choices: tuple[Literal, ...] = (literal,)
@@ -199,7 +199,7 @@ def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:
             return
     kinds = {choice.kind for choice in choices}
     if len(kinds) == 1 and _fits(source, kind := kinds.pop()):
-        yield Handle(source, kind, tuple(choice.value for choice in choices), is_all)
+        yield FieldValues(source, kind, tuple(choice.value for choice in choices), is_all)
 
 
 def _fits(source: Source, kind: Kind) -> bool:
@@ -281,7 +281,7 @@ class RuleSet:
         self._conditions: list[Condition] = [compile_condition(text) for text in targets]
         self._targets = [tuple(sorted(named)) for named in targets.values()]
         self._indexes: dict[tuple[Source, Kind], _Index] = {}
-        self._spans: dict[Payload, NumberRangeIndex] = {}
+        self._ranges: dict[Payload, NumberRangeIndex] = {}
         self._whole: set[int] = set()
         """Conditions that the index decides completely."""
         self._others: list[int] = []
@@ -302,18 +302,18 @@ class RuleSet:
     # -- internals ------------------------------------------------------------------------------------------------
 
     def _add(self, number: int, condition: Condition) -> None:
-        handle = condition.handle
-        if handle is not None and handle.is_all:
+        key = condition.index_key
+        if key is not None and key.is_all:
             self._whole.add(number)
-        match handle:
+        match key:
             case None:
                 self._others.append(number)
             case NumberRange():
-                self._spans.setdefault(handle.source, NumberRangeIndex()).add(number, handle)
-            case Handle():
-                index = self._indexes.setdefault((handle.source, handle.kind), _Index())
+                self._ranges.setdefault(key.source, NumberRangeIndex()).add(number, key)
+            case FieldValues():
+                index = self._indexes.setdefault((key.source, key.kind), _Index())
                 index.members.append(number)
-                for value in dict.fromkeys(handle.values):
+                for value in dict.fromkeys(key.values):
                     index.by_value.setdefault(value, []).append(number)
 
     def _matching(self, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
@@ -321,7 +321,7 @@ class RuleSet:
             yield from self._evaluate_all(number, batch)
         for (source, kind), index in self._indexes.items():
             yield from self._looked_up(batch, source, kind, index)
-        for source, number_ranges in self._spans.items():
+        for source, number_ranges in self._ranges.items():
             yield from self._between(batch, source, number_ranges)
 
     def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:

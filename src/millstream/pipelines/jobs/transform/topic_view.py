@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """What was found in the payloads of one topic."""
+    """The findings in the payloads of one topic."""
 
     undecoded: int = 0
     """Messages whose payload is not a JSON object, or has a value that does not fit."""
@@ -102,7 +102,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ViewColumn:
-    """One column of a view, with its name there and in the record or payload."""
+    """A column of a view, with its name there and in the record or payload."""
 
     name: str
     source: str
