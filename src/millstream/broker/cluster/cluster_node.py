@@ -322,7 +322,8 @@ class ClusterNode:
     def _registration_revision(self) -> int:
         """Return the registration under which this process follows, also while its lease is lost.
 
-        Never that of another process with the same id: leaders would mistake this log for the other one's.
+        It is never the registration of another process with the same id: leaders would mistake this log for the other
+        one's.
         """
         mine = None if self._registration is None else self._registration.mine
         if mine is not None:

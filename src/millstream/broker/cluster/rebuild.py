@@ -1,9 +1,9 @@
 """Rebuilds the agreed state from the nodes' logs and the catalog, after etcd has lost it.
 
-Of each partition, the log that ends in the latest epoch, and of these the longest, has everything that was
-acknowledged: the leader of an epoch had all of the epochs before it, and every log of one epoch is a prefix of its
-leader's. That holds if all replicas are given, or at least one that was in sync. Which replicas were in sync is no
-longer known, so only those with the same log begin in sync; the others fetch the rest.
+For each partition, the longest of the logs that end in the latest epoch has everything that was acknowledged: the
+leader of an epoch had all of the epochs before it, and every log of one epoch is a prefix of its leader's. That holds
+if all replicas are given, or at least one that was in sync. Which replicas were in sync is no longer known, so only
+those with the same log begin in sync; the others fetch the rest.
 """
 
 from __future__ import annotations

@@ -263,9 +263,9 @@ class GroupCoordinator(Coordinator[GroupShard]):
     ) -> tuple[dict[int, dict[str, dict[str, dict[int, int]]]], bool]:
         """Return the groups with offsets that transactions have committed, by partition of the offsets topic.
 
-        Of each group, all offsets in some topics are returned, by topic and partition. Topics are given with their ids;
-        None stands for whichever has the name now. If there are more offsets than the limit, none are returned, and the
-        second value is True. Partitions that this node does not lead, or is still reading back, are missing.
+        For each group, return all offsets in some topics, by topic and partition. Topics are given with their ids;
+        None stands for the topic that has the name now. If there are more offsets than the limit, none are returned,
+        and the second value is True. Partitions that this node does not lead, or is still reading back, are missing.
         """
         states = {index: self._runtime.shard_at(PartitionIndex(index)).state for index, _ in self._runtime.led()}
         groups: dict[int, dict[str, dict[str, dict[int, int]]]] = {

@@ -64,7 +64,7 @@ class Offsets:
     def of_transactional_groups(self, topics: Mapping[str, UUID | None]) -> Iterator[tuple[OffsetKey, int]]:
         """Yield the offsets in some topics of groups for which transactions have committed some.
 
-        Topics are given with their ids; None stands for whichever has the name now.
+        Topics are given with their ids; None stands for the topic that has the name now.
         """
         for group_id in self.transactional_groups:
             for (topic, partition), committed in self.of_group(group_id).items():

@@ -482,7 +482,7 @@ class Log:
     def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
         """The first record with at least this timestamp, or the first of its batch if that is too heavy for the loop.
 
-        Found are its offset, its timestamp and its leader epoch.
+        Return its offset, its timestamp and its leader epoch.
         """
         found = self._first_at_or_after(timestamp_ms, self.start_offset, up_to)
         return found.roughly if isinstance(found, HeavyBatch) else found

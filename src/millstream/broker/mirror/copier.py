@@ -12,9 +12,9 @@ under the same name: its records do not continue those of the copy, whatever the
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `Follower` advances that offset.
 
-Nor does it expose a compacted partition where the last value of a key is missing. If a fetch brings records with gaps,
-compaction at the source may have removed values because of later ones that have not arrived. They are below the high
-watermark that the source had then; until the copy reaches it, clients read up to where the gap begins.
+A copy also never exposes a compacted partition where the last value of a key is missing. If a fetch brings records with
+gaps, compaction at the source may have removed values because of later ones that have not arrived. They are below the
+high watermark that the source had then; until the copy reaches it, clients read up to where the gap begins.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class Copier:
     async def _drop_lost_tail(self, copy: Copy) -> None:
         """Truncate the copy where a power failure lost records of its tail, if the source still has them.
 
-        Only the last records, which were not synced, and so were neither verified nor compacted.
+        This concerns only the last records, which were not synced and therefore neither verified nor compacted.
         """
         log = copy.partition.log
         first = max(log.superseded_by, copy.verified, log.end_offset - TORN_MAX)
@@ -422,7 +422,7 @@ class Copier:
     async def _restore_lost(self, copy: Copy) -> None:
         """Fetch offsets again that the disk lost and no replica has: the same bytes.
 
-        Not those of compacted logs. Compaction here may have removed the tombstones of values that the source still
+        Compacted logs are excluded: compaction here may have removed the tombstones of values that the source still
         has, and compaction there values whose later ones have not arrived.
         """
         log, now = copy.partition.log, self._clock.monotonic()

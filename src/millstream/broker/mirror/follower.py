@@ -156,7 +156,7 @@ class Follower:
     async def sync_all(self, topics: Collection[str]) -> None:
         """Carry over everything but records a last time, for a planned switch or failover of some copies.
 
-        Of groups, that is the offsets in these copies: others may be unable to catch up.
+        For groups, this includes only the offsets in these copies, since other copies may be unable to catch up.
         """
         if self._settings.groups:
             self._is_awaited = True

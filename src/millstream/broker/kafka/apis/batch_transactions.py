@@ -32,7 +32,7 @@ class PrepareTransaction(_TransactionApi[BatchMember, Response]):
     """Prepares the transaction of a writer that has written its part of a batch.
 
     From here on the transaction has no timeout, nothing can be added to it, and only CompleteBatch, AbortBatch or
-    AbortTransaction end it. May be repeated. A writer whose batch is committed already, by others, is PRODUCER_FENCED.
+    AbortTransaction end it. May be repeated. A writer whose batch was already committed by others gets PRODUCER_FENCED.
     """
 
     changes = None

@@ -1,7 +1,7 @@
 """CreatePartitions (key 37), versions 0 to 3: adds partitions to topics; partitions are never removed.
 
-A request may place the new partitions on nodes, with one list of nodes for each of them. Topics that have not been
-begun within the time of the request are REQUEST_TIMED_OUT and stay as they are.
+A request may place the new partitions on nodes, with one list of nodes for each of them. Topics that were not reached
+within the timeout of the request get REQUEST_TIMED_OUT and stay as they are.
 
 Version notes: 2 is flexible, 3 is the same.
 """

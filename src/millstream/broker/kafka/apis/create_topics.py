@@ -3,9 +3,9 @@
 -1 partitions or -1 replicas use the node's default. Instead of numbers, a request may place every partition on nodes;
 both numbers must then be -1. A name that occurs twice in a request is refused. `validate_only` checks everything and
 creates nothing. In a cluster the response waits until all nodes agree on the topic and its leaders; if that takes
-longer than the request allows, it is REQUEST_TIMED_OUT, and the topic is created later. The time is that of all topics
-of the request, of which 1,000 are begun at a time; those that have not been begun when it ends are REQUEST_TIMED_OUT,
-too, and are not created.
+longer than the request allows, the topic gets REQUEST_TIMED_OUT and is created later. The timeout applies to all topics
+of the request together. 1,000 of them are created at a time; those that were not reached when it expires get
+REQUEST_TIMED_OUT too, and are not created.
 
 Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings of the topic, 7 returns
 its id.

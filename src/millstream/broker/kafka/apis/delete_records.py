@@ -1,6 +1,6 @@
 """DeleteRecords (key 21), versions 0 to 2: deletes the records of partitions before an offset.
 
--1 deletes every acknowledged record. An offset beyond the last of these is OFFSET_OUT_OF_RANGE; one below the start
+-1 deletes every acknowledged record. An offset beyond the last of these gets OFFSET_OUT_OF_RANGE; one below the start
 changes nothing. Compacted topics (`cleanup.policy=compact`) and internal topics refuse it.
 
 Version notes: 2 is flexible.

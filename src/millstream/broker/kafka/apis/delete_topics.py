@@ -5,7 +5,7 @@ A topic is given by its name or, from version 6 on, by its id; giving both, neit
 Several topics are deleted at once. Those whose deletion has not started within the timeout of the request are
 REQUEST_TIMED_OUT and stay.
 
-A dead letter topic with open letters is POLICY_VIOLATION, because Kafka's clients have no option to force it.
+A dead letter topic with open letters gets POLICY_VIOLATION, because Kafka's clients have no option to force it.
 
 Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
 """

@@ -1,9 +1,9 @@
 """DescribeGroups (key 15), versions 0 to 6: describes classic groups and their members.
 
-A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), is GROUP_ID_NOT_FOUND from
-version 6 on, which also adds error messages, and a response without error in the state "Dead" before. Metadata and
-assignments are only returned while the group is stable. Version 3 adds what the client may do with the group, 4 static
-members.
+A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), gets GROUP_ID_NOT_FOUND from
+version 6 on, which also adds error messages, and before that a response without an error and with the state "Dead".
+Metadata and assignments are only returned while the group is stable. Version 3 adds what the client may do with the
+group, 4 static members.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The preferred election moves the leadership to the first replica of a partition:
 already, PREFERRED_LEADER_NOT_AVAILABLE if it is down or not in sync. The unclean election lets any replica lead if no
 in-sync one can, which may lose acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE if no replica is alive. No list of
 partitions means all partitions; as in Kafka, those that need no election are then left out. Elections that have not
-started within the timeout of the request are REQUEST_TIMED_OUT.
+started within the timeout of the request get REQUEST_TIMED_OUT.
 
 Version notes: 1 adds the kind of election (before, only the preferred one) and an error for the whole response, 2 is
 flexible.

@@ -1,6 +1,6 @@
 """The APIs that describe consumer groups and share groups.
 
-A group that does not exist, or is of another kind, is GROUP_ID_NOT_FOUND. Kafka has separate messages for both kinds,
+A group that does not exist, or is of another kind, gets GROUP_ID_NOT_FOUND. Kafka has separate messages for both kinds,
 with the same fields; so the functions here take the class to build.
 """
 

@@ -42,9 +42,8 @@ class ConsumerGroupHeartbeat(VersionedApi[ConsumerGroupHeartbeatRequest, Consume
     Epoch 0 joins, with all metadata of the member; a positive epoch renews the session and carries only changes; -1
     leaves, -2 leaves a static member's place for its next process. The response holds the epoch, the heartbeat
     interval, and the assignment if the member may not know it; the coordinator assigns partitions by `uniform` (the
-    default) or `range`. A member revokes partitions before others get them, within its rebalance timeout.
-
-    Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH: revoke everything and join again), an unknown
+    default) or `range`. A member revokes partitions before others get them, within its rebalance timeout. The following
+    are refused: an epoch that is not the member's (FENCED_MEMBER_EPOCH: revoke everything and join again), an unknown
     member (UNKNOWN_MEMBER_ID), an instance id that another process has not left (UNRELEASED_INSTANCE_ID) or has taken
     (FENCED_INSTANCE_ID), an unknown assignor (UNSUPPORTED_ASSIGNOR), a full group (GROUP_MAX_SIZE_REACHED), and a group
     that does not exist, or is a classic one that cannot become a consumer group (GROUP_ID_NOT_FOUND).
@@ -131,10 +130,10 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
     Several members may have the same partition: each message goes to one of them.
 
     A share group is a subscription of the same name. It is declared when the first member joins, unless it exists;
-    `share.session.timeout.ms`, `share.heartbeat.interval.ms` and the other settings are the subscription's.
-
-    Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH), an unknown member (UNKNOWN_MEMBER_ID), a full
-    group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another kind (GROUP_ID_NOT_FOUND).
+    `share.session.timeout.ms`, `share.heartbeat.interval.ms` and the other settings are the subscription's. The
+    following are refused: an epoch that is not the member's (FENCED_MEMBER_EPOCH), an unknown member
+    (UNKNOWN_MEMBER_ID), a full group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another kind
+    (GROUP_ID_NOT_FOUND).
     """
 
     key = 76

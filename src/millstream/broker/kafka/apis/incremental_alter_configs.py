@@ -6,8 +6,8 @@ All changes of one topic are made together or not at all. Settings of a consumer
 (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`) belong to its name, whether it exists or not; settings
 of a share group are those of the subscription with that name. For a node, or all nodes (the empty name), the defaults
 of topics and the number of connections can be changed at run time, under Kafka's names. All other settings of a node
-need a restart: changing them is INVALID_REQUEST, with an error that says where they are set. The settings of a mirror's
-copy are changed at its source.
+need a restart: changing them gets INVALID_REQUEST, with an error that says where they are set. The settings of a
+mirror's copy are changed at its source.
 
 Version notes: 1 is flexible.
 """

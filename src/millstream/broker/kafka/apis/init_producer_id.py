@@ -1,11 +1,11 @@
 """InitProducerId (key 22), versions 0 to 5: assigns the producer id of an idempotent or transactional producer.
 
 Without a transactional id every request gets a new producer id at epoch 0, also one that sends its current id (version
-3 and later), as in Kafka. An id without its epoch, or an epoch without its id, is INVALID_REQUEST.
+3 and later), as in Kafka. An id without its epoch, or an epoch without its id, gets INVALID_REQUEST.
 
 With a transactional id the coordinator responds: the previous owner of the id is fenced, and a transaction it left open
 is aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
-`transaction-timeout-max-ms` is INVALID_TRANSACTION_TIMEOUT.
+`transaction-timeout-max-ms` gets INVALID_TRANSACTION_TIMEOUT.
 
 Version notes: 3 lets a producer continue after an error with its id and epoch; up to 3 a fenced producer gets
 INVALID_PRODUCER_EPOCH, from 4 on PRODUCER_FENCED; 5 is the same. Version 6 (two-phase commit) is not stable in Kafka

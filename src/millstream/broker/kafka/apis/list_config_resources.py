@@ -1,7 +1,7 @@
 """ListConfigResources (key 74), versions 0 and 1: lists the topics, nodes and groups that have settings.
 
 Client metrics and loggers have none here, so none are listed. No types means all types; a type that Kafka does
-not know is UNSUPPORTED_VERSION for the whole request.
+not know gets UNSUPPORTED_VERSION for the whole request.
 
 Version notes: 0 is about client metrics alone, and is always empty; 1 adds the types.
 """

@@ -7,9 +7,9 @@ Instead of a time in milliseconds (the first record that is not older), a reques
     -5  latest in tiered storage (9 and later): none        -6  earliest to be uploaded there (11 and later): none
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
-does not know is UNSUPPORTED_VERSION. A partition named twice is reported once, with INVALID_REQUEST. A leader that has
-just been elected and does not yet know the high watermark of its predecessor returns OFFSET_NOT_AVAILABLE, so that no
-client sees the end move back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
+does not know gets UNSUPPORTED_VERSION. A partition named twice is reported once, with INVALID_REQUEST. A leader that
+has just been elected and does not yet know the high watermark of its predecessor returns OFFSET_NOT_AVAILABLE, so that
+no client sees the end move back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
 storage needs.

@@ -95,8 +95,8 @@ def _build_partition(partition: Partition) -> DescribeLogDirsPartition:
 class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):
     """AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node. A node has one.
 
-    Moving a replica to its own folder succeeds. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition that
-    does not exist is UNKNOWN_TOPIC_OR_PARTITION, and one without a replica on this node is REPLICA_NOT_AVAILABLE.
+    Moving a replica to its own folder succeeds. As in Kafka, any other folder gets LOG_DIR_NOT_FOUND, a partition that
+    does not exist UNKNOWN_TOPIC_OR_PARTITION, and a partition without a replica on this node REPLICA_NOT_AVAILABLE.
 
     Version notes: 2 is flexible.
     """

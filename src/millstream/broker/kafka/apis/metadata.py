@@ -3,7 +3,7 @@ partitions.
 
 No list of topics means all topics; an empty list means none, but all in version 0, which has no null list. A topic
 without name and id is ignored. A missing topic is created if both the request and the node's `auto-create-topics` allow
-it, and is then described like any other; if the cluster does not agree on it in time, it is LEADER_NOT_AVAILABLE, so
+it, and is then described like any other; if the cluster does not agree on it in time, it gets LEADER_NOT_AVAILABLE, so
 that clients retry. A partition without a leader has that error too, and replicas on unavailable nodes are listed as
 offline.
 

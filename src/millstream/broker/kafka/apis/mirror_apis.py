@@ -86,7 +86,7 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
 class MirrorCreate(_MirrorApi[CreateMirrorRequest, Response]):
     """Creates a mirror.
 
-    A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
+    A name that is taken gets DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
     """
 
     changes = single_change("mirror", CREATE)
@@ -135,8 +135,8 @@ class MirrorAlter(_MirrorApi[AlterMirrorRequest, Response]):
 class MirrorDelete(_MirrorApi[DeleteMirrorRequest, Response]):
     """Deletes a mirror that has no copies any more.
 
-    NON_EMPTY_GROUP if it has copies, which would be left without a writer: fail over or delete them first. So is a
-    mirror whose source can be made to follow after a failover, unless it is forced.
+    A mirror that has copies, which would be left without a writer, gets NON_EMPTY_GROUP: fail over or delete them
+    first. So does a mirror whose source can be made to follow after a failover, unless it is forced.
     """
 
     changes = single_change("mirror", DELETE)

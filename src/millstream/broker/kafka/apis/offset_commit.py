@@ -3,7 +3,7 @@
 Without generation and member id it is from a consumer outside any group, and is accepted if the group has no members. A
 partition that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, or UNKNOWN_TOPIC_ID from 10 on, where topics are given by
 id; the others are stored. Version notes: 2 to 4 can request a retention; 6 adds the leader epoch;
-7 adds static members; a group that does not exist is GROUP_ID_NOT_FOUND from 9 on and ILLEGAL_GENERATION before.
+7 adds static members; a group that does not exist gets GROUP_ID_NOT_FOUND from 9 on and ILLEGAL_GENERATION before.
 Members of consumer groups commit from 9 on (UNSUPPORTED_VERSION before), and send their epoch instead of a generation
 (STALE_MEMBER_EPOCH if it is one to come, or if the member did not have the partition in it).
 

@@ -92,7 +92,7 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
 
     Responds when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones
     are removed. A request without nodes cancels the move, or gets NO_REASSIGNMENT_IN_PROGRESS if there is none. Nodes
-    that are not alive are INVALID_REPLICA_ASSIGNMENT. Moves that have not started within the timeout of the request are
+    that are not alive get INVALID_REPLICA_ASSIGNMENT. Moves that have not started within the timeout of the request are
     REQUEST_TIMED_OUT.
 
     Version notes: 1 adds whether the number of replicas may change; if not, another number is

@@ -86,8 +86,8 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
 class PipelineCreate(_PipelineChange[CreatePipelineRequest, CreatePipelineResponse]):
     """Creates a pipeline.
 
-    A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
-    RuleChange. Notes are what its owner should know, and no reason to refuse it.
+    A name that is taken gets DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
+    RuleChange. Notes are hints for its owner that are no reason to refuse it.
     """
 
     changes = single_change("pipeline", CREATE)
@@ -120,8 +120,8 @@ class PipelineAlter(_PipelineChange[AlterPipelineRequest, AlterPipelineResponse]
 
     A setting of null is reset to its default. `enabled` starts or stops it; null changes nothing. `parked` is the
     reason why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its
-    settings or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed
-    settings.
+    settings or rules are changed. An unknown name gets RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about
+    changed settings.
     """
 
     changes = single_change("pipeline", UPDATE)
@@ -174,7 +174,7 @@ def _schema_notes(before: Pipeline, after: Pipeline) -> Iterator[str]:
 class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """Deletes a pipeline.
 
-    Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
+    Its rules are deleted with it; its tables stay. An unknown name gets RESOURCE_NOT_FOUND.
     """
 
     changes = single_change("pipeline", DELETE)
@@ -269,8 +269,8 @@ class RuleChange(_PipelineChange[ChangeRulesRequest, ChangeRulesResponse]):
 
     Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
     subscription names it instead of a condition. An invalid condition is refused with the position of the error.
-    Deleting a rule that does not exist is RESOURCE_NOT_FOUND; a rule with an unknown field is refused. Notes are as in
-    PipelineCreate.
+    Deleting a rule that does not exist gets RESOURCE_NOT_FOUND; a rule with an unknown field is refused. Notes are as
+    in PipelineCreate.
     """
 
     changes = single_change("pipeline", UPDATE)
@@ -361,7 +361,7 @@ class PipelineRequestRun(_JobRequest[StartRunRequest, Response]):
 class PipelineCancelRun(_JobRequest[CancelRunRequest, CancelRunResponse]):
     """Cancels the run of a job that is in progress; it is not retried, and its schedule continues.
 
-    Only the node that runs it can; others respond with run 0, so a client asks all nodes.
+    Only the node that runs it can cancel it; others respond with run 0, so a client asks all nodes.
     """
 
     changes = single_change("pipeline", UPDATE)

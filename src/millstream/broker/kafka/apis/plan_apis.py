@@ -52,7 +52,7 @@ class _PlanApi(PrivateApi[RequestT, ResponseT]):
 class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     """Stores a plan for review.
 
-    It replaces the last plan, which must have ended. A partition that was moved since is INVALID_REQUEST.
+    It replaces the last plan, which must have ended. If a partition was moved since, the plan gets INVALID_REQUEST.
     """
 
     changes = _plan_changed(CREATE)

@@ -372,8 +372,8 @@ class SchemaDelete(RegistryApi[DeleteSubjectRequest, DeletedResponse]):
 class SchemaSettings(RegistryApi[GetSettingsRequest, SettingsResponse]):
     """Returns configuration and mode of a subject or context.
 
-    An empty subject is the default context, `:.name:` another one. Of a subject, only what was set for itself is
-    returned, unless `default_to_global` asks for what applies to it.
+    An empty subject is the default context, `:.name:` another one. For a subject, only its own settings are returned,
+    unless `default_to_global` asks for those that apply to it.
     """
 
     changes = None

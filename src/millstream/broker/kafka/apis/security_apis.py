@@ -57,9 +57,9 @@ class _TokenApi(PrivateApi[RequestT, ResponseT]):
 class TokenCreate(_TokenApi[CreateTokenRequest, CreateTokenResponse]):
     """Creates an API token.
 
-    Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
-    that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
-    The token itself is in this response only.
+    Without an owner, the token is the client's own; a token for another principal needs ALTER on the cluster. An empty
+    scope means all rights of the owner. A token that is created with another one has no more rights and lasts no longer
+    than that one. Only this response contains the token itself.
     """
 
     async def handle(self, request: CreateTokenRequest) -> CreateTokenResponse:
@@ -134,8 +134,9 @@ class TokenList(_TokenApi[ListTokensRequest, ListTokensResponse]):
 class TokenRevoke(_TokenApi[RevokeTokenRequest, Response]):
     """Revokes an API token.
 
-    Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
-    another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
+    Tokens that were created with it are revoked too, and their connections are closed. Revoking one's own token needs
+    no permission; revoking that of another principal needs ALTER on the cluster. An unknown id, and one that the client
+    may not know of, gets RESOURCE_NOT_FOUND.
     """
 
     async def handle(self, request: RevokeTokenRequest) -> Response:

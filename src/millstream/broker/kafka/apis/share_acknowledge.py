@@ -5,8 +5,9 @@ Acknowledgements are 1 accept, 2 release, 3 reject and, with `is_renew_ack`, 4 r
 message. Responds when they are durable; in each partition, all are carried out or none. The request continues the
 session that ShareFetch opened; epoch -1 closes it.
 
-Epoch 0 is INVALID_SHARE_SESSION_EPOCH; an invalid acknowledgement is INVALID_REQUEST, and one of a message that the
-member does not hold (any more) INVALID_RECORD_STATE. NOT_LEADER_OR_FOLLOWER includes the current leader.
+Epoch 0 gets INVALID_SHARE_SESSION_EPOCH, an invalid acknowledgement INVALID_REQUEST, and an acknowledgement of a
+message that the member does not hold (any more) INVALID_RECORD_STATE. NOT_LEADER_OR_FOLLOWER includes the current
+leader.
 
 Version notes: 2 adds renewals.
 """

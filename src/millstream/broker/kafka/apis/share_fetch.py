@@ -5,11 +5,11 @@ The queue of each partition of the member's session leases messages to it, oldes
 batches and the acquired ranges. If none are available, it waits up to `max_wait`. The session stores the partitions:
 epoch 0 opens it, each further request increments the epoch, -1 closes it and releases the member's leases.
 
-Invalid requests of a session are SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
+Invalid requests of a session get SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
 connection. Sessions and leases belong to the principal that opened them, not to others that name the same member. A
-topic of the session that may no longer be read is TOPIC_AUTHORIZATION_FAILED in each response, until it may be read
+topic of the session that may no longer be read gets TOPIC_AUTHORIZATION_FAILED in each response, until it may be read
 again or the client removes it from the session; the response waits for messages of the others. An acknowledgement of a
-message that the member does not hold (any more) is INVALID_RECORD_STATE, and no message of that partition is
+message that the member does not hold (any more) gets INVALID_RECORD_STATE, and no message of that partition is
 acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
 
 Version 2 adds renewals (the acknowledgement 4), announced by `is_renew_ack`: such a request acquires nothing, and its

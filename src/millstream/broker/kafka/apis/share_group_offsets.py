@@ -116,7 +116,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
     """AlterShareGroupOffsets (key 91), version 0: moves a share group to other offsets (KIP-932).
 
     The group must have no members (NON_EMPTY_GROUP); it is created if it does not exist. A partition that does not
-    exist is UNKNOWN_TOPIC_OR_PARTITION; an offset outside the partition is moved to the nearest that it has.
+    exist gets UNKNOWN_TOPIC_OR_PARTITION; an offset outside the partition is moved to the nearest that it has.
     """
 
     key = 91

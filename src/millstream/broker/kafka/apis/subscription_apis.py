@@ -120,7 +120,7 @@ def _check_offset(partition: Partition, offset: int) -> None:
 class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
     """Creates a subscription.
 
-    A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
+    A name that is taken gets DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
     docs/configuration.md.
     """
 
@@ -196,8 +196,8 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
 class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     """Deletes a subscription.
 
-    The state of its queues is deleted; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
-    with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
+    The state of its queues is deleted; the messages stay in their topics. An unknown name gets GROUP_ID_NOT_FOUND. A
+    subscription with open dead letters gets NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
     """
 
     changes = single_change("subscription", DELETE)
@@ -639,7 +639,7 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateResponse
 
     With a wait, it responds when the state is final: accepted, dead-lettered, dropped, filtered, skipped, absent, or
     done where it is not remembered how. Before that it is waiting, blocked, delayed, leased or rejected, and `next ms`
-    is the time that it waits for. A queue has 256 such waits at most; more are POLICY_VIOLATION.
+    is the time that it waits for. A queue has 256 such waits at most; further ones get POLICY_VIOLATION.
     """
 
     changes = None
@@ -807,8 +807,8 @@ class ReadQueueFrames(_QueueStateApi[ReadFrames, ReadFramesResponse]):
 class WriteQueueStates(_QueueStateApi[WriteQueues, WriteQueuesResponse]):
     """Stores the changes of queues, for the node that leads them.
 
-    It responds when all of it is durable. Writes of one queue are numbered without gaps; one that is repeated counts
-    once, one that leaves a gap is OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is
+    It responds when all of it is durable. Writes of one queue are numbered without gaps. A repeated write counts once,
+    a write that leaves a gap gets OUT_OF_ORDER_SEQUENCE_NUMBER, and a write of a leader that was replaced gets
     FENCED_LEADER_EPOCH.
     """
 

@@ -5,8 +5,8 @@
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
 `delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
-that has expired, is another worker's or another principal's, or is of another attempt than the one that is named, is
-INVALID_RECORD_STATE. Messages of a topic that the client may not read (any more) are TOPIC_AUTHORIZATION_FAILED.
+that has expired, belongs to another worker or principal, or is of another attempt than the one named, gets
+INVALID_RECORD_STATE. Messages of a topic that the client may not read (any more) get TOPIC_AUTHORIZATION_FAILED.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ UNSTABLE_OFFSET_COMMIT.
 
 Version notes: up to 1 a coordinator that is loading returns COORDINATOR_NOT_AVAILABLE, since old clients do not know
 the other code; 2 adds the leader epoch; 3 adds the member and its generation, which are checked (ILLEGAL_GENERATION,
-UNKNOWN_MEMBER_ID, FENCED_INSTANCE_ID); from 4 on a transaction that does not hold the group is TRANSACTION_ABORTABLE,
+UNKNOWN_MEMBER_ID, FENCED_INSTANCE_ID); from 4 on a transaction that does not hold the group gets TRANSACTION_ABORTABLE,
 INVALID_TXN_STATE before; from 5 on, the second version of the protocol, the partition is added to the transaction
 instead of AddOffsetsToTxn.
 """

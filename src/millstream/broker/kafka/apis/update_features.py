@@ -1,6 +1,6 @@
 """UpdateFeatures (key 57), versions 0 to 2: requests feature levels, which are fixed by the release.
 
-Requesting the current level succeeds; any other is INVALID_UPDATE_VERSION, with an error that names the available
+Requesting the current level succeeds; any other gets INVALID_UPDATE_VERSION, with an error that names the available
 levels. `broker/kafka/apis/api_versions.py` describes the features.
 
 Version notes: 0 has `allow_downgrade` instead of the kind of upgrade, 1 adds `validate_only`. All or nothing: an error
