@@ -383,7 +383,7 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
             "user", what="create", name="carol", password="password-1"
         )
         assert "already exists" in do("user", what="create", name="carol", password="password-2")
-        assert "has another password" in do("user", what="password", name="carol", password="password-3")
+        assert "has a new password" in do("user", what="password", name="carol", password="password-3")
         rule = {"permission": "allow", "principal": "User:carol", "operations": "read", "type": "topic", "name": "car"}
         assert "millstream acl allow User:carol read topic:car --prefixed" in do("rule", **rule, prefixed="1")
         assert "User:carol" in admin.get("/console/access?search=topic:car").text

@@ -481,7 +481,7 @@ class Story:
                 await publishing
         finally:
             publishing.cancel()
-        self._account.say(f"the publisher and the workers resumed by themselves: {THROUGH_CRASH:,} orders acknowledged")
+        self._account.say(f"the publisher and the workers resumed automatically: {THROUGH_CRASH:,} orders acknowledged")
         found = await self._read_log()
         self._check_read(found, range(new.stop), "the log: ")
         self._check_places(found)

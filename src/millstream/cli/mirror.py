@@ -237,7 +237,7 @@ def pause(name: Name, common: Common = COMMON) -> None:
 def resume(name: Name, common: Common = COMMON) -> None:
     """Continue copying."""
     _call_mirrors(common, lambda mirrors: mirrors.set_enabled(name, is_enabled=True))
-    print_result({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
+    print_result({"mirror": name, "state": "starting"}, f"Resumed mirror {name}.", as_json=common.as_json)
 
 
 @app.command("delete")

@@ -194,7 +194,9 @@ def check(
     since: Annotated[
         str | None,
         typer.Option(
-            "--since", metavar="POSITION", help=f"Which messages: from {POSITION_HELP}. Default: all that are stored."
+            "--since",
+            metavar="POSITION",
+            help=f"The position of the first message: {POSITION_HELP}. Default: all that are stored.",
         ),
     ] = None,
     common: Common = COMMON,

@@ -84,7 +84,7 @@ def create(
     if not common.as_json:
         print_note(
             f"Valid for {made.owner} until {local_time(made.expires_ms)}, and not shown again. Kafka clients take it "
-            f"as SASL/PLAIN: the user is {token_id}, the password is what follows the dot."
+            f"as SASL/PLAIN: the user is {token_id}, the password is the part after the dot."
         )
 
 

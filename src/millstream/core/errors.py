@@ -102,7 +102,7 @@ MillstreamError
 │   │   └── StoreDenied            the login is wrong or lacks permission
 │   └── WatchLost                  it no longer has the changes since then; read everything again
 ├── ClusterForgotten               the coordination store does not know a node that the cluster had admitted
-├── CatalogUnavailable             the catalog does not respond; data flows, declarations wait
+├── CatalogUnavailable             the catalog does not respond; clients are served, declarations wait
 │   └── CatalogDenied              it refuses the login or has no such database; retrying does not help
 ├── FilterUnavailable              the process that evaluates filters does not respond
 ├── AuthenticationFailed           unknown, or identity not proved

@@ -365,7 +365,7 @@ def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str,
 def check_subscription_name(name: str) -> None:
     """Raise `InvalidSubscription` for a name that a group cannot have."""
     if not name or name != name.strip():
-        raise InvalidSubscription("a subscription needs a name that neither starts nor ends with a space")
+        raise InvalidSubscription("the name of a subscription must not be empty, or start or end with a space")
     if len(name) > NAME_LENGTH_MAX:
         raise InvalidSubscription(
             f"the name of a subscription has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}"

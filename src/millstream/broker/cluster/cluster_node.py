@@ -65,7 +65,7 @@ class ClusterDependencies:
     boot_id: str
     supervise: Supervise
     catalog_unavailable_since_ms: Callable[[], int | None] = lambda: None
-    """Since when the catalog has not responded; None if it responds."""
+    """The time since which the catalog has not responded; None if it responds."""
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
@@ -270,10 +270,12 @@ class ClusterNode:
         away = self._store.unavailable_since_ms
         if away is not None:
             store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
-            yield f"{store} is unavailable since {_iso_time(away)}; data flows, elections and new topics wait"
+            waiting = "clients are served, but elections and new topics wait"
+            yield f"{store} has been unavailable since {_iso_time(away)}; {waiting}"
         away = self._dependencies.catalog_unavailable_since_ms()
         if away is not None:
-            yield f"the catalog is unavailable since {_iso_time(away)}; data flows, changes of topics and quotas wait"
+            waiting = "clients are served, but changes of topics and quotas wait"
+            yield f"the catalog has been unavailable since {_iso_time(away)}; {waiting}"
         if self.view.controller is None:
             yield "no node is the controller"
         without_leader = self.topics.without_leader()

@@ -138,7 +138,7 @@ class CatalogDeclarations(Declarations):
                     # Until then, the task that waits for the first response reports it.
                     how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
                     _logger.warning(
-                        "the catalog %s; clients can produce and consume, changes of topics and quotas wait",
+                        "the catalog %s; clients are served, but changes of topics and quotas wait",
                         how,
                         extra={"reason": str(error)},
                     )

@@ -243,7 +243,7 @@ class Reconciliation:
         for scope, overrides in (await self._declarations.call(Catalog.broker_settings)).items():
             if overrides != self._view.settings.get(scope):
                 await self._term.change([Put(settings_key(scope), encode_value(overrides))])
-                _logger.info("settings of nodes agreed on", extra={"node": scope or "all", "settings": str(overrides)})
+                _logger.info("node settings are in effect", extra={"node": scope or "all", "settings": str(overrides)})
 
     # -- new and growing topics ----------------------------------------------------------------------------
 
@@ -262,7 +262,10 @@ class Reconciliation:
             try:
                 proposals = self._place_partitions(topic, missing, by_hand, load)
             except InvalidReplication as error:
-                _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
+                _logger.warning(
+                    "a topic cannot be placed until more nodes are running",
+                    extra={"topic": topic.name, "error": str(error)},
+                )
                 continue
             # The partitions come first or with it, so that a node that sees the topic sees all of them.
             if len(proposals) > CHANGES_MAX - _CHANGES_OF_TOPIC:
@@ -285,7 +288,7 @@ class Reconciliation:
         if await self._term.change(changes, [Expect(partition_key(one.partition), one.revision) for one in proposals]):
             for publication in batch:
                 extra = {"topic": publication.topic.name, "new_partitions": publication.new_partitions}
-                _logger.info("topic agreed on", extra=extra)
+                _logger.info("topic is published", extra=extra)
             self._on_placed()
         elif len(batch) > 1:
             # One that lost a race must not delay the others.

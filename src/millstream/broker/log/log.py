@@ -370,7 +370,7 @@ class Log:
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
             f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
-            f"{self.directory} or repair it, and writes resume by themselves"
+            f"{self.directory} or repair it, and writes resume automatically"
         )
 
     def advance_end(self, end_offset: int, size: int) -> None:
@@ -713,7 +713,7 @@ class Log:
             self._on_sync_failed(
                 StorageFailure(
                     f"{self.partition}: {self.failure}. The last records sent may or may not be stored; free space on "
-                    f"the disk of {self.directory} or repair it, and writes resume by themselves"
+                    f"the disk of {self.directory} or repair it, and writes resume automatically"
                 )
             )
 

@@ -658,7 +658,9 @@ class Follower:
                 continue
             self._run.notes.pop(key, None)
             if own:
-                self._run.notes[key] = f"group {group!r} has a later offset here than at the source; it is not set back"
+                self._run.notes[key] = (
+                    f"group {group!r} has a later offset here than at the source; it is not moved back"
+                )
             self._run.groups[group] = {**known, **changed}
 
     def _is_committed_here(self, where: TopicPartition, commit: Commit) -> bool:

@@ -297,7 +297,7 @@ _SHOWN: Final = frozenset(
 )
 _WITH_LEASE: Final = (DeltaKind.ACQUIRED, DeltaKind.EXTENDED, DeltaKind.RELEASED, DeltaKind.EXPIRED, DeltaKind.PARKED)
 
-_FORGOTTEN: Final = "how it ended is no longer known"
+_FORGOTTEN: Final = "the outcome is no longer known"
 _ADVICE: Final = "create the subscription with --ledger to keep the life of every message"
 
 
@@ -335,7 +335,7 @@ def _trace_in_queue(
         reason = f"the subscription started after it, at offset {start}"
         return SubscriptionTrace(**known, state="skipped", is_final=True, reason=reason, is_complete=True)
     if offset >= fold.window.end:
-        unknown = "" if not delivery.settings.filter else "the filter has not seen it yet"
+        unknown = "" if not delivery.settings.filter else "the filter has not evaluated it yet"
         return SubscriptionTrace(**known, state="waiting", is_final=False, is_complete=True, unknown=unknown)
     # A ledger has every event since the message was scanned.
     begins = not delivery.settings.ledger or any(delta.kind == DeltaKind.SCANNED for _header, delta in about)
@@ -401,7 +401,7 @@ def _trace_finished(
         counters = delivery.queue.fold.counters
         # If no message ever ended in another way, this one was accepted.
         is_accepted = not any(counters[kind] for kind in _ENDS if kind != DeltaKind.ACCEPTED)
-        unknown = "when and by whom is no longer known" if is_accepted else _FORGOTTEN
+        unknown = "the time and the worker are no longer known" if is_accepted else _FORGOTTEN
         state = "accepted" if is_accepted else "done"
         return SubscriptionTrace(**known, state=state, is_final=True, unknown=f"{unknown}; {_advice(delivery)}")
     deliveries = [delta for delta in history if delta.kind == DeltaKind.ACQUIRED]

@@ -102,7 +102,7 @@ class Task:
         if self.on_stop is not None:
             self.on_stop()
         else:
-            self._finish(STOPPED, "Stopped. What was done until then stays done.")
+            self._finish(STOPPED, "Stopped. Completed work is kept.")
             self.running.cancel()
 
     async def run(self, act: Act, start: Start) -> None:

@@ -80,9 +80,9 @@ def _check_consumer(message: ConsumerGroupHeartbeatRequest, version: int) -> Non
     if epoch == 0:
         _check_join(message)
     elif epoch == AWAY_EPOCH and message.instance_id is None:
-        raise InvalidRequest("only a member with an instance id can leave for a while")
+        raise InvalidRequest("only a member with an instance id can leave temporarily")
     elif epoch < AWAY_EPOCH:
-        raise InvalidRequest(f"there is no member epoch {epoch}")
+        raise InvalidRequest(f"invalid member epoch {epoch}")
     if message.server_assignor is not None and message.server_assignor not in ASSIGNORS:
         raise UnsupportedAssignor(
             f"assignor {message.server_assignor!r} is unknown; the assignors are {', '.join(ASSIGNORS)}"
@@ -175,7 +175,7 @@ def _check_share(message: ShareGroupHeartbeatRequest) -> None:
     _check_text("group id", message.group_id)
     _check_text("rack id", message.rack_id)
     if message.member_epoch < LEFT_EPOCH:
-        raise InvalidRequest(f"there is no member epoch {message.member_epoch}")
+        raise InvalidRequest(f"invalid member epoch {message.member_epoch}")
     if message.member_epoch == JOIN_EPOCH and not message.subscribed_topic_names:
         raise InvalidRequest("a member that joins must send its topics")
 

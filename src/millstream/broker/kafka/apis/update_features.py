@@ -66,7 +66,7 @@ def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: boo
     if twice:
         return ErrorCode.invalid_request, f"feature {name!r} is named more than once in the request"
     if update.upgrade_type not in _UPGRADE_TYPES:
-        return ErrorCode.invalid_update_version, f"the kind of upgrade {update.upgrade_type} of {name} is unknown"
+        return ErrorCode.invalid_update_version, f"the upgrade type {update.upgrade_type} of {name} is unknown"
     feature = features.get(name)
     if feature is None:
         known = ", ".join(sorted(features))

@@ -70,7 +70,11 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
         )
         code, message = ErrorCode.none, None
         if times > 1:
-            code, message, found = ErrorCode.duplicate_resource, f"user {user!r} is asked for more than once", ()
+            code, message, found = (
+                ErrorCode.duplicate_resource,
+                f"user {user!r} is named more than once in the request",
+                (),
+            )
         elif not found:
             code, message = ErrorCode.resource_not_found, f"user {user!r} has no password"
         return DescribeUserScramCredentialsResult(

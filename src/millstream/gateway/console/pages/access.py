@@ -105,7 +105,7 @@ async def put(visit: Visit) -> Response:
     if not is_known and not wants_new:
         raise invalid(f"there is no user {name!r}; nothing was changed")
     await put_user(client, name, password)
-    text = f"User {name} {'is created' if wants_new else 'has another password'}"
+    text = f"User {name} {'is created' if wants_new else 'has a new password'}"
     return _done(text, "user", "create" if wants_new else "password", name, "--password-stdin")
 
 

@@ -126,13 +126,13 @@ async def start(visit: Visit) -> Response:
     """Start a pipeline; a parked one is retried."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).start(name)
-    return _done(name, f"Pipeline {name} starts", "start", name)
+    return _done(name, f"Pipeline {name} is starting", "start", name)
 
 
 async def stop(visit: Visit) -> Response:
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).stop(name)
-    return _done(name, f"Pipeline {name} stops", "stop", name)
+    return _done(name, f"Pipeline {name} is stopping", "stop", name)
 
 
 async def delete(visit: Visit) -> Response:
@@ -157,7 +157,7 @@ async def alter(visit: Visit) -> Response:
     notes = await PipelineClient(visit.services.client).alter(name, changes, validate_only=is_trial)
     notes_text = " ".join(notes)
     if is_trial:
-        return Checked(f"{key} could be changed like this; nothing was changed. {notes_text}".strip())
+        return Checked(f"The value of {key} is valid; nothing was changed. {notes_text}".strip())
     words = ("--unset", key) if is_reset else ("--set", f"{key}={value}")
     return _done(name, f"Pipeline {name} is changed. {notes_text}".strip(), "update", name, *words)
 
@@ -292,7 +292,7 @@ async def put_rule(visit: Visit) -> Response:
         matched = "".join(
             f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in results
         )
-        return Checked(f"The rule could be put; nothing was changed. {matched}{notes_text}".strip())
+        return Checked(f"The rule is valid; nothing was changed. {matched}{notes_text}".strip())
     words = ["--topic", topic, *(word for one in targets for word in ("--to", one))]
     if condition:
         words += ["--where", condition]

@@ -71,7 +71,7 @@ async def apply(visit: Visit) -> Response:
     throttle = visit.number("throttle", 0, high=1_000_000) * MIB
     await cluster_plans.apply_plan(visit.services.client, plan_id, throttle_bytes=throttle or None)
     flags = ("--throttle", throttle) if throttle else ()
-    return _done(f"Plan {plan_id} runs", "cluster", "apply", plan_id, *flags)
+    return _done(f"Plan {plan_id} is running", "cluster", "apply", plan_id, *flags)
 
 
 async def cancel(visit: Visit) -> Response:

@@ -189,7 +189,7 @@ async def resume(visit: Visit) -> Response:
     """Deliver again."""
     name = visit.names["subscription"]
     await visit.services.subscriptions.alter(name, {PAUSED: None})
-    return _done(name, f"{name} delivers again", "resume", name)
+    return _done(name, f"Subscription {name} is resumed", "resume", name)
 
 
 async def seek(visit: Visit) -> Response:
@@ -205,7 +205,7 @@ async def purge(visit: Visit) -> Response:
     name = visit.names["subscription"]
     visit.confirm(name)
     await visit.services.subscriptions.seek(name, "latest")
-    return _done(name, f"{name} is empty; what waited was skipped", "seek", name, "--to", "end")
+    return _done(name, f"{name} is empty; waiting messages were skipped", "seek", name, "--to", "end")
 
 
 async def alter(visit: Visit) -> Response:

@@ -249,7 +249,7 @@ class Account:
         if ended.any():
             if is_known:
                 missing = f": {', '.join(gaps)} of the queue are missing" if gaps else ""
-                text = f"the queue has finished it, but no event says how{missing}"
+                text = f"the queue has finished it, but no event records the outcome{missing}"
                 self._add_findings("lost", ended, first, text)
                 outcomes[ended] = LOST
             else:
@@ -338,7 +338,7 @@ class Account:
         self._add_finding("unreadable", start, end, f"{reason}, so the ledger cannot be compared with the log here")
         part = self._outcomes[start - self.base : end - self.base]
         unknown = (part == UNSEEN) | (part == ABSENT)
-        self._add_findings("lost", unknown, start - self.base, f"{reason}, and no event says what happened to it")
+        self._add_findings("lost", unknown, start - self.base, f"{reason}, and no event records its outcome")
         part[unknown] = LOST
 
     def count_lost_letters(self, missing: Sequence[int]) -> None:
