@@ -1,4 +1,4 @@
-"""An effect that happens once, although the message comes twice: the bill and the mark "handled" are one transaction.
+"""Apply an effect once although the message is delivered twice: the bill and its mark are written in one transaction.
 
 python examples/billed_once.py [folder]
 """
@@ -21,7 +21,7 @@ def bill(message: millstream.Message, connection: Connection) -> None:
 
 
 async def main(folder: str) -> None:
-    """Publish the same order twice under one id, as a publisher that was in doubt would do."""
+    """Publish the same order twice with the same id, as a publisher does that received no response."""
     engine = create_engine(f"sqlite:///{folder}/shop.db")
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE IF NOT EXISTS bills (order_id INTEGER, total INTEGER)"))

@@ -1,4 +1,4 @@
-"""The same client without an event loop: calls wait, and handlers run in threads.
+"""Use the client without an event loop: calls block, and handlers run in threads.
 
 python examples/blocking.py [folder]
 """
@@ -9,7 +9,7 @@ import millstream
 
 
 def main(folder: str) -> None:
-    """Publish a few messages and settle each by hand."""
+    """Publish a few messages and settle each one explicitly."""
     with millstream.open_sync(folder) as ms:
         ms.publish_many("letters", ["a", "b", "c"])
         for message in ms.subscription("letters", name="reader", start="earliest"):

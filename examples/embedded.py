@@ -1,4 +1,4 @@
-"""The broker inside the program: publish, handle, and see that the data is still there the next time.
+"""Run the broker inside the program: publish and handle messages, and find the data again at the next start.
 
 python examples/embedded.py [folder]
 """
@@ -10,13 +10,13 @@ import millstream
 
 
 async def bill(message: millstream.Message) -> None:
-    """Return: the message is done. Raise: it is delivered again, and in the end it becomes a dead letter."""
+    """Handle an order: returning accepts it, raising redelivers it until it is dead-lettered."""
     order = message.json()
     print(f"order {order['order_id']} of {message.key_text}: {order['total']} billed")
 
 
 async def main(folder: str) -> None:
-    """Two orders, of which one is large enough for billing."""
+    """Publish two orders, one of which is large enough for billing."""
     async with millstream.open(folder) as ms:
         await ms.subscribe("orders", bill, name="billing", filter="payload.total > 1000")
         await ms.publish("orders", {"order_id": 1, "total": 20}, key="customer-7")

@@ -1,4 +1,4 @@
-"""Tests of a program that uses Millstream, on a real broker inside the test process.
+"""Test a program that uses Millstream with a real broker inside the test process.
 
 pytest examples/test_shop.py
 """
@@ -9,7 +9,7 @@ import millstream
 
 
 async def ship(ms: millstream.Connection, orders: str, parcels: str) -> millstream.Subscriber:
-    """The program under test: every order becomes a parcel."""
+    """Turn every order into a parcel; this is the program under test."""
 
     async def handle(message: millstream.Message) -> None:
         await ms.publish(parcels, {"parcel_of": message.json()["order_id"]}, key=message.key)
@@ -18,7 +18,7 @@ async def ship(ms: millstream.Connection, orders: str, parcels: str) -> millstre
 
 
 def test_every_order_becomes_a_parcel(millstream_broker: millstream.Sandbox) -> None:
-    """The broker is shared by all tests, so each uses its own names."""
+    """Test with the broker that all tests share, so each test uses its own names."""
     orders, parcels = millstream_broker.unique("orders"), millstream_broker.unique("parcels")
 
     async def story() -> None:
@@ -37,13 +37,13 @@ def test_every_order_becomes_a_parcel(millstream_broker: millstream.Sandbox) -> 
 def test_without_an_event_loop(
     millstream_client: millstream.SyncConnection, millstream_broker: millstream.Sandbox
 ) -> None:
-    """A connection whose calls wait."""
+    """Test with a connection whose calls block."""
     topic = millstream_broker.unique("orders")
     receipt = millstream_client.publish(topic, {"order_id": 1})
     assert receipt.offset == 0
 
 
 def test_on_a_broker_of_its_own(fresh_millstream_broker: millstream.Sandbox) -> None:
-    """For a program whose topics have fixed names."""
+    """Test a program whose topics have fixed names, with a broker for this test alone."""
     with fresh_millstream_broker.connect_sync() as ms:
         assert ms.publish("orders", {"order_id": 1}).offset == 0
