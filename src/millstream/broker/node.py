@@ -105,7 +105,7 @@ class GatewaySockets:
 
     http: socket.socket
     registry: socket.socket | None = None
-    """Where the schema registry is served without a prefix."""
+    """The address at which the schema registry is served without a prefix."""
 
     def listen(self) -> None:
         """Let clients connect."""
@@ -120,13 +120,13 @@ class RunningNode:
 
     config: Config
     kafka_address: str
-    """Where the node's own processes connect."""
+    """The address for the node's own processes."""
     declared_subscriptions: Subscriptions
     subscription_service: SubscriptionService
     pipelines: Pipelines
     pipeline_board: PipelineBoard
     pipeline_owner: Callable[[bool], PipelineOwner]
-    """Which node runs pipelines; the argument says whether this node can."""
+    """The election of the node that runs pipelines; the argument says whether this node can."""
     security: SecurityState
 
 
@@ -148,7 +148,7 @@ class MachineShare:
     nodes: tuple[NodeId, ...]
     """Every node of the machine; the first one runs pipelines."""
     http: str
-    """Where the machine serves HTTP; empty if it does not."""
+    """The HTTP address of the machine; empty if it has none."""
     internal: str
     """The internal address of this node's previous process, to listen on again; empty at the first start."""
     secret: str
@@ -250,7 +250,7 @@ class Broker:
 
     @property
     def stop_failure(self) -> str | None:
-        """Why the data folder was not left clean, once the node has stopped."""
+        """The reason why the data folder was not left clean, once the node has stopped."""
         return None if self._store is None else self._store.stop_failure
 
     async def _start(self) -> None:
@@ -655,29 +655,29 @@ class Broker:
 
     @property
     def internal_address(self) -> str:
-        """Where this node's own processes connect, and the gateway of its machine."""
+        """The address for this node's own processes and the gateway of its machine."""
         return self._listeners.internal_address
 
     @property
     def kafka_address(self) -> str:
-        """Where Kafka clients connect, with the real port."""
+        """The address for Kafka clients, with the actual port."""
         if not self._kafka_at:
             raise RuntimeError("the broker has not been started")
         return self._kafka_at
 
     @property
     def listener_addresses(self) -> list[str]:
-        """Where the clients of each listener connect, in the order of the settings, with the real ports."""
+        """The addresses for the clients of each listener, in the order of the settings, with the actual ports."""
         return self._listeners.addresses
 
     @property
     def http_address(self) -> str:
-        """Where HTTP is served, with the real port; empty without a gateway."""
+        """The HTTP address, with the actual port; empty without a gateway."""
         return self._http_at
 
     @property
     def registry_address(self) -> str:
-        """Where the schema registry has its own port, with the real one; empty if it has none."""
+        """The schema registry's own address, with the actual port; empty if it has none."""
         return self._registry_at
 
     @property

@@ -91,7 +91,7 @@ class BrokerProcess(SupervisedChild):
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         """The broker's announcement when it was first ready, or why it never was."""
         self.internal_address = ""
-        """Where the gateway reaches the broker, which keeps it when it is started again."""
+        """The address at which the gateway reaches the broker, which keeps it across restarts."""
         self._held: socket.socket | None = None
         """Keeps that address from other users meanwhile, to whom the gateway would present its secret."""
         self.exit_code = 0

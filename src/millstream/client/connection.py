@@ -110,7 +110,7 @@ class SubscriptionOptions(TypedDict, total=False):
     dead_letter: str | None
     """The topic for messages that fail permanently."""
     start: Start | None
-    """Where a new subscription starts."""
+    """The start position of a new subscription."""
     expires: Seconds | None
     """How long it may be unused before it is deleted."""
     ledger: bool | None

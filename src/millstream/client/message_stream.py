@@ -30,7 +30,7 @@ class Source:
     def __init__(self, subscription: str) -> None:
         self.subscription = subscription
         self.error: MillstreamError | None = None
-        """Why no more messages will come."""
+        """The reason why no more messages will come."""
         self._loop = asyncio.get_running_loop()
         self._buffer: deque[Message] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()

@@ -294,11 +294,11 @@ class PartitionQueue:
         self.troubled = False
         """Whether nothing can be sent until the leader and the producer id are known again."""
         self.cause = "the broker temporarily refuses it"
-        """Why sending fails."""
+        """The reason why sending fails."""
         self.failures = 0
         """How often sending has failed since the last success."""
         self.given_up: MillstreamError | None = None
-        """Why nothing can be published here any more; the topic must be looked up again."""
+        """The reason why nothing can be published here any more; the topic must be looked up again."""
         self._freed = freed
         self._acknowledged = 0
         self._proven = False

@@ -62,7 +62,7 @@ class NodeLoad:
 
     @property
     def failure_domain(self) -> NodeId:
-        """What fails together with this node: two replicas of a partition never share it."""
+        """The failure domain of this node; two replicas of a partition are never in the same one."""
         return self.node_id if self.machine is None else self.machine
 
     @property

@@ -174,7 +174,7 @@ class Mirror:
     cuts: TopicOffsets = field(default_factory=dict)
     """The offset up to which each partition is certainly equal on both sides since the last failover."""
     aborted: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
-    """Where the transactions begin that the last failover has aborted, by topic and partition."""
+    """The start offsets of the transactions that the last failover aborted, by topic and partition."""
     dropped: Mapping[str, Mapping[int, Sequence[tuple[int, int]]]] = field(default_factory=dict)
     """For an old source that now follows: the ranges that it has dropped, by topic and partition."""
     verified: TopicOffsets = field(default_factory=dict)
@@ -208,7 +208,7 @@ class Mirror:
 
     @property
     def idle_reason(self) -> str:
-        """Why nothing is copied although it should be; empty if nothing prevents it."""
+        """The reason why nothing is copied although it should be; empty if nothing prevents it."""
         return seal_problem(self.sealed)
 
     def shown_overrides(self) -> dict[str, str]:

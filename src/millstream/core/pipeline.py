@@ -97,7 +97,7 @@ class Pipeline:
     is_enabled: bool = True
     """Whether it should run."""
     parked: str = ""
-    """Why it is parked: it cannot run as declared."""
+    """The reason why it is parked: it cannot run as declared."""
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""
@@ -106,7 +106,7 @@ class Pipeline:
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
     owner: Owner = NO_OWNER
-    """Who changed it last, and with whose rights it runs."""
+    """The principal who changed it last, with whose rights it runs."""
     requests: int = 0
     """How many runs of a job were requested, instead of scheduled."""
 
@@ -126,7 +126,7 @@ class Pipeline:
 
     @property
     def idle_reason(self) -> str:
-        """Why it is not run although it should be; empty if nothing prevents it."""
+        """The reason why it is not run although it should be; empty if nothing prevents it."""
         return self.parked or seal_problem(self.sealed)
 
     def shown_overrides(self) -> dict[str, str]:

@@ -217,7 +217,7 @@ class Settings:
     __slots__ = ()
 
     holder: ClassVar[str]
-    """What has these settings, with its article."""
+    """The noun that has these settings, with its article."""
     missing: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Settings that Kafka has and Millstream does not, each with the reason."""
 

@@ -286,13 +286,13 @@ class Subscription:
     overrides: Mapping[str, str] = field(repr=False)
     created_ms: int
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where its queues start, by `start_key` and partition, as of when the topic was subscribed to."""
+    """The start offsets of its queues, by `start_key` and partition, at the time the topic was subscribed to."""
     used_ms: int = 0
     """When its use was last recorded; maintained only if the subscription can expire."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
     owner: Owner = NO_OWNER
-    """Who changed it last, and with whose rights it is pushed."""
+    """The principal who changed it last, with whose rights it is pushed."""
 
     def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
         """Return where a queue starts; None for a partition that was added later, which is delivered from its

@@ -126,7 +126,7 @@ class SealedSecret(NamedTuple):
     setting: str
     key_id: str
     problem: str
-    """Why it cannot be opened here; empty if it can."""
+    """The reason why it cannot be opened here; empty if it can."""
 
 
 class Sealing:

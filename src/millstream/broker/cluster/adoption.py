@@ -62,7 +62,7 @@ class AdoptionResult:
     cluster_id: str
     nodes: tuple[int, ...]
     flags: str
-    """Those of `millstream serve` for these nodes."""
+    """The flags of `millstream serve` for these nodes."""
     topics: int
     partitions: int
     has_secrets: bool

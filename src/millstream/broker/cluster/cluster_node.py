@@ -65,7 +65,7 @@ class ClusterDependencies:
     boot_id: str
     supervise: Supervise
     catalog_unavailable_since_ms: Callable[[], int | None] = lambda: None
-    """The time since which the catalog has not responded; None if it responds."""
+    """The time since which the catalog has not responded; None while it responds."""
     is_single: bool = False
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER

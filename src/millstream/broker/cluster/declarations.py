@@ -121,7 +121,7 @@ class CatalogDeclarations(Declarations):
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
         self.unavailable_since_ms: int | None = None
-        """Since when, on the wall clock, it has not responded; None while it responds."""
+        """The wall-clock time since which it has not responded; None while it responds."""
         self._catalog = catalog
         self._clock = clock or SystemClock()
         self._is_prepared = is_prepared

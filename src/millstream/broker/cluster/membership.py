@@ -41,7 +41,7 @@ class Node:
     port: int
     rack: str | None = None
     endpoints: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
-    """Where the clients of each listener connect; `host` and `port` are for other nodes."""
+    """The addresses for the clients of each listener; `host` and `port` are for other nodes."""
     assertion_key: str = ""
     """The public key that verifies this node's assertions; empty if it makes none."""
     machine: NodeId | None = None

@@ -121,7 +121,7 @@ class Rebuilt:
 
     states: dict[PartitionKey, PartitionState] = field(default_factory=dict)
     topics: list[Topic] = field(default_factory=list)
-    """Those with a state for every partition; the controller creates what others lack."""
+    """The topics with a state for every partition; the controller creates the missing states of others."""
     admitted: dict[NodeId, str] = field(default_factory=dict)
     locations: dict[NodeId, Location] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)

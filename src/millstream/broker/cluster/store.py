@@ -103,7 +103,7 @@ class CoordinationStore(Protocol):
 
     @property
     def unavailable_since_ms(self) -> int | None:
-        """Since when, on the wall clock, it does not respond; None while it is available."""
+        """The wall-clock time since which it has not responded; None while it is available."""
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener`, on the event loop, each time `available` changes."""

@@ -138,7 +138,7 @@ class ClientInfo:
     presence: Presence = field(default_factory=Presence)
     """Whether the client is still connected."""
     pipelined: PipelinedRequests = field(default_factory=PipelinedRequests)
-    """What arrived behind the request that is being served."""
+    """The bytes that arrived behind the request that is being served."""
     refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
     produce_requests: int = 0
     produced_bytes: int = 0
@@ -192,7 +192,7 @@ class Api(Generic[RequestT, ResponseT]):
     versions: ClassVar[tuple[int, int]]
     """The oldest and the newest version served."""
     changes: ClassVar[Changes | None]
-    """What a request changes of what is declared, for the audit log; None if it changes nothing."""
+    """The changes of declarations by a request, for the audit log; None if it changes nothing."""
     waits_for_others: ClassVar[bool] = False
     """Whether the response waits for other clients, so that it is abandoned when this client leaves."""
 
@@ -277,7 +277,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     response_type: ClassVar[type]
     """The types are the arguments of a subclass. A response can be built from an error alone."""
     changes: ClassVar[Changes | None]
-    """What a request changes of what is declared, for the audit log; None if it changes nothing."""
+    """The changes of declarations by a request, for the audit log; None if it changes nothing."""
     cluster_operation: ClassVar[Operation] = Operation.CLUSTER_ACTION
     """The operation on the cluster that a client needs, unless `needs` is overridden; by default one of nodes only."""
     waits_for_others: ClassVar[bool] = False

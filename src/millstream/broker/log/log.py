@@ -159,9 +159,9 @@ class Log:
         self.end_offset = Offset(contents.end_offset)
         self.synced_offset = Offset(contents.end_offset)
         self.stored_offset = Offset(contents.end_offset)
-        """Everything below is durable in the segments themselves, not only in the journal."""
+        """The offset below which everything is durable in the segments themselves, not only in the journal."""
         self.cleaned_offset = contents.cleaned_offset
-        """Everything below is compacted: each key occurs once."""
+        """The offset below which everything is compacted: each key occurs once."""
         self.superseded_by = contents.superseded_by
         """Compaction may have removed records because of later ones below this offset. Truncated below it, the log may
         lack the last value of a key, and has to be fetched again as a whole."""
@@ -199,7 +199,7 @@ class Log:
 
     @property
     def failure(self) -> str | None:
-        """What the disk last failed at, until it does something right."""
+        """The last failed operation of the disk, until one succeeds."""
         return self.health.failure
 
     @property

@@ -125,7 +125,7 @@ class LogContents:
     damage: Damage = field(default_factory=Damage)
     journal_mark: tuple[int, int] = (0, 0)
     cleaned_offset: int = 0
-    """Everything below is compacted."""
+    """The offset below which everything is compacted."""
     superseded_by: int = 0
     """Compaction may have removed records because of later ones below this offset."""
     known: bool = False

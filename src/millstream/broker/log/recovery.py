@@ -242,7 +242,7 @@ class Recovery:
         """Whether records are missing among those that the checkpoint does not know, and not because of damage:
         compaction has removed them, here or where they were fetched, also if the topic does not compact any more."""
         self._lost_until = 0
-        """Where the last range ends that was found to be damaged."""
+        """The end of the last damaged range."""
         self._swaps = state.swaps if state is not None else []
         if state is not None:
             self._contents = _trust_state(opening, directory, state)

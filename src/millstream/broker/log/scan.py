@@ -106,7 +106,7 @@ _MAGIC_AT = 16
 _MAGIC_BYTE = b"\x02"
 _VOTES_MAX = 16
 _SIZE_AND_COUNTS = struct.Struct(">8xi11xi30xi")
-"""Of a batch: its length, its last offset delta and its number of records."""
+"""The length of a batch, its last offset delta and its number of records."""
 
 
 class Bad(NamedTuple):
@@ -167,7 +167,7 @@ class SectorWindow(Window):
     """A file in which the sectors that the disk cannot read are zeros."""
 
     error: OSError | None = None
-    """Why some could not be read."""
+    """The error of the disk, if some bytes could not be read."""
     was_readable = False
     """Whether any could: a disk of which nothing can be read has failed as a whole, and may recover."""
 

@@ -57,7 +57,7 @@ class Inspection:
         self.bad: Bad | None = None
         """Lost ranges that were not known."""
         self.error: OSError | None = None
-        """Why the disk could not read some of it."""
+        """The error of the disk, if it could not read some of it."""
         self.is_lost = False
         """Whether the log has recorded the lost ranges."""
         self.is_cancelled = False

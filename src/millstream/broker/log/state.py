@@ -51,7 +51,7 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     journal_id: int
     journal_sequence: int
     cleaned_offset: int = 0
-    """Everything below is compacted."""
+    """The offset below which everything is compacted."""
     superseded_by: int = 0
     """Compaction may have removed records because of later ones below this offset."""
     swaps: list[SwapName] = []

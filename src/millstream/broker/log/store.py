@@ -73,7 +73,7 @@ class LogStore:
     ) -> None:
         self.recovery_reports: list[RecoveryReport] = []
         self.stop_failure: str | None = None
-        """Why the stop was not clean, once the store is closed."""
+        """The reason why the stop was not clean, once the store is closed."""
         self.clean_start = True
         self.floors = RetentionFloors()
         self._folder = folder

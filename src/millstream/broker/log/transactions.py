@@ -223,7 +223,7 @@ class PackedTransactions(NamedTuple):
     """All transactions, as the state of a log keeps them."""
 
     producers: list[tuple[int, int, int, int]]
-    """Of each producer that ever had one: id, coordinator epoch, start of the open one, last marker."""
+    """For each producer that ever had one: id, coordinator epoch, start of the open one, last marker."""
     aborted: list[bytes]
     unsettled: list[UnsettledMarker]
     unsettled_from: int

@@ -39,7 +39,7 @@ class Truncation:
         self.checkpoint: Checkpoints | None = None
         self._last: Segment | None = None
         self.replay = ProducerReplay(log) if log.is_replaying else None
-        """What must be read first, before `take_producers`."""
+        """The replay that must be read before `take_producers`."""
         if self.replay is None:
             self._capture()
         else:

@@ -110,7 +110,7 @@ class Copy:
     """When the source last responded."""
     error: str = ""
     unknown_since: float | None = None
-    """Since when the source does not know the topic; None if it does."""
+    """The time since which the source does not know the topic; None if it does."""
     is_gone: bool = False
     """Whether the original was deleted: the copy stays as it is, and neither fails nor lags."""
     failures: int = 0
@@ -135,7 +135,7 @@ class Copy:
 
     @property
     def line(self) -> int:
-        """Which line fetches it; the partitions of a topic are spread evenly."""
+        """The line that fetches it; the partitions of a topic are spread evenly."""
         return (self.partition.topic.topic_id.int + self.partition.index) % LINES
 
     @property

@@ -154,7 +154,7 @@ class DeclaredCopies:
         self._last = _UNKNOWN
         """The latest change of the source's registry that was copied."""
         self._sightings_by_kind: dict[str, Sightings] = {}
-        """What was seen, by kind; empty before this node has made a claim, and after another node did."""
+        """The items that were seen, by kind; empty before this node has made a claim, and after another node did."""
         self._claiming = asyncio.Lock()
 
     async def sync_schemas(self) -> None:

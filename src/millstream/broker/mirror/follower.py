@@ -68,7 +68,7 @@ class Barrier(NamedTuple):
     offsets: Vector
     """The high watermarks of the originals, by the names of their copies."""
     cut_off: Vector
-    """Those of topics that were failed over, with which the mirror does not continue."""
+    """The high watermarks of topics that were failed over, with which the mirror does not continue."""
     transactional: Commits
     """The groups for which transactions have committed offsets, and their offsets in the copies at that moment."""
     groups_omitted: bool
@@ -87,7 +87,7 @@ class Follower:
         self._committed: Commits = {}
         """The offsets of groups on the source, as last read."""
         self._applicable: Commits = {}
-        """Those that may be applied: all transactions that committed them are readable here."""
+        """The offsets that may be applied: all transactions that committed them are readable here."""
         self._syncing = asyncio.Lock()
         """Held while offsets of groups are carried over: none are applied that were read before those applied last."""
         self._is_awaited = False

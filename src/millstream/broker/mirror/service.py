@@ -91,7 +91,7 @@ class MirrorRun:
         self.source: Source | None = None
         self.error = ""
         self.notes: dict[str, str] = {}
-        """What could not be mirrored, and why."""
+        """The items that could not be mirrored, with the reasons."""
         self.groups: dict[str, dict[TopicPartition, int]] = {}
         """The offsets of groups that were applied here."""
         self.queues = 0

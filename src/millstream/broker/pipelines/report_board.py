@@ -120,7 +120,7 @@ class Landing:
     """A landing pipeline as it is declared now."""
 
     place: tuple[str, str]
-    """Its lake, possibly the node's, and the format of its tables."""
+    """The lake of the pipeline, possibly the node's, and the format of its tables."""
     takes: Callable[[str], bool]
     landed: dict[UUID, Offsets] = field(default_factory=dict)
     """The landed offsets in that place, by topic."""

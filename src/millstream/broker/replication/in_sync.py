@@ -74,7 +74,7 @@ class InSyncChange(NamedTuple):
 
     state: PartitionState
     revision: int
-    """Of the state that it changes."""
+    """The revision of the state that it changes."""
     registrations: Mapping[NodeId, int]
     """The joining nodes, each with the registration it fetched under: it must still be the same process."""
 
@@ -109,7 +109,7 @@ class InSync:
 
     @property
     def epoch_start(self) -> Offset:
-        """Where the leader's log ended when its epoch began."""
+        """The end of the leader's log when its epoch began."""
         return self._epoch_start
 
     @property

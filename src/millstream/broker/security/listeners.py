@@ -216,22 +216,22 @@ class Listeners:
 
     @property
     def kafka_address(self) -> str:
-        """Where clients connect, with the real port."""
+        """The address for clients, with the actual port."""
         return self._bound[0].address
 
     @property
     def addresses(self) -> list[str]:
-        """Where clients of each listener connect, with the real ports."""
+        """The addresses for the clients of each listener, with the actual ports."""
         return [bound.address for bound in self._bound if bound.config.name != INTERNAL]
 
     @property
     def internal_address(self) -> str:
-        """Where this node's own processes connect."""
+        """The address for this node's own processes."""
         return next(bound.address for bound in self._bound if bound.config.name == self.own_listener)
 
     @property
     def node_address(self) -> Address:
-        """Where other nodes connect, and this one's own processes."""
+        """The address for other nodes and this node's own processes."""
         return self.endpoints()[self.own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:

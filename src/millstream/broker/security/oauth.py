@@ -101,7 +101,7 @@ class TokenChecker:
         self._keys: KeySet | None = None
         self._stamp: tuple[int, int] | None = None
         self._problem = ""
-        """Why the file could not be read last; it is logged when it changes, not for each token."""
+        """The last error of reading the file; it is logged when it changes, not for each token."""
         self._fetched_at = 0.0
         self._fetching = asyncio.Lock()
 

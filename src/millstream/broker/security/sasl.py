@@ -70,7 +70,7 @@ class AuthenticatedClient:
     tokens: tuple[ApiToken, ...] = ()
     """The API token that was shown, and those that it was created with; the session ends when one is revoked."""
     host: str = ""
-    """Where the client is, if a gateway acts for it; empty for the other end of the connection."""
+    """The address of the client, if a gateway acts for it; empty for the other end of the connection."""
 
 
 UNAUTHENTICATED: Final = AuthenticatedClient(principal=ANONYMOUS)

@@ -178,7 +178,7 @@ class Delivery:
         self.refused_letters: set[Offset] = set()
         """Messages that the dead letter topic refuses for their content."""
         self.letter_refusal = ""
-        """Why it refused the last of them, and what to do."""
+        """The reason why it refused the last of them, and what to do."""
         self.on_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.on_closed: Callable[[Delivery], None] = lambda _delivery: None

@@ -141,7 +141,7 @@ class DeadLetterTopic:
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
     refusals: list[str]
-    """Why, and what to do about it."""
+    """The reasons for the refusals, and what to do."""
 
 
 class Queue(NamedTuple):
@@ -195,7 +195,7 @@ class DeadLetterClient:
         self._patience_s = patience_s
         self._held: dict[tuple[int, int], LeasedMessage] = {}
         self._sent: set[tuple[int, int]] = set()
-        """Those of the held letters that were, or may have been, sent."""
+        """The held letters that were, or may have been, sent."""
         self._leaders: dict[int, NodeId | None] = {}
         # Closed letters whose message queues have not been notified yet.
         self._closed: dict[Queue, list[Letter]] = {}
@@ -208,7 +208,7 @@ class DeadLetterClient:
         self.held_by_others = 0
         self.unreachable = 0
         self.not_authorized: NotAuthorized | None = None
-        """Why some messages were not redelivered: the client lacks a right."""
+        """The missing right because of which some messages were not redelivered."""
 
     async def open(self) -> None:
         """Start tracking the topic's letters, if that has not happened yet."""

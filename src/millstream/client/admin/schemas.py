@@ -164,7 +164,7 @@ class Incompatibility(NamedTuple):
     """The reasons why a schema is incompatible with an earlier version, in sentences."""
 
     rule: str
-    """Which version it is incompatible with, and the compatibility level that forbids that."""
+    """The version it is incompatible with, and the compatibility level that forbids that."""
     changes: list[str]
 
 

@@ -290,7 +290,7 @@ class SchemaTrial:
     """Whether a schema is compatible with its subject, and which stored messages it does not read."""
 
     reasons: list[str]
-    """Why it is incompatible; empty if it is compatible."""
+    """The reasons why it is incompatible; empty if it is compatible."""
     messages: int = 0
     unreadable: int = 0
     skipped: int = 0
@@ -352,7 +352,7 @@ async def try_schema(
 async def _unreadable(
     client: Client, topic: str, name: str, payload: bytes, record: Record, reader: Codec
 ) -> str | None:
-    """Why a message cannot be read with a schema; None if it can, nothing if it has no schema."""
+    """Return why a message cannot be read with a schema: None if it can, an empty text if it has no schema."""
     from millstream.client.schemas import codecs_of
     from millstream.protocol.schemas.framing import schema_header, unframe
 

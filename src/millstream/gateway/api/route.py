@@ -97,7 +97,7 @@ class Request(Generic[Q, B]):
     headers: Mapping[bytes, bytes]
     memory: RequestMemory
     address: str = ""
-    """Where the client is."""
+    """The address of the client."""
     disconnected: Future[None] | None = None
     """Done when the client has disconnected; only for requests that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None

@@ -66,9 +66,9 @@ class Task:
         """The command that does the same."""
         self.state = RUNNING
         self.text = ""
-        """What it said when it ended."""
+        """The text with which it ended."""
         self.result: Any = None
-        """What the page shows of it in addition to the text."""
+        """The details that the page shows in addition to the text."""
         self.measure: Callable[[], TaskProgress | None] = lambda: None
         self.on_stop: Callable[[], None] | None = None
         """Asks the task to end at the next opportunity; without it, the task is cancelled."""

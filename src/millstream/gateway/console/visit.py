@@ -42,7 +42,7 @@ class ConsoleSettings:
     lake: str = ""
     """The node's own, by its settings."""
     kafka: str = ""
-    """Where Kafka clients connect."""
+    """The address for Kafka clients."""
     session_s: int = 8 * 3600
     oidc_client_id: str = ""
     oidc_client_secret_file: str = ""
@@ -69,7 +69,7 @@ class Visit:
     """Acts for the user beyond this request."""
     settings: ConsoleSettings
     principal: str = ""
-    """Who is signed in; empty where everyone may do everything."""
+    """The user who is signed in; empty where everyone may do everything."""
     host: str = ""
     """The address of the browser."""
     site: str = ""
@@ -112,7 +112,7 @@ class Visit:
 
     @property
     def page(self) -> int:
-        """Which page of a list is shown; the first is 0."""
+        """The page of a list to show; the first is 0."""
         return self.number("page", 0, high=1_000_000)
 
     def paging(self, total: int) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Visit:
 
     @property
     def kafka(self) -> str:
-        """Where the user's Kafka clients connect: a node that listens everywhere has the name that the browser uses."""
+        """The address for Kafka clients: a node that listens everywhere has the name that the browser uses."""
         host, _, port = self.settings.kafka.rpartition(":")
         if host not in ("", "0.0.0.0", "[::]"):
             return self.settings.kafka

@@ -76,7 +76,7 @@ class JobContext:
     lake_is_shared: bool = True
     """Whether the lake is the nodes' own, and not one chosen for a manual run."""
     window: TimeWindow | None = None
-    """What a backfill reads; None for everything from the pipeline's position on."""
+    """The range that a backfill reads; None for everything from the pipeline's position on."""
     backfilled: UUID | None = None
     """The pipeline that a backfill is of, whose inferred columns it uses; None for other runs."""
     rules: tuple[Rule, ...] = ()

@@ -386,9 +386,9 @@ class BucketMerge:
     """The columns of the table."""
     rule: MergeRule
     key: tuple[FieldPath, ...]
-    """Where the key is in a stored row."""
+    """The paths of the key's fields in a stored row."""
     order: FieldPath | None
-    """Where the order value is in a stored row."""
+    """The path of the order value in a stored row."""
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
     @property

@@ -82,7 +82,7 @@ class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     has_succeeded: bool = False
     """Whether the step that ended succeeded."""
     failed: str = ""
-    """Why the driver cannot work, or has to be replaced."""
+    """The reason why the driver cannot work, or has to be replaced."""
     stuck: str = ""
     """The pipeline that caused it, if there is one."""
 

@@ -211,7 +211,7 @@ class Runner:
         self._restarts = 0
         self._stalls = 0
         self._given_up = ""
-        """Why the running step was cancelled, if it was."""
+        """The reason why the running step was cancelled, if it was."""
         self._is_begun = False
         """Whether a step is working, not only waiting."""
         self.progress = Progress()

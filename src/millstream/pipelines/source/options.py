@@ -246,7 +246,7 @@ class ReadOptions:
     filter: str = ""
     columns: tuple[str, ...] | None = None
     text_columns: frozenset[str] = frozenset()
-    """Those of key and value that are built as text."""
+    """The columns, key or value, that are built as text."""
     value_format: str = "bytes"
     """Or `string`, `json`; `schema` decodes values by the registered schemas that they name."""
     subject: str | None = None
@@ -301,7 +301,7 @@ class WriteOptions:
     checkpoint: str | None = None
     """The folder of a stream's progress, if given."""
     source: SourceOffsets | None = None
-    """What is committed together with the rows."""
+    """The source offsets that are committed together with the rows."""
 
     def for_tasks(self, query: str, topics: Iterable[str] | None = None) -> WriteOptions:
         """Return the options of tasks, and of the commit: they sign in with a token for what the query writes.

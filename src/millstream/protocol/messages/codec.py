@@ -349,7 +349,7 @@ class RequestHeader(NamedTuple):
     correlation_id: int
     client_id: str | None
     body_at: int
-    """Where the body starts in the frame."""
+    """The position of the body in the frame."""
     flexible: bool
     """Whether the body has compact lengths and tagged fields."""
 

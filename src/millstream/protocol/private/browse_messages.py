@@ -93,7 +93,7 @@ class NodeSummaryResponse(Response, frozen=True, kw_only=True):
     state: str = ""
     started_ms: int = 0
     reasons: Sequence[str] = ()
-    """Why the node should get no traffic now."""
+    """The reasons why the node should get no traffic now."""
     warnings: Sequence[str] = ()
     records_in: int = 0
     """Records appended to the partitions that it leads, since it started."""

@@ -67,7 +67,7 @@ class FailoverResponse(Response, frozen=True, kw_only=True):
 
     partitions: Sequence[CutPartition] = ()
     source_error: str = ""
-    """Why the missing offsets could not be determined; empty if they could."""
+    """The reason why the missing offsets could not be determined; empty if they could."""
     waited_ms: int = 0
 
 
@@ -91,7 +91,7 @@ class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int | None = 0
     """Offsets that had arrived of transactions that were incomplete; None if an earlier attempt has dropped them."""
     aborted: Sequence[int] = ()
-    """Where the transactions began that were open at the cut and are aborted."""
+    """The start offsets of the transactions that were open at the cut and are aborted."""
     source_end: int | None = None
     """The source's high watermark, if it was reachable."""
 
@@ -275,7 +275,7 @@ class BarrierResponse(Response, frozen=True, kw_only=True):
 
     offsets: Offsets = msgspec.field(default_factory=dict)
     groups: dict[str, Offsets] = msgspec.field(default_factory=dict)
-    """With groups: those for which transactions had committed offsets, and their offsets in these topics."""
+    """With groups: the groups for which transactions had committed offsets, and their offsets in these topics."""
     groups_omitted: bool = False
     """Whether groups are left out, because they have too many offsets."""
 
@@ -321,7 +321,7 @@ class FenceRequest(Request[Response], frozen=True, kw_only=True):
     mirror: str
     topic_ids: Sequence[UUID] = ()
     cuts: Offsets = msgspec.field(default_factory=dict)
-    """Where to truncate partitions that the node leads, because the other cluster has other records from there on."""
+    """The offsets at which to truncate partitions that the node leads: from there on, the other cluster differs."""
 
 
 class AdoptResponse(Response, frozen=True, kw_only=True):
@@ -348,7 +348,7 @@ class AdoptRequest(OwnerRequest[AdoptResponse], frozen=True, kw_only=True):
     settings: dict[str, str] = msgspec.field(default_factory=dict)
     cuts: Offsets = msgspec.field(default_factory=dict)
     aborted: Offsets = msgspec.field(default_factory=dict)
-    """Where the first transaction begins that the failover has aborted, in partitions where there is one."""
+    """The start of the first transaction that the failover aborted, for partitions that have one."""
     topic_ids: Sequence[UUID] = ()
     names: Sequence[str] = ()
     """The names of these topics; another topic may have one of them there."""

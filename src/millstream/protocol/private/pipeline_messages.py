@@ -223,7 +223,7 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     last_error_ms: int = 0
     failing_ms: int = 0
-    """Since when every step has failed; 0 otherwise."""
+    """The time since which every step has failed; 0 otherwise."""
     counts: dict[str, int] = {}
     """Further counts by name: files, quarantined rows …"""
     levels: dict[str, int] = {}

@@ -73,7 +73,7 @@ class ListedSecret(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """The id of the key that sealed it."""
     problem: str = ""
-    """Why the node cannot open it; empty if it can."""
+    """The reason why the node cannot open it; empty if it can."""
 
 
 TOKEN_LIFETIME_MS: Final = 30 * 86_400_000

@@ -51,7 +51,7 @@ class ReceiveRequest(Request[ReceiveResponse], frozen=True, array_like=True):
     at_least_one: bool = True
     """Whether the first batch may exceed `max_bytes`; not if the worker already has messages of another node."""
     address: str = ""
-    """Where the worker is, if another process asks on its behalf; empty for the address of the connection."""
+    """The address of the worker, if another process asks on its behalf; empty for that of the connection."""
 
 
 class LeasedRange(msgspec.Struct, frozen=True, array_like=True):

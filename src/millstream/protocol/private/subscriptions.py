@@ -139,7 +139,7 @@ class SubscriptionTrace(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 0
     """The number of deliveries, as far as known."""
     worker: str = ""
-    """Who holds it, or settled it."""
+    """The worker that holds it, or settled it."""
     client_id: str = ""
     address: str = ""
     """The client of that worker, if it has connected to the current leader."""
@@ -155,7 +155,7 @@ class SubscriptionTrace(msgspec.Struct, frozen=True, kw_only=True):
     is_complete: bool = False
     """Whether `events` are all events of the message in this subscription."""
     unknown: str = ""
-    """What cannot be known, and why; empty if nothing is missing."""
+    """The events that are missing, and the reason; empty if none are."""
 
 
 async def message_trace(client: Client, topic: str, partition: int, offset: int) -> MessageTrace:
@@ -273,7 +273,7 @@ class HeldLease(NamedTuple):
     """How long until then."""
     worker: str
     client_id: str
-    """Of the client through which the worker requested messages; empty if the queue has moved to another node since."""
+    """The client through which the worker requested messages; empty if the queue has moved to another node since."""
     address: str
 
 

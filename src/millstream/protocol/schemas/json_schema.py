@@ -131,7 +131,7 @@ class Node:
     """The items of a tuple."""
     every_item: Node | None = None
     rest: Node | None = None
-    """What further properties or items have to satisfy."""
+    """The schema that further properties or items have to satisfy."""
     takes_rest: bool = True
     """Whether there may be further properties or items."""
 

@@ -93,7 +93,7 @@ class Client:
         self._waiting_max = waiting_max
         self._credentials = credentials or NODE_CREDENTIALS.get()
         self._advice = advice
-        """What to do if no broker responds."""
+        """The advice given if no broker responds."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}

@@ -67,7 +67,7 @@ class Credentials:
 
     spelled: OptionNames = CLI_SPELLED
     exported: Mapping[str, str] | None = field(default=None, repr=False)
-    """What a child process needs to build the same credentials; None if it gets none."""
+    """The variables from which a child process builds the same credentials; None if it gets none."""
 
     @property
     def tls_context(self) -> ssl.SSLContext | None:

@@ -52,7 +52,7 @@ class BrokerStatusPipe:
 
     def __init__(self, line: socket.socket, *, reveals_details: bool = True) -> None:
         self.starting: str | None = None
-        """Why the broker does not respond yet; None once it does."""
+        """The reason why the broker does not respond yet; None once it does."""
         self._reveals_details = reveals_details
         """Whether the reason is public; it may name other servers."""
         self._line = line

@@ -76,9 +76,9 @@ class MemberState(IntEnum):
 
     STABLE = 0
     UNREVOKED = 1
-    """It must revoke partitions before it can reach the next epoch."""
+    """The member must revoke partitions before it can reach the next epoch."""
     UNRELEASED = 2
-    """It is in the newest epoch, and waits for partitions that others must revoke."""
+    """The member is in the newest epoch, and waits for partitions that others must revoke."""
     UNKNOWN = 127
     """Written by a newer version of the software."""
 

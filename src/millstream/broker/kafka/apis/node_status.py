@@ -118,7 +118,7 @@ class NodeState:
     started_ms: int
     kafka: str
     http: str
-    """Where HTTP is served, with `http://` or `https://`; empty without a gateway."""
+    """The URL of HTTP, with `http://` or `https://`; empty without a gateway."""
     data: str
     machine: tuple[int, ...] = ()
     """Every node of its machine, if it has several."""

@@ -98,7 +98,7 @@ class TraceDocument(msgspec.Struct, frozen=True):
     published: str | None
     published_ms: int | None
     not_in_log: str | None
-    """Why the message itself cannot be read any more; null if it can."""
+    """The reason why the message itself can no longer be read; null if it can."""
     subscriptions: list[SubscriptionTrace]
 
 

@@ -74,7 +74,7 @@ class NewSubscription(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     name: SubscriptionName
     topics: Topics
     start: str = "end"
-    """Where to start: start, end, a time, or an age."""
+    """The start position: start, end, a time, or an age."""
     settings: GivenSettings = msgspec.field(default_factory=dict)
     """Settings by their full names."""
 
@@ -146,7 +146,7 @@ class QueueState(msgspec.Struct, frozen=True):
     refused_letters: int
     """Messages on their way to the dead letter topic that it refuses, since they are too large for it."""
     letter_refusal: str
-    """Why, and what to do about it."""
+    """The reasons for the refusals, and what to do."""
 
 
 class NodePushState(PushState, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     has_hidden_topics: bool
     """Whether it has topics that the caller may not describe; they and their queues are left out."""
     settings: dict[str, str]
-    """Those that the caller may see."""
+    """The settings that the caller may see."""
     overrides: dict[str, str]
     created_ms: int
     queues: list[QueueState]
@@ -184,7 +184,7 @@ class HeldLeaseDocument(msgspec.Struct, frozen=True):
     remaining_ms: int
     worker: str
     client_id: str
-    """Of the client through which the worker requested messages; empty if the queue has moved to another node since."""
+    """The client through which the worker requested messages; empty if the queue has moved to another node since."""
     address: str
 
 

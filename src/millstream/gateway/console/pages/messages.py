@@ -60,7 +60,7 @@ class _SearchForm(msgspec.Struct):
     filter: str
     condition: Filter | None = None
     problem: str = ""
-    """Why a field cannot be used."""
+    """The reason why a field is invalid."""
     wrong: str = "Filter"
     """The label of that field."""
 

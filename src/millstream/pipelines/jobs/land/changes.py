@@ -76,11 +76,11 @@ class Payloads:
 
     values: pa.Array
     deletes: Flags
-    """Which messages delete their key."""
+    """The messages that delete their key."""
     empty: Flags
-    """Which messages have no payload, and so no order value."""
+    """The messages without a payload, and so without an order value."""
     reasons: dict[int, str]
-    """Why messages cannot be opened, by row."""
+    """The reasons why messages cannot be opened, by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

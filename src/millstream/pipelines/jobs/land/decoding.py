@@ -473,7 +473,7 @@ class DecodedPayloads:
     new_fields: tuple[tuple[int, pa.Schema], ...] = ()
     """The rows with fields that have no column, and the columns that these make, if fields are looked for."""
     widening: Widening | None = None
-    """Where long columns have to become double, if fields are looked for."""
+    """The long columns that have to become double, if fields are looked for."""
     dropped: frozenset[str] = frozenset()
     """Fields that were found and cannot have a column, if fields are looked for."""
 

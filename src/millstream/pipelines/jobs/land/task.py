@@ -98,7 +98,7 @@ class Report:
     new_fields: tuple[NewFields, ...] = ()
     """The messages with fields that have no column; the task wrote nothing then, nor with `widening`."""
     widening: WideningNeed | None = None
-    """Which message needs wider columns."""
+    """The message that needs wider columns."""
     fractions: frozenset[FieldPath] = frozenset()
     """The long columns with fractions."""
     large: frozenset[FieldPath] = frozenset()

@@ -64,7 +64,7 @@ class TopicBatch:
     changes: ChangeRule | None = None
     """How messages become changes of rows by key; None if each of them is a row."""
     merged: Counter[str] = field(default_factory=Counter)
-    """What merging changes did, by name."""
+    """The counts of the merge, by name."""
     expectations: Sequence[str] = ()
     on_violation: str = "quarantine"
     lifts_cloud_events: bool = False

@@ -104,7 +104,7 @@ class AuditReport:
     findings: list[dict[str, Any]] = field(default_factory=list)
     """Every message that is lost, duplicated or expired, as ranges, and every missing event."""
     damage: list[Damage] = field(default_factory=list)
-    """Where the ledger's table is not as it was landed; damaged files do not count."""
+    """The damage to the ledger's table since it was landed; damaged files do not count."""
     is_counted: bool = True
     """Whether there are counts: a table whose log is damaged cannot be read."""
     seal: str = ""

@@ -26,7 +26,7 @@ _ENDS: Final = {
     "deleted": "skipped",
 }
 _PASSING: Final = frozenset({"sought", "retention_cut", "deleted"})
-"""They end a message only if nothing else had before."""
+"""Events that end a message only if no earlier event did."""
 _SHOWN: Final = frozenset({*_ENDS, "acquired", "released", "expired", "extended", "rejecting", "revived", "parked"})
 _COLUMNS: Final = (
     *("subscription", "subscription_id", "kind", "offset", "end_offset", "timestamp", "attempt", "worker", "until"),

@@ -174,7 +174,7 @@ class StreamWriting:
         self.lost: Callable[[int, Ends], int] = lambda _number, _ends: 0
         """Returns how many offsets a batch that ends at these offsets skips."""
         self.failure: BaseException | None = None
-        """Why the last batch was not written."""
+        """The reason why the last batch was not written."""
 
     def __call__(self, frame: DataFrame, number: int) -> None:
         """Write a batch, unless an earlier call has."""

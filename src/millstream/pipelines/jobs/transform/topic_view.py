@@ -93,7 +93,7 @@ class Origin(Enum):
 
     RECORD = auto()
     ERROR = auto()
-    """Why the payload could not be read."""
+    """The reason why the payload could not be read."""
     DOCUMENT = auto()
     """All fields of the payload."""
     FIELD = auto()
