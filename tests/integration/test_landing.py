@@ -583,7 +583,7 @@ def test_small_files_of_past_hours_are_compacted(
     published = []
     for number in range(4):
         published += setup.publish(topic, numbered(10, 10 * number))
-        job._tidied.clear()
+        job._compacted_at.clear()
         run(job)
     job.close()
     assert setup.landed(topic) == published

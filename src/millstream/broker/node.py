@@ -83,7 +83,7 @@ class ChildProcess(Protocol):
         """Start the process whenever it is needed, and again when it ends, until `stop`."""
 
     async def stop(self) -> None:
-        """Let it finish its work, then end it."""
+        """Stop the child process after it has finished its work."""
 
 
 class GatewayProcess(ChildProcess, Protocol):
@@ -108,7 +108,7 @@ class GatewaySockets:
     """The address at which the schema registry is served without a prefix."""
 
     def listen(self) -> None:
-        """Let clients connect."""
+        """Start accepting connections."""
         listen(self.http, flag="http")
         if self.registry is not None:
             listen(self.registry, flag="registry")

@@ -97,7 +97,7 @@ def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
 
 
 def undrain(node: NodeNumber, common: Common = COMMON) -> None:
-    """Let a drained node get leaders and replicas again; `cluster plan balance` then gives it a share."""
+    """Undrain a node: it may get leaders and replicas again; `cluster plan balance` then gives it a share."""
     from millstream.client.admin import cluster_plans
 
     call_broker(common, lambda client: cluster_plans.undrain(client, node))

@@ -631,7 +631,7 @@ class Story:
         )
 
     async def _catch_up(self, missed: range, members: int = 1) -> None:
-        """Let members of the group read exactly the messages that it has not read yet."""
+        """Run members of the group until they have read the messages that it has not read yet."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             topic = await find_topic(self._ms.client, TOPIC)
             group = [DemoMember(await self._connect(stack), GROUP, topic, self._progress) for _ in range(members)]

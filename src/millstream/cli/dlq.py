@@ -149,7 +149,7 @@ def redrive(
         document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
         print_json({**document, "refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)})
     else:
-        print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(outcome.revived, 'in')}{_unmatched(outcome)}.")
+        print_line(f"Redrove {counted(outcome.done, 'letter')}{_by_name(outcome.revived, 'in')}{_unmatched(outcome)}.")
     if outcome.refused:
         raise CommandFailed(
             undeliverable_note(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
@@ -172,7 +172,7 @@ def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | 
     else:
         document = {"would_redrive": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
         document |= {"refused": refused_count, "reasons": sorted(outcome.refused)}
-        where = _where(outcome.revived, "in")
+        where = _by_name(outcome.revived, "in")
         text = f"Would redrive {counted(outcome.done, 'letter')}{where}{_unmatched(outcome)}."
         if refused_count:
             reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
@@ -202,10 +202,10 @@ def _publish(name: str, filter_: str | None, limit: int | None, topic: str, comm
     if common.as_json:
         print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
     else:
-        print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(sent, 'to')}{_unmatched(outcome)}.")
+        print_line(f"Redrove {counted(outcome.done, 'letter')}{_by_name(sent, 'to')}{_unmatched(outcome)}.")
 
 
-def _where(counts: dict[str, int], preposition: str) -> str:
+def _by_name(counts: dict[str, int], preposition: str) -> str:
     # The sentence begins with the total, which is also the count of a single name.
     listed = ", ".join(
         f"{one_line(name)} ({number:,})" if len(counts) > 1 else one_line(name)

@@ -387,7 +387,7 @@ class Machine:
             self._run_gateway(self._gateway)
 
     async def _explain_start(self) -> None:
-        """Let the gateway report why the machine is not up yet, before the loop is busy."""
+        """Make the gateway report why the machine is not up yet, before the loop is busy."""
         self._report_slow_start()
         if self._gateway is not None:
             with suppress(TimeoutError):
@@ -402,7 +402,7 @@ class Machine:
         self._running.start("the HTTP gateway", gateway.run())
 
     async def _serve_http(self) -> None:
-        """Let the gateway serve, now that the brokers are ready."""
+        """Make the gateway serve requests: the brokers are ready."""
         gateway = self._gateway
         if gateway is not None:
             await self._refresh_health()
@@ -643,7 +643,7 @@ def config_of(values: dict[str, Any]) -> Config:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this process when the supervisor ends in any way."""
+    """Make the kernel kill this process when the supervisor ends in any way."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         _logger.warning("the kernel cannot end this process with its supervisor")

@@ -474,7 +474,7 @@ class Connection:
             with tracing.publish_span(topic, client_id=self._client_id, correlation=correlation_id) as span:
                 written = tracing.outgoing(written, correlation_id)
                 receipt = await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
-                span.placed([receipt])
+                span.record_receipts([receipt])
                 return receipt
         written = tracing.outgoing(written, correlation_id)
         if deduplicate or self._book is not None:
@@ -500,7 +500,7 @@ class Connection:
             messages = list(values)
             with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
                 receipts = await self._send_many(topic, await self._records(messages, schema), partition)
-                span.placed(receipts)
+                span.record_receipts(receipts)
                 return receipts
         return await self._send_many(topic, await self._records(values, schema), partition)
 
@@ -712,7 +712,7 @@ class Connection:
 async def _return_unsettled(leaving: asyncio.Task[None], source: Source) -> None:
     """Also return messages that are not settled."""
     await cancel_and_wait(leaving)
-    await source.return_untaken()
+    await source.stop_and_return()
     await source.close()
 
 

@@ -85,7 +85,7 @@ class Source:
     async def stop(self) -> None:
         """Stop receiving; waiting messages may still be taken."""
 
-    async def return_untaken(self) -> None:
+    async def stop_and_return(self) -> None:
         """Stop, and return messages that were not taken, so that others get them at once."""
         await self.stop()
 
@@ -203,5 +203,5 @@ class MessageStream:
         """Take no more messages, and return those that were not taken."""
         self.is_closed = True
         if self._receiver is not None:
-            await self._receiver.return_untaken()
+            await self._receiver.stop_and_return()
             await self._receiver.close()

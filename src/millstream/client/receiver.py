@@ -95,7 +95,7 @@ class Polls:
         return nodes
 
     def grant_credit(self) -> None:
-        """Let polls request what there is room for."""
+        """Make polls request as many messages as there is room for."""
         while self.waiting_polls and not self.is_stopping and (share := self._share(self.requested, len(self._tasks))):
             waiting = self.waiting_polls.popleft()
             if not waiting.done():
@@ -469,7 +469,7 @@ class Receiver(Source):
         await cancel_and_wait(*confirmations)
         self._wake(len(self._idle))
 
-    async def return_untaken(self) -> None:
+    async def stop_and_return(self) -> None:
         await self.stop()
         self._return_all()
         await self.settling.flush()
@@ -479,7 +479,7 @@ class Receiver(Source):
             self.settle_nowait(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
 
     async def leave(self) -> None:
-        await self.return_untaken()
+        await self.stop_and_return()
         for lease in list(self._leases):
             for message in lease.messages:
                 self.stop_renewing(message)

@@ -112,7 +112,7 @@ _of_clients: Final[WeakKeyDictionary[Client, SchemaCodecs]] = WeakKeyDictionary(
 
 
 def use_codecs(client: Client, codecs: SchemaCodecs) -> None:
-    """Let all users of a client use these codecs, until `forget_codecs`."""
+    """Share these codecs among all users of a client, until `forget_codecs`."""
     _of_clients[client] = codecs
 
 

@@ -87,7 +87,7 @@ class Breaker:
             await self._changed.wait()
         self._may_probe = False
 
-    def taken(self, message: Message) -> None:
+    def record_try(self, message: Message) -> None:
         """Record the message that is tried while the breaker is open; no other one is taken meanwhile."""
         self._probe = message
         self._may_probe = False
@@ -298,7 +298,7 @@ class Subscriber:
         self._failure_log.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_S):
-                await self._source.return_untaken()
+                await self._source.stop_and_return()
         await self._source.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -328,7 +328,7 @@ class Subscriber:
                 handled = 0
                 is_plain = self._is_async and not tracing.is_enabled()
             if breaker.is_open:
-                breaker.taken(message)
+                breaker.record_try(message)
             try:
                 if is_plain:
                     working_on(message)

@@ -2,7 +2,7 @@
 
     with tracing.publish_span("orders") as span:        # only if tracing.is_enabled()
         headers = tracing.outgoing(headers)             # correlation-id, traceparent, tracestate
-        span.placed([await publish(…, headers)])
+        span.record_receipts([await publish(…, headers)])
 
     with tracing.handling(message):                     # around a handler
         await handler(message)                          # what it publishes carries the ids of `message` on
@@ -113,7 +113,7 @@ class PublishSpan:
     def __init__(self, span: Span) -> None:
         self._span = span
 
-    def placed(self, receipts: Sequence[Receipt]) -> None:
+    def record_receipts(self, receipts: Sequence[Receipt]) -> None:
         """Record the outcome of the messages."""
         if len(receipts) == 1:
             (receipt,) = receipts

@@ -25,7 +25,7 @@ _YOUNG_OBJECTS = 10_000
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse large blocks: returning each to the kernel costs a page fault per 4 KiB sent."""
+    """Make glibc reuse large blocks: returning each to the kernel costs a page fault per 4 KiB sent."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -238,7 +238,7 @@ class Protocol(HttpToolsProtocol):
         self.headers = []
 
     def _check_surplus(self) -> None:
-        """Let a health check pass as the newest surplus connection; refuse anything else."""
+        """Accept a health check as the newest surplus connection; refuse anything else."""
         if self.url.partition(b"?")[0] not in HEALTH_PATHS:
             refusal = f"{CONNECTIONS_MAX} connections are open"
             self._refuse_rest(HTTPStatus.SERVICE_UNAVAILABLE, refusal)

@@ -71,9 +71,9 @@ def _full() -> Exception:
 
 def test_without_a_reserve_the_error_is_reported(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve")
-    assert not reserve.give_up()
+    assert not reserve.free()
     reserve.fill()
     reserve.fill()
-    assert reserve.give_up()
-    assert not Reserve(None).give_up()
+    assert reserve.free()
+    assert not Reserve(None).free()
     Reserve(tmp_path / "no" / "such" / "folder").fill()

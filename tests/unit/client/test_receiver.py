@@ -550,7 +550,7 @@ async def test_unconfirmed_messages_are_returned_when_the_worker_stops() -> None
         cluster.responding.clear()
         receiver._receive(NodeId(1), late(30_000, ago_s=60.0))
         await until(lambda: cluster.settled)
-        stopping = asyncio.create_task(receiver.return_untaken())
+        stopping = asyncio.create_task(receiver.stop_and_return())
         await until(lambda: not receiver._unconfirmed)
         cluster.responding.set()
         await stopping

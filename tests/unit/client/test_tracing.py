@@ -83,7 +83,7 @@ def test_an_explicit_value_precedes_the_context() -> None:
 def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", client_id="me", correlation="c-1") as span:
         headers = dict(tracing.outgoing((), "c-1"))
-        span.placed([receipt()])
+        span.record_receipts([receipt()])
     (found,) = spans.get_finished_spans()
     assert (found.name, found.kind) == ("publish orders", trace.SpanKind.PRODUCER)
     assert attributes_of(found) == {
@@ -104,7 +104,7 @@ def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExport
 
 def test_many_messages_are_one_span(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", count=3) as span:
-        span.placed([receipt()] * 3)
+        span.record_receipts([receipt()] * 3)
     (found,) = spans.get_finished_spans()
     assert attributes_of(found)["messaging.batch.message_count"] == 3
     assert "messaging.message.id" not in attributes_of(found)

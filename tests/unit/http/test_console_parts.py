@@ -21,7 +21,7 @@ from millstream.core.config import Config
 from millstream.core.ids import Offset
 from millstream.core.setting import HIDDEN
 from millstream.gateway.child import HttpChild
-from millstream.gateway.console.app import _Exchange, _unless_gone
+from millstream.gateway.console.app import _Exchange, _run_while_connected
 from millstream.gateway.console.history import (
     COST_MAX,
     HOUR_S,
@@ -248,16 +248,16 @@ async def test_preparing_a_page_stops_when_its_browser_disconnects() -> None:
     async def fail() -> None:
         raise ValueError("down")
 
-    assert cast("Any", await _unless_gone(browser("http.request"), route_to(prepare), visit)) == "page"
+    assert cast("Any", await _run_while_connected(browser("http.request"), route_to(prepare), visit)) == "page"
     with pytest.raises(ValueError, match="down"):
-        await _unless_gone(browser("http.request"), route_to(fail), visit)
+        await _run_while_connected(browser("http.request"), route_to(fail), visit)
     with pytest.raises(ClientDisconnected):
-        await _unless_gone(browser("http.request", "http.disconnect"), route_to(prepare_for_long), visit)
+        await _run_while_connected(browser("http.request", "http.disconnect"), route_to(prepare_for_long), visit)
     assert is_cancelled
     # A stopping gateway leaves neither the page nor the wait for the browser behind.
     is_cancelled = False
     preparing.clear()
-    stopped = asyncio.create_task(_unless_gone(browser(), route_to(prepare_for_long), visit))
+    stopped = asyncio.create_task(_run_while_connected(browser(), route_to(prepare_for_long), visit))
     await preparing.wait()
     stopped.cancel()
     with pytest.raises(asyncio.CancelledError):

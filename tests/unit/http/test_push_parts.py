@@ -294,13 +294,13 @@ def test_an_endpoint_is_down_when_every_request_in_flight_fails() -> None:
     assert endpoint.state == "failing"
     endpoint.failed(began=0.0, now=1.0, under_way=1)
     assert endpoint.is_down
-    assert endpoint.pause_left(1.0) == PAUSE_S_MIN
+    assert endpoint.remaining_pause_s(1.0) == PAUSE_S_MIN
     assert (endpoint.room(0, 1.5), endpoint.room(0, 2.0), endpoint.room(1, 2.0)) == (0, 1, 0)
     # Results of requests sent before add nothing; a probe does.
     endpoint.failed(began=0.0, now=1.5, under_way=1)
-    assert endpoint.pause_left(1.5) == 0.5
+    assert endpoint.remaining_pause_s(1.5) == 0.5
     endpoint.failed(began=2.0, now=3.0, under_way=1)
-    assert endpoint.pause_left(3.0) == 2 * PAUSE_S_MIN
+    assert endpoint.remaining_pause_s(3.0) == 2 * PAUSE_S_MIN
     endpoint.succeeded(1)
     assert (endpoint.state, endpoint.limit) == ("up", 2)
 
@@ -328,7 +328,7 @@ def test_an_endpoint_that_refuses_connections_is_down_once_no_request_in_flight_
     endpoint.succeeded(1)
     assert endpoint.state == "up"
     endpoint.failed(began=1.0, now=2.0, under_way=1, is_unsent=True)
-    assert (endpoint.state, endpoint.pause_left(2.0)) == ("down", PAUSE_S_MIN)
+    assert (endpoint.state, endpoint.remaining_pause_s(2.0)) == ("down", PAUSE_S_MIN)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ok", "bad", "refused"]), st.floats(0.0, 30.0)), max_size=60))
@@ -345,7 +345,7 @@ def test_an_endpoint_never_exceeds_its_limit_and_is_always_retried(steps: list[t
         else:
             endpoint.refused()
         assert 1 <= endpoint.limit <= 10
-        assert endpoint.pause_left(now) <= PAUSE_S_MAX + 0.001
+        assert endpoint.remaining_pause_s(now) <= PAUSE_S_MAX + 0.001
         assert not endpoint.is_down or in_a_row >= DOWN_AFTER
         assert endpoint.room(0, now + PAUSE_S_MAX + 0.001) >= 1
 

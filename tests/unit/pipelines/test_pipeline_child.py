@@ -336,17 +336,17 @@ def test_counters_continue_after_a_pipeline_was_parked_and_retried() -> None:
     failed = PipelineReport(name="a", state="parked", rows=5, restarts=4, last_error="no such column", last_error_ms=7)
     roll.apply(DriverEvent(reports=[failed]))
     roll.apply(DriverEvent(reports=[]))
-    (reported,) = roll.reports_of_rest([parked])
+    (reported,) = roll.last_reports([parked])
     assert (reported.state, reported.rows, reported.restarts, reported.last_error_ms) == ("parked", 5, 4, 7)
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=1)]))
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="starting")]))
     (reported,) = roll.reports([one], is_running=True, idle_reason="")
     assert (reported.state, reported.rows, reported.restarts) == ("starting", 6, 4)
-    assert roll.reports_of_rest([landing("b")]) == []
+    assert roll.last_reports([landing("b")]) == []
     # Nothing is kept of a deleted one, even if the driver still reports it.
     roll.forget([])
     roll.apply(DriverEvent(reports=[]))
-    assert roll.reports_of_rest([parked]) == []
+    assert roll.last_reports([parked]) == []
 
 
 def test_the_time_since_no_driver_could_be_started_is_reported() -> None:

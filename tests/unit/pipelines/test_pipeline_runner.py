@@ -237,7 +237,7 @@ def test_an_abandoned_step_is_a_failure_with_a_reason() -> None:
         assert watched.runner.progress.is_working
         script.at_end.clear()
         script.fails_when_stopped = True
-        watched.runner.give_up("it made no progress for 60 s and was cancelled")
+        watched.runner.cancel_step("it made no progress for 60 s and was cancelled")
         # The script has nothing that can be cancelled.
         script.contexts[0].stopping.set()
         assert script.at_end.wait(HANG_S)
@@ -260,7 +260,7 @@ def test_a_batch_that_continues_beyond_its_steps_shows_no_progress_and_can_be_ab
     stuck = Script(Step(lag=5, is_open=True, wait_s=HANG_S), Step(lag=5, is_open=True))
     with running(stuck) as watched:
         watched.until("running")
-        watched.runner.give_up("it hangs")
+        watched.runner.cancel_step("it hangs")
         stuck.contexts[0].stopping.set()
         assert stuck.at_end.wait(HANG_S)
 

@@ -23,7 +23,7 @@ class Pipeline:
         self.given_up: list[str] = []
         self.progress.work()
 
-    def give_up(self, reason: str) -> None:
+    def cancel_step(self, reason: str) -> None:
         self.given_up.append(reason)
 
 

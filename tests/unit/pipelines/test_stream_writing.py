@@ -74,7 +74,7 @@ class Stage:
         self.completed.append((query, number, tuple(one.transactional_id for one in members)))
         return True
 
-    def give_up(self, _batch: Batch, _offsets: object) -> None:
+    def abort_prepared(self, _batch: Batch, _offsets: object) -> None:
         self.gave_up += 1
 
 

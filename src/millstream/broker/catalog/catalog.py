@@ -150,14 +150,14 @@ _PREPARE_LOCK = 0x6D696C6C
 
 
 def _with_reserve(change: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
-    """Let a change that may free space give up the reserve for it when the disk is full."""
+    """Free the reserved space if the disk is full, for a change that may free more."""
 
     @wraps(change)
     def changed(catalog: Catalog, /, *arguments: P.args, **named: P.kwargs) -> T:
         try:
             return change(catalog, *arguments, **named)
         except StorageFailure:
-            if not catalog._reserve.give_up():
+            if not catalog._reserve.free():
                 raise
             return change(catalog, *arguments, **named)
 

@@ -215,7 +215,7 @@ class Reserve:
                 self._path.unlink(missing_ok=True)
                 raise
 
-    def give_up(self) -> bool:
+    def free(self) -> bool:
         """Free the space; return False if nothing was reserved."""
         if self._path is None:
             return False

@@ -175,7 +175,7 @@ class Plans:
         return header
 
     async def apply(self, plan_id: str, throttle_bytes: int | None = None) -> PlanHeader:
-        """Let the controller carry out a proposed plan; one that is running may only change its speed."""
+        """Apply a proposed plan, which the controller carries out; a running plan can only change its throttle."""
         header = self._find_plan(plan_id)
         if header.state not in (PROPOSED, RUNNING):
             raise PlanConflict(
@@ -317,7 +317,7 @@ class PlanExecution:
                 await self._finish(plan, DONE)
 
     async def _lead_as_planned(self, moved: Iterable[Move]) -> bool:
-        """Let the first replica of each partition lead, without the time that a preferred leader otherwise waits.
+        """Make the first replica of each partition its leader, without the usual delay of a preferred leader.
 
         Return False if a partition was changed meanwhile; the view shows it, and wakes this task.
         """

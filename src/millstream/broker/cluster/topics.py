@@ -230,11 +230,11 @@ class Topics:
         return self._version
 
     def use_delivery_floor(self, floor: DeliveryFloor) -> None:
-        """Let `floor` limit the retention of topics that keep messages until subscriptions have accepted them."""
+        """Limit the retention of topics that keep messages until subscriptions have accepted them, by `floor`."""
         self._store.floors.delivery = floor
 
     def use_landed_floor(self, floor: LandedFloor) -> None:
-        """Let `floor` limit the retention of topics that keep messages until pipelines have landed them."""
+        """Limit the retention of topics that keep messages until pipelines have landed them, by `floor`."""
         self._store.floors.landed = floor
 
     def get(self, name: str) -> Topic | None:
@@ -331,7 +331,7 @@ class Topics:
             raise NotLeader(f"another node may lead {partition.log.partition} by now")
 
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
-        """Let the preferred replica lead or, with `unclean`, any replica if no other can.
+        """Elect the preferred replica or, with `unclean`, any replica if no other can lead.
 
         Any node may do so, because the state is compared before it is changed.
         """
@@ -342,7 +342,7 @@ class Topics:
         await self._change_state(topic, index, elected)
 
     async def raise_epoch(self, topic: Topic, index: int, epoch: Epoch) -> None:
-        """Let the leader of a partition lead in this epoch, unless it is in a later one already."""
+        """Raise the leader epoch of a partition to this one, unless it is higher already."""
         if self.partition(topic.name, index).leader_epoch >= epoch:
             return
 
@@ -679,7 +679,7 @@ class Topics:
         return await self._change(name, altered, validate_only=validate_only, timeout_s=timeout_s)
 
     async def set_mirror(self, name: str, mirror: str, *, is_draining: bool = False) -> Topic:
-        """Let only a mirror write a topic, which has the same id at its source; without a name, clients may again."""
+        """Allow only a mirror to write a topic, which has the same id at its source; without a name, allow clients."""
 
         def changed(topic: Topic) -> Topic:
             original_id = topic.topic_id if mirror else None

@@ -137,7 +137,7 @@ class FollowerSession:
     # -- waiting --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Let the waiting fetch read again, once for all events of this turn of the loop."""
+        """Schedule another read of the waiting fetch, once for all events of this turn of the loop."""
         if self.waiting is not None:
             self.waiting.wake()
 

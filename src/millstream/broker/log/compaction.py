@@ -107,7 +107,7 @@ class ChildWorker:
         return response.mapped
 
     def clean(self, group: int) -> CleanResult:
-        """Let the child write the retained records of a group into a new file."""
+        """Have the child process write the retained records of a group to a new file."""
         response = self._request(group)
         if not isinstance(response, CleanResponse):
             raise OSError(errno.EIO, "the compaction process sent an unexpected response")

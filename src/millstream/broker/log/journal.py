@@ -69,7 +69,7 @@ class Capture:
             log.segments.hint(last.next_offset, last.segment, last.size)
 
     def release(self) -> None:
-        """Let the files be closed; the thread is done with them."""
+        """Unpin the files: the thread no longer uses them."""
         for target in self.targets:
             self.log.open_files.unpin(target.segment)
 

@@ -127,7 +127,7 @@ def _delete_segments(log: Log, count: int) -> None:
 
 
 def delete_before(log: Log, offset: int) -> None:
-    """Let the log begin at an offset, as `DeleteRecords` asks."""
+    """Advance the log start to an offset, for DeleteRecords."""
     if not log.start_offset <= offset <= log.end_offset:
         raise OffsetOutOfRange(
             f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",

@@ -191,7 +191,7 @@ class Guard:
     bumps_epoch: bool = field(kw_only=True)
 
     def merge_request(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
-        """Let another batch begin the same transaction."""
+        """Allow another batch to begin the same transaction."""
         if epoch > self.epoch:
             self.epoch, self.lowest_sequence = epoch, sequence
         elif epoch == self.epoch:

@@ -90,7 +90,7 @@ class Truncation:
             self._error = error
 
     def finish(self) -> None:
-        """Let the log take writes again; if the disk refused, raise, and have it repeated before the next write."""
+        """Allow writes again; if the disk refused the truncation, raise, and repeat it before the next write."""
         log = self.log
         if self._last is not None:
             log.open_files.unpin(self._last)

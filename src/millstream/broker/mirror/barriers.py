@@ -42,7 +42,7 @@ class Barriers:
         """The tasks that delay commits and aborts for a barrier, by its token."""
 
     def close(self) -> None:
-        """Let decisions through again."""
+        """Release the decisions that were held back."""
         for holding in list(self._held.values()):
             holding.cancel()
 

@@ -301,7 +301,7 @@ class Copier:
         return min((copy.held_until - now for copy in self.copies.values() if copy.held_until > since), default=None)
 
     async def _assign(self) -> None:
-        """Let a line of its source leader fetch each partition."""
+        """Assign each partition to a line of its source leader."""
         for line in [line for line, task in self._lines.items() if task.done()]:
             task = self._lines.pop(line)
             if not task.cancelled() and (failed := task.exception()) is not None:

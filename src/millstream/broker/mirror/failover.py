@@ -320,12 +320,12 @@ async def _apply_offsets(
 
 
 async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None:
-    """Let clients write to topics that were cut."""
+    """Allow clients to write to topics that were cut."""
     await _set_mirror(service, topics, "")
 
 
 async def _track_letters(service: MirrorService, topics: Iterable[Topic]) -> None:
-    """Let queues count the open letters of dead letter topics: the offsets there also include the marks of the cuts."""
+    """Make queues count the open letters of dead letter topics, whose offsets also include the marks of the cuts."""
     with suppress(MillstreamError):
         await service.subscriptions.track_letters(
             {topic.name for topic in topics} & service.subscriptions.letter_topics()
@@ -335,7 +335,7 @@ async def _track_letters(service: MirrorService, topics: Iterable[Topic]) -> Non
 async def _set_mirror(
     service: MirrorService, topics: Sequence[Topic], mirror: str, *, is_draining: bool = False
 ) -> None:
-    """Let only a mirror write to topics; without a name, clients may write to them again."""
+    """Allow only a mirror to write to topics; without a name, allow clients again."""
     turn = asyncio.Semaphore(CONCURRENT_MAX)
 
     async def change(topic: Topic) -> None:
@@ -386,7 +386,7 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
 
 
 async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
-    """Let the old source follow this cluster, after a failover."""
+    """Make the old source follow this cluster, after a failover."""
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     _check_reversible(service, mirror)
@@ -473,7 +473,7 @@ async def _switch(service: MirrorService, request: ReverseRequest) -> ReverseRes
 
 
 async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
-    """Let the copies follow again; if that fails, the source stays fenced, so that only one side takes writes."""
+    """Make the copies follow again; if that fails, the source stays fenced, so that only one side accepts writes."""
     try:
         await service.cancel_cut(mirror)
     except MillstreamError as error:
@@ -484,7 +484,7 @@ async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
 
 
 async def _release(source: Source, release: AdoptRequest) -> None:
-    """Let the source of a cancelled switch accept writers again; if that fails, raise an error that says what to do."""
+    """Release the source of a cancelled switch; if that fails, raise an error that says what to do."""
     backoff, reason = Backoff(max_s=5.0), "it did not respond"
     try:
         async with asyncio.timeout(RELEASE_S):
@@ -584,7 +584,7 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
 
 
 async def _release_topics(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
-    """Let clients write to the topics of a cancelled switch again; delete its mirror, but no other.
+    """Allow clients to write to the topics of a cancelled switch again; delete its mirror, but no other.
 
     The previous owner may still be fencing topics, which it can until the mirror is deleted.
     """

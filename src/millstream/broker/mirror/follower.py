@@ -355,7 +355,7 @@ class Follower:
     # -- transactions ---------------------------------------------------------------------------------------
 
     async def _sync_transactions(self) -> None:
-        """Let clients read on where every mirrored partition of the committed transactions has arrived.
+        """Expose committed transactions to clients once all their mirrored partitions have arrived.
 
         The source names the high watermarks of a moment at which no transaction was half committed. Once all copies
         reach them, whatever is committed below has arrived as a whole. That is recorded before clients see it, so that

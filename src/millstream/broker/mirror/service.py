@@ -669,7 +669,7 @@ class MirrorService:
         return await self.client().call_leader(where.topic, where.partition, attempt)
 
     async def cut_everywhere(self, mirror: Mirror, where: TopicPartition) -> CutPartition:
-        """Let the leader of a copy cut it."""
+        """Ask the leader of a copy to cut it."""
         request = CutRequest(
             mirror=mirror.name,
             topic=where.topic,
@@ -781,7 +781,7 @@ class MirrorService:
                 raise NotLeader(f"{partition.log.partition} is not led by this node any more")
 
     async def truncate_everywhere(self, mirror: str, topics: Iterable[Topic], cuts: TopicOffsets) -> None:
-        """Let the leaders of fenced topics truncate each partition at its cut; raise an error if one does not."""
+        """Ask the leaders of fenced topics to truncate each partition at its cut; raise an error if one does not."""
         turn = asyncio.Semaphore(TRUNCATED_AT_ONCE)
 
         async def truncate(topic: Topic, index: int, cut: int) -> None:
@@ -797,7 +797,7 @@ class MirrorService:
         )
 
     async def fence_everywhere(self, mirror: str, topic_ids: Collection[UUID]) -> None:
-        """Let every node of this cluster fence topics."""
+        """Ask every node of this cluster to fence topics."""
         request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids))
         others = (self.ask_node(node, request, waits=True) for node in self.others)
         await gather_or_cancel([self.fence(request), *others])

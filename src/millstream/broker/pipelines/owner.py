@@ -85,7 +85,7 @@ class PipelineOwner:
                 self._notify()
 
     async def resign(self) -> None:
-        """Let another node take over at once; this one is about to stop."""
+        """Give up the ownership at once, because this node is about to stop."""
         revision, self._has_resigned = self._revision, True
         if revision is None:
             return

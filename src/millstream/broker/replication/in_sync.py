@@ -36,7 +36,7 @@ MayJoin = Callable[[NodeId, int], bool]
 
 
 def any_replica(_node: NodeId, _registration: int) -> bool:
-    """Let every replica join."""
+    """Allow every replica to join."""
     return True
 
 

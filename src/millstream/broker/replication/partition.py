@@ -421,7 +421,7 @@ class Partition(Replica):
         return acknowledgement.future
 
     def expose(self, offset: Offset | None) -> None:
-        """Let clients read a mirrored partition up to an offset, or everything; it may also be taken back."""
+        """Expose a mirrored partition to clients up to an offset, or all of it; the offset may also move back."""
         self.exposed, self.awaits_exposure = offset, False
         if offset is not None and offset < self.high_watermark:
             self.high_watermark = max(offset, self.log.start_offset)
@@ -497,7 +497,7 @@ class Partition(Replica):
         raise UnknownLeaderEpoch(f"{self.log.partition} is only at leader epoch {self.leader_epoch}, not {epoch}")
 
     def delete_before(self, offset: Offset) -> None:
-        """Let the log begin at an offset, here and then on the followers."""
+        """Advance the log start to an offset, here and then on the followers."""
         self.log.delete_before(offset)
         self._notify_listeners()
 
@@ -761,7 +761,7 @@ class Partition(Replica):
         )
 
     def hand_over(self) -> None:
-        """Let another in-sync replica lead, as soon as there is one."""
+        """Hand the leadership over to another in-sync replica, as soon as there is one."""
         if self._in_sync is not None and not self._wants_handover:
             self._wants_handover = True
             self._request_change()

@@ -180,7 +180,7 @@ async def copied_bytes(client: Client, current: PlanResponse) -> int:
 
 
 async def undrain(client: Client, node: int) -> None:
-    """Let a node get leaders and replicas again."""
+    """Allow leaders and replicas on a drained node again."""
     await request_private(client, None, UndrainRequest(node=node))
 
 

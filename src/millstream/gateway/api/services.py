@@ -179,8 +179,8 @@ class Leasing:
         response = leased.response
         if response.error:
             raise _refusal_error(response, request.subscription)
-        if (held_back := response.held_back) is not None:
-            raise held_back
+        if (error := response.quota_error) is not None:
+            raise error
         try:
             unpacked = await self._reader.read_leased(node, leased, request.max_bytes)
         except BaseException:

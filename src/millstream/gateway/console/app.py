@@ -198,7 +198,7 @@ class ConsoleApp:
                 elif route.method == "POST":
                     await self._change(exchange, route, visit, signed_in)
                 else:
-                    await self._respond(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
+                    await self._respond(exchange, visit, signed_in, await _run_while_connected(exchange, route, visit))
             finally:
                 if route.method == "POST":
                     self.response_cache.clear()
@@ -469,7 +469,7 @@ def _pairs(text: bytes) -> dict[str, str]:
     return dict(pairs)
 
 
-async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
+async def _run_while_connected(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
     """Prepare a page; stop when the browser has disconnected."""
     working = asyncio.ensure_future(route.handle(visit))
     disconnected = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))

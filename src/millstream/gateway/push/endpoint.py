@@ -138,7 +138,7 @@ class Endpoint:
         """Return how many more requests may start."""
         return 0 if now < self._paused_until else max(0, self.limit - under_way)
 
-    def pause_left(self, now: float) -> float:
+    def remaining_pause_s(self, now: float) -> float:
         """Return how much longer requests are paused."""
         return max(0.0, self._paused_until - now)
 

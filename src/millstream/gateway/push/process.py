@@ -114,7 +114,7 @@ class PushProcess:
         self._changed.set()
 
     async def end(self) -> None:
-        """Let messages in flight finish; return the rest when time is up."""
+        """Wait for messages in flight; return the rest when time is up."""
         for pusher in self._running.values():
             pusher.stop()
         if self._running:

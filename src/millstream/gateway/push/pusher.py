@@ -237,7 +237,7 @@ class Pusher:
             room = self._room(now)
             if not room:
                 # By the same time: if the pause has just ended, nothing else would end this wait.
-                await self._wait(self._endpoint.pause_left(now) or None)
+                await self._wait(self._endpoint.remaining_pause_s(now) or None)
                 continue
             try:
                 messages = await self._confirm_leases(await self._select_readable(await self._lease(room)))
@@ -343,7 +343,7 @@ class Pusher:
                 self._record_response(endpoint, message, response, began)
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, response):
                     break
-                await wait_up_to(endpoint.pause_left(self._now), self._stopping)
+                await wait_up_to(endpoint.remaining_pause_s(self._now), self._stopping)
                 if self._stopping.is_set() and not sent:
                     await self._return_message(message, sent)
                     return
@@ -402,7 +402,7 @@ class Pusher:
             return
         if response.verdict in _OF_ENDPOINT and endpoint.is_at_fault:
             # Delayed, so that another message is tried first.
-            rest_ms = int(2000 * endpoint.pause_left(self._now))
+            rest_ms = int(2000 * endpoint.remaining_pause_s(self._now))
             await self._settler.settle(
                 message, Verb.RETURN, delay_ms=max(rest_ms, RETURN_MS_MIN), reason=response.reason
             )

@@ -255,10 +255,10 @@ class BatchLoop:
                 return None
             return [*members_of(parts), offsets.result()], sum(part.rows for part in parts)
 
-        def give_up() -> None:
-            self.give_up(plan.batch, offsets)
+        def abort_prepared() -> None:
+            self.abort_prepared(plan.batch, offsets)
 
-        return self._commit(plan, prepare, give_up)
+        return self._commit(plan, prepare, abort_prepared)
 
     def commit_here(self, plan: Plan, options: WriteOptions, rows: Iterable[pa.RecordBatch]) -> int | None:
         """Write the rows of a small batch in this process and commit them, as one transaction with the offsets.
@@ -277,7 +277,7 @@ class BatchLoop:
         self,
         plan: Plan,
         prepare: Callable[[], tuple[list[TransactionalProducer], int] | None],
-        give_up: Callable[[], None],
+        abort_prepared: Callable[[], None],
     ) -> int | None:
         """Prepare and commit the members of a batch; return how many rows they have, None if already committed."""
         known, self._is_idle = self._committed_state, False
@@ -287,12 +287,12 @@ class BatchLoop:
         try:
             prepared = prepare()
             if prepared is None:
-                give_up()
+                abort_prepared()
                 return None
             members, rows = prepared
             done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))
         except BaseException as error:
-            give_up()
+            abort_prepared()
             if is_refused(error) and self.is_taken(plan.batch):
                 return None
             raise
@@ -332,7 +332,7 @@ class BatchLoop:
         """Return the number of a query's last committed batch; -1 if none is known."""
         return self.link.call(Transactions(self.link.client).last_batch(query))
 
-    def give_up(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
+    def abort_prepared(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
         """Abort the prepared members of a batch if possible; otherwise the next run aborts them."""
         with suppress(MillstreamError):
             offsets.result()

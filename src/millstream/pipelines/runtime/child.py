@@ -356,7 +356,7 @@ class PipelineChild(SupervisedChild):
             due = {one.name for one in self._due}
             rest = [one for one in self._declared.all() if one.name not in due]
             reports = self._driver_reports.reports(self._due, is_running=is_running, idle_reason=self._idle_reason)
-            self._board.take([*reports, *self._driver_reports.reports_of_rest(rest)])
+            self._board.take([*reports, *self._driver_reports.last_reports(rest)])
         else:
             self._board.clear()
 
@@ -639,7 +639,7 @@ class DriverReports:
         """
         return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
 
-    def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
+    def last_reports(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
         """Return the last reports of pipelines that ran here and no longer do."""
         return [
             self._with_earlier(

@@ -60,7 +60,7 @@ class Turns:
         self._holder = ""
 
     def suspect(self, name: str) -> None:
-        """Let a pipeline take turns with other suspects from its next step on."""
+        """Make a pipeline take turns with other suspects from its next step on."""
         self._suspects.add(name)
 
     def acquire(self, name: str) -> None:

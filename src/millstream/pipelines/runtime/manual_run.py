@@ -105,7 +105,7 @@ class ManualRun:
     def stall_s(self) -> float:
         return stall_s_of(self._pipeline)
 
-    def give_up(self, reason: str) -> None:
+    def cancel_step(self, reason: str) -> None:
         """Cancel the running step for a reason."""
         self._given_up = reason
         # In a thread, since a hung Java process would block the caller.

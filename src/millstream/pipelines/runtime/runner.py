@@ -235,7 +235,7 @@ class Runner:
     def stall_s(self) -> float:
         return stall_s_of(self._declared)
 
-    def give_up(self, reason: str) -> None:
+    def cancel_step(self, reason: str) -> None:
         """Cancel the running step for a reason; called by the watch."""
         self._given_up = reason
         self._stalls += 1

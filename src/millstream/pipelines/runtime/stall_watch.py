@@ -136,7 +136,7 @@ class WatchedPipeline(Protocol):
     def stall_s(self) -> float:
         """Return how long it may go without progress; 0 means forever."""
 
-    def give_up(self, reason: str) -> None:
+    def cancel_step(self, reason: str) -> None:
         """Cancel its work."""
 
 
@@ -238,7 +238,7 @@ class Watch:
             self._replace(one.name, f"{reason} and could not be cancelled")
         elif not seen.is_given_up and not one.is_ending:
             seen.is_given_up = True
-            one.give_up(f"{reason} and was cancelled")
+            one.cancel_step(f"{reason} and was cancelled")
 
     def _check_orphans(self, passed_s: float) -> None:
         """Replace the driver if cancelled tasks run on and other pipelines need their slots."""

@@ -84,8 +84,8 @@ class LandedHistory:
                 if offset == start[topic][number] == ends[topic][number] and time_ms is not None:
                     raise no_messages_since_error(topic, number, time_ms)
 
-    def taken(self, starts: Offsets, ends: Offsets) -> LandedParts:
-        """Take the messages before the log start from the tables that have them."""
+    def split(self, starts: Offsets, ends: Offsets) -> LandedParts:
+        """Split a range at the log start: earlier messages are read from the tables that have them."""
         first = self._resolver.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
         not_landed: dict[str, dict[int, int]] = {}

@@ -160,7 +160,7 @@ class TopicReader(DataSourceReader):
 
             reach = LandedHistory(resolver, options)
             end = reach.lowered_end(end, existing)
-            landed, start = reach.taken(reach.lowered(start, existing), end)
+            landed, start = reach.split(reach.lowered(start, existing), end)
         is_named = bool(landed) or isinstance(options.starting, NamedOffsets)
         start = check_start(resolver, start, existing, options, named=is_named, end=end)
         if bounds.from_ms is not None:
@@ -178,7 +178,7 @@ class TopicReader(DataSourceReader):
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the driver's credentials: tasks find their own in their ranges."""
+        """Omit the driver's credentials: tasks find their own in their ranges."""
         return {**self.__dict__, "_options": self._options.for_tasks()}
 
     def _narrowed(self, one: Range) -> Iterator[Range]:
@@ -330,7 +330,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if asked and options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            landed, asked = LandedHistory(resolver, options).taken(asked, ends)
+            landed, asked = LandedHistory(resolver, options).split(asked, ends)
         there = {topic: list(offsets) for topic, offsets in asked.items()}
         found = check_start(resolver, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
@@ -350,7 +350,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the driver's credentials: tasks find their own in their ranges."""
+        """Omit the driver's credentials: tasks find their own in their ranges."""
         return {**self.__dict__, "_options": self._options.for_tasks()}
 
     # -- internals --------------------------------------------------------------------------------------------

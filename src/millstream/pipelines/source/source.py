@@ -29,7 +29,7 @@ class MillstreamSource(DataSource):
     _is_planned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave secrets out of what is sent to tasks, which is what happens once a reader was made."""
+        """Omit secrets from the pickled source, which Spark sends to tasks once a reader exists."""
         if not self._is_planned:
             return dict(self.__dict__)
         from millstream.pipelines.source.access import SECRET_OPTIONS

@@ -29,7 +29,7 @@ class ReceiveResponse(msgspec.Struct, frozen=True, array_like=True):
     """How long the request waited, at least, before the first message was leased."""
 
     @property
-    def held_back(self) -> QuotaExceeded | None:
+    def quota_error(self) -> QuotaExceeded | None:
         """Return the reason if the quota is why there are no messages."""
         if self.partitions or not self.throttle_ms:
             return None

@@ -541,8 +541,8 @@ class SubscriptionClient:
         try:
             body = await self._client.private(node, RECEIVE_KEY, encode(request), waits=request.wait_ms > 0)
             response = decode_response(body, ReceiveResponse)
-            if (held_back := response.held_back) is not None:
-                raise held_back
+            if (error := response.quota_error) is not None:
+                raise error
         except MillstreamError:
             # The cluster may have other nodes by now.
             self._known_nodes = []

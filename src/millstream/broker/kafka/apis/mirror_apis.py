@@ -233,7 +233,7 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     cluster_operation = Operation.DESCRIBE
 
     def redact(self, response: OfferResponse, rights: Rights) -> OfferResponse:
-        """Leave out topics that the client may not describe, and subscriptions that have no others."""
+        """Omit topics that the client may not describe, and subscriptions that have no others."""
 
         def sees(topic: str) -> bool:
             return rights.topic(Operation.DESCRIBE, topic)

@@ -263,7 +263,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         ]
 
     def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
-        """Leave out the subscriptions that the client may not describe, and such topics of the others."""
+        """Omit subscriptions that the client may not describe, and such topics of the others."""
         visible = [
             _without_hidden_settings(_without_hidden_topics(one, rights), rights)
             for one in response.subscriptions
@@ -383,7 +383,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
 
 
 def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[str, Any]:
-    """Leave out of a subscription everything about topics that the client may not describe."""
+    """Omit everything about topics that the client may not describe from a subscription."""
 
     def is_visible(topic: str) -> bool:
         return rights.topic(Operation.DESCRIBE, topic)
@@ -402,7 +402,7 @@ def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[st
 
 
 def _without_hidden_settings(described: dict[str, Any], rights: Rights) -> dict[str, Any]:
-    """Leave out the settings of a subscription unless the client may see them, and what they alone reveal."""
+    """Omit the settings of a subscription, and everything that only they reveal, unless the client may see them."""
     name, dead_letter_topic = described["name"], described["settings"][DEAD_LETTER_TOPIC]
     is_worker = rights.group(Operation.READ, name) and not described["has_hidden_topics"]
     if is_worker or rights.group(Operation.DESCRIBE_CONFIGS, name):
@@ -742,7 +742,7 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
         return [(Operation.DESCRIBE, ResourceType.TOPIC, request.topic)]
 
     def redact(self, response: MessageTrace, rights: Rights) -> MessageTrace:
-        """Leave out the subscriptions that the client may not describe, and letters in such topics."""
+        """Omit subscriptions that the client may not describe, and letters in such topics."""
         visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one.subscription)]
         for at, one in enumerate(visible):
             if one.dead_letter is not None and not rights.topic(Operation.DESCRIBE, one.dead_letter.topic):

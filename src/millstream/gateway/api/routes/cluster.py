@@ -168,7 +168,7 @@ async def make_plan(services: Services, request: Request[NoFields, PlanToCompute
 
 
 async def run_plan(services: Services, request: Request[NoFields, PlanToApply]) -> PlanState:
-    """Let the cluster carry out a plan."""
+    """Apply a plan; the cluster carries it out."""
     body = request.body
     applied = await apply_plan(services.client, body.plan, throttle_bytes=body.throttle_bytes_per_s)
     return PlanState(applied.plan_id, applied.state)
@@ -180,7 +180,7 @@ async def stop_plan(services: Services, request: Request[NoFields, PlanToCancel]
 
 
 async def undrain_node(services: Services, request: Request[NoFields, DrainedNode]) -> DrainedNode:
-    """Let a node get leaders and replicas again."""
+    """Allow leaders and replicas on a drained node again."""
     await undrain(services.client, request.body.node)
     return request.body
 

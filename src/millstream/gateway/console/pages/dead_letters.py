@@ -121,7 +121,7 @@ async def redrive(visit: Visit) -> Response:
 
     async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
         await redrive_letters(dlq, outcome, matches=matches, limit=None)
-        text = f"{counted(outcome.done, 'message')} delivered again{_where(outcome.revived, 'to')}"
+        text = f"{counted(outcome.done, 'message')} delivered again{_by_name(outcome.revived, 'to')}"
         if outcome.refused:
             text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
         return text
@@ -149,9 +149,8 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Response:
         await preview_redrive(dlq, outcome, matches=matches, limit=None)
         if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
-        text = (
-            f"{counted(outcome.done, 'letter')} would be redriven{_where(outcome.revived, 'in')}; nothing was changed"
-        )
+        redriven = f"{counted(outcome.done, 'letter')} would be redriven{_by_name(outcome.revived, 'in')}"
+        text = f"{redriven}; nothing was changed"
         if stays := sum(outcome.refused.values()):
             reasons = "; ".join(f"{reason} ({number:,})" for reason, number in sorted(outcome.refused.items()))
             text += f". {counted(stays, 'letter')} would stay open: {reasons}"
@@ -204,7 +203,7 @@ async def _task(
     return (await visit.tasks.start(task, process, visit.acting)).response()
 
 
-def _where(counts: Mapping[str, int], preposition: str) -> str:
+def _by_name(counts: Mapping[str, int], preposition: str) -> str:
     listed = ", ".join(f"{number:,} {preposition} {name}" for name, number in sorted(counts.items()))
     return f" ({listed})" if listed else ""
 

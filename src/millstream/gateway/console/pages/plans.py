@@ -66,7 +66,7 @@ async def propose(visit: Visit) -> Response:
 
 
 async def apply(visit: Visit) -> Response:
-    """Let the cluster carry out the plan."""
+    """Apply the plan; the cluster carries it out."""
     plan_id = visit.text("plan", length_max=100)
     throttle = visit.number("throttle", 0, high=1_000_000) * MIB
     await cluster_plans.apply_plan(visit.services.client, plan_id, throttle_bytes=throttle or None)
@@ -82,7 +82,7 @@ async def cancel(visit: Visit) -> Response:
 
 
 async def undrain(visit: Visit) -> Response:
-    """Let a drained node get leaders and replicas again."""
+    """Allow leaders and replicas on a drained node again."""
     node = visit.number("node", -1)
     await cluster_plans.undrain(visit.services.client, node)
     return _done(f"Node {node} may get leaders and replicas again", "cluster", "undrain", node)

@@ -57,7 +57,7 @@ def make_requarantine(pipeline: Pipeline, context: JobContext) -> LandJob:
 
 @dataclass(slots=True, kw_only=True)
 class _PastBatch(TopicBatch):
-    """A batch that leaves the next offsets of its table alone."""
+    """A batch that does not change the next offsets of its table."""
 
     mark: Mark
     requarantined: Sequence[ActiveFile] = ()
@@ -98,10 +98,10 @@ class _PastJob(LandJob):
         return [batch for batch, is_done in zip(same, map(self._commit_one, same), strict=True) if is_done]
 
     def _commit_group_offsets(self, batches: Sequence[TopicBatch]) -> None:
-        """Leave the progress of the pipeline alone."""
+        """Do nothing: the position of the pipeline does not change."""
 
-    def _tidy(self, batches: Iterable[TopicBatch]) -> None:
-        """Leave it to the pipeline."""
+    def _compact_and_vacuum_all(self, batches: Iterable[TopicBatch]) -> None:
+        """Do nothing: the pipeline compacts its tables itself."""
 
 
 class _Backfill(_PastJob):
@@ -140,7 +140,7 @@ class _Backfill(_PastJob):
         return found[0], found[1]
 
     def _leave_out(self, batch: TopicBatch) -> None:
-        """Leave out the messages that the table or its quarantine has, too."""
+        """Also omit the messages that the table or its quarantine has."""
         super()._leave_out(batch)
         topic_id = batch.source.topic_id
         found = {}

@@ -201,7 +201,7 @@ class LandJob:
         self._tables: dict[str, LakeTable] = {}
         self._message_bytes: dict[str, float] = {}
         self._recent: dict[str, RecentIds] = {}
-        self._tidied: dict[str, datetime] = {}
+        self._compacted_at: dict[str, datetime] = {}
         self._fixed: dict[str, dict[FieldPath, str]] = {}
         self._first_partitions: dict[str, int] = {}
         """The partitions with which batches begin since others ended before their next message, by topic id."""
@@ -237,7 +237,7 @@ class LandJob:
         self._remember(landed)
         lag = sum(batch.lag for batch in batches)
         if not lag or self._tidies_always:
-            self._tidy(batches)
+            self._compact_and_vacuum_all(batches)
         counts: Counter[str] = Counter()
         for batch in landed:
             counts.update(batch.counts())
@@ -571,7 +571,7 @@ class LandJob:
             batch.id_rows = found.filter(pc.equal(found.column("topic"), batch.topic))
 
     def _leave_out(self, batch: TopicBatch) -> None:
-        """Leave out repeated messages; if a batch ends earlier than planned, copies may be left for the next one."""
+        """Omit repeated messages; if a batch ends earlier than planned, copies may remain for the next one."""
         batch.left_out = {}
         if batch.id_rows is None:
             return
@@ -630,14 +630,14 @@ class LandJob:
             _logger.info("pipeline %s: another run landed %s: %s", self._pipeline.name, batch.topic, stale)
             return False
 
-    def _tidy(self, batches: Iterable[TopicBatch]) -> None:
+    def _compact_and_vacuum_all(self, batches: Iterable[TopicBatch]) -> None:
         """Compact the small files of past hours, once an hour when idle."""
         hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-        due = [batch for batch in batches if self._tidied.get(batch.topic) != hour]
+        due = [batch for batch in batches if self._compacted_at.get(batch.topic) != hour]
         if self._settings.compact and due:
-            list(self._pool.map(lambda batch: self._tidy_one(batch, hour), due))
+            list(self._pool.map(lambda batch: self._compact_and_vacuum(batch, hour), due))
 
-    def _tidy_one(self, batch: TopicBatch, hour: datetime) -> None:
+    def _compact_and_vacuum(self, batch: TopicBatch, hour: datetime) -> None:
         if self._context.stopping.is_set():
             return
         try:
@@ -647,7 +647,7 @@ class LandJob:
         except (MillstreamError, DeltaError, OSError) as error:
             # Nothing depends on the compaction; it is retried in the next hour.
             _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
-        self._tidied[batch.topic] = hour
+        self._compacted_at[batch.topic] = hour
 
     def _commit_group_offsets(self, batches: Sequence[TopicBatch]) -> None:
         """Show the progress as the group's offsets; only the tables decide where the next batch starts."""

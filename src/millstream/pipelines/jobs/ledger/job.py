@@ -196,7 +196,7 @@ class LedgerJob:
         return sum(report["rows"] for report in reports), sum(report["lost"] for report in reports), files
 
     def _report(self, source: Source, planned: Mapping[int, PartitionPlan]) -> None:
-        """Let nodes delete what has landed, and show the progress as the group's offsets."""
+        """Allow nodes to delete landed events, and report the progress as the group's offsets."""
         ends = {number: plan.end for number, plan in planned.items()}
         link = self._sources.link
         try:

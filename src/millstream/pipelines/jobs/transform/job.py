@@ -214,7 +214,7 @@ class StreamWriting:
             parts = self._parts(frame, batch)
             is_done = self._complete(batch, parts, offsets)
         except BaseException as error:
-            self._loop.give_up(batch, offsets)
+            self._loop.abort_prepared(batch, offsets)
             if not (is_refused(error) and self._loop.is_taken(batch)):
                 raise
             # Another run was faster.

@@ -138,7 +138,7 @@ class LakeView:
         self._frame: DataFrame | None = None
 
     def refresh(self) -> None:
-        """Let the view show the table as of now or a few seconds ago."""
+        """Refresh the view, so that it shows the table as it was at most a few seconds ago."""
         now = time.monotonic()
         if self._frame is not None and now - self._looked < CHECK_INTERVAL_S:
             return
@@ -324,19 +324,19 @@ class QueryPlan:
         return frozenset(name for number, name in names.items() if number in self._columns)
 
     @cached_property
-    def used_whole(self) -> frozenset[str]:
+    def whole_columns(self) -> frozenset[str]:
         """Return the topic columns that it uses as a whole."""
         return frozenset(
             one.name()
             for node, _ in self._nodes
             if node.nodeName() != _OF_TOPIC
             for expression in elements(node.expressions())
-            for one in _taken_whole(expression)
+            for one in _whole_column_references(expression)
             if one.exprId().id() in self._columns
         )
 
     def check_stream(self, output_mode: str) -> None:
-        """Let Spark refuse what a stream cannot do; the frame has to be a stream."""
+        """Have Spark refuse operations that a stream does not support; the frame has to be a stream."""
         modes = self._jvm.org.apache.spark.sql.streaming.OutputMode
         mode = modes.Update() if output_mode == "update" else modes.Append()
         checker = self._jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
@@ -363,13 +363,13 @@ class QueryPlan:
         )
 
 
-def _taken_whole(expression: Any) -> Iterator[Any]:
+def _whole_column_references(expression: Any) -> Iterator[Any]:
     kind = expression.nodeName()
     if kind == _ATTRIBUTE:
         yield expression
     for child in elements(expression.children()):
         if not (kind in _PARTS and child.nodeName() == _ATTRIBUTE):
-            yield from _taken_whole(child)
+            yield from _whole_column_references(child)
 
 
 def _joins_topics(node: Any) -> bool:
@@ -609,10 +609,10 @@ class PreparedQuery:
 
     def _uses_new_fields(self, view: TopicView, plan: QueryPlan) -> bool:
         """Whether new payload fields could occur in rows without being named."""
-        return self.statement.has_star or not view.structs.isdisjoint(plan.used_whole)
+        return self.statement.has_star or not view.structs.isdisjoint(plan.whole_columns)
 
     def _check_stream(self) -> None:
-        """Let Spark refuse what is impossible for messages that arrive one after the other, however it is run.
+        """Have Spark refuse operations that are impossible on a stream of messages, even if it is run in batches.
 
         Batch by batch, all rows of a table would be repeated with every batch, which a stream refuses.
         """
