@@ -1,4 +1,4 @@
-"""What is measured: the cases of the table, chosen to show each factor alone and the combinations that matter.
+"""The cases that are measured: those of the table, chosen to show each factor alone and the combinations that matter.
 
 A case is one setting of every factor. The default run varies one factor at a time around two bases, one that syncs
 before it acknowledges and one that does not; `everything()` is the whole product.

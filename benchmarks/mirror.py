@@ -86,7 +86,7 @@ class Pair:
         return site.outside if self._is_delayed else server.kafka
 
     def mirror(self, topic: str) -> None:
-        """Let the target follow a topic."""
+        """Start mirroring a topic to the target."""
         name = f"{MIRROR}-{topic}"
         _checked(
             CommandLine(self.target.kafka)(
@@ -224,7 +224,7 @@ def measure_copy(pair: Pair, megabytes: int) -> str:
 
 
 def measure_peer(pair: Pair, megabytes: int, folder: Path) -> str:
-    """Let MirrorMaker 2 copy a backlog of the same size between the same servers."""
+    """Copy with MirrorMaker 2 a backlog of the same size between the same servers."""
     topic = "peer"
     end = _fill(pair.source, topic, megabytes)
     properties = folder / "mm2.properties"

@@ -1,4 +1,4 @@
-"""Who is measured as a queue: a server that is started once, and a client program that puts a load on it.
+"""The queues that are measured: each is a server that is started once, and a client program that puts a load on it.
 
 Every client takes the same arguments; how many messages a worker takes at once and a publisher has unconfirmed is set
 for each as an expert would.
@@ -86,7 +86,7 @@ class QueueSubject(ABC):
 
     name: str
     durability: str
-    """What is on the disk when a publisher gets a response, and when a worker does."""
+    """The durability of a message when a publisher gets a response, and when a worker does."""
     batch = 500
     window = 1000
 
@@ -291,7 +291,7 @@ class GoSubject(QueueSubject):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where the client connects."""
+        """The address to which the client connects."""
 
     def command(self) -> Sequence[str]:
         """The program."""
@@ -321,7 +321,7 @@ class JetStream(GoSubject):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._server.kafka
 
 
@@ -367,7 +367,7 @@ class RabbitQueue(GoSubject):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._node.amqp
 
     def settings(self) -> str:
@@ -412,7 +412,7 @@ class RedisStream(GoSubject):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._server.kafka
 
     def settings(self) -> str:

@@ -46,7 +46,7 @@ def _use_one_heap() -> None:
 
 
 def touch_memory() -> None:
-    """Let the process touch the memory that it will need, before the measurements."""
+    """Touch the memory that the process will need, before the measurements."""
     _process().submit(_touch, KEPT_BYTES).result()
 
 

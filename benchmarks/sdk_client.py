@@ -38,7 +38,7 @@ WARM_MESSAGES = 2000
 
 
 class Client:
-    """What a library does for each load."""
+    """The operations of a library for each load."""
 
     value_of: Callable[[Any], bytes] = staticmethod(attrgetter("value"))
     """Reads the value of a message."""
@@ -337,7 +337,7 @@ LIBRARIES: dict[str, type[Client]] = {
 
 
 class Meter:
-    """What the process used, from now on."""
+    """The CPU time that the process uses from now on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

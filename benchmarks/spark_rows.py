@@ -46,7 +46,7 @@ class RowByRow(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """The name passed to `format(...)`."""
         return "row-by-row"
 
     def schema(self) -> str:
@@ -133,7 +133,7 @@ class Nothing(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """The name passed to `format(...)`."""
         return "nothing"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:

@@ -36,13 +36,13 @@ class Client(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name of the client in the report."""
 
     def build(self) -> Program:
         """Fetch the client and build the program, or say why that is not possible."""
 
     def arguments(self, address: str, served: str, only: str, registry: str) -> Sequence[str]:
-        """What to give the program to run its checks whose names contain `only`; `registry` may be empty."""
+        """Return the arguments for the checks whose names contain `only`; `registry` may be empty."""
 
 
 def run_builder(command: Sequence[str], *, folder: Path, offline_marks: Sequence[str]) -> None:

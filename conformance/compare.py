@@ -155,7 +155,7 @@ def flat(response: Any, path: str = "response") -> Iterator[tuple[str, Any]]:
 
 
 def _identity(value: Any) -> str:
-    """What an entry of a list is about, since the order of most lists means nothing."""
+    """Return the key of a list entry, since the order of most lists has no meaning."""
     return str(next((value[name] for name in _IDENTITY if name in value), "")) if isinstance(value, dict) else ""
 
 

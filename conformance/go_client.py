@@ -20,12 +20,12 @@ class GoClient:
 
     @cached_property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name of the client in the report."""
         found = re.search(r"/franz-go (v\S+)", (_FOLDER / "go.mod").read_text(encoding="utf-8"))
         return f"go franz-go {found[1] if found else ''}"
 
     def build(self) -> Program:
-        """Let Go fetch the client and compile the program."""
+        """Fetch the client and compile the program with Go."""
         if shutil.which("go") is None:
             raise Unavailable("Go (go) is not on the PATH")
         output = BUILT / "go"

@@ -33,11 +33,11 @@ class JavaClient:
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name of the client in the report."""
         return f"java kafka-clients {self.version}"
 
     def build(self) -> Program:
-        """Let Maven fetch the client and compile the program against it."""
+        """Fetch the client and compile the program against it with Maven."""
         return _build(f"java-{self.version}", self.version, f"-Dleft.out={'current' if self.old else 'old'}")
 
     def arguments(self, address: str, served: str, only: str, registry: str) -> Sequence[str]:
@@ -53,11 +53,11 @@ class JavaFrameworks:
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name of the client in the report."""
         return f"java connect and streams {self.version}"
 
     def build(self) -> Program:
-        """Let Maven fetch both and compile their suites; those of the client itself are left out."""
+        """Fetch both and compile their suites with Maven, without those of the client itself."""
         left_out = ("-Dleft.out=old", "-Dleft.out.too=current")
         return _build(f"frameworks-{self.version}", self.version, "-Pframeworks", *left_out)
 

@@ -618,7 +618,7 @@ def _is_passing(value: Any) -> bool:
 
 
 def _identity(value: Any) -> str:
-    """What an entry of a list is about, since the order of most lists means nothing."""
+    """Return the key of a list entry, since the order of most lists has no meaning."""
     if not isinstance(value, dict):
         return str(value)
     return " ".join(str(value[name]) for name in _IDENTITY if name in value) + json.dumps(value)
@@ -701,7 +701,7 @@ listener.name.locked.plain.sasl.jaas.config={jaas}
 
 
 def kafka_responses(folder: Path, *, only: str = "") -> Responses:
-    """What Apache Kafka returns now."""
+    """Return the responses of Apache Kafka."""
     users = " ".join(f'user_{user}="{PASSWORD}"' for user in (ADMIN, *USERS))
     jaas = f"org.apache.kafka.common.security.plain.PlainLoginModule required {users};"
     address = free_address()
@@ -711,7 +711,7 @@ def kafka_responses(folder: Path, *, only: str = "") -> Responses:
 
 
 def millstream_responses(folder: Path, users: Sequence[str] = USERS, *, only: str = "") -> Responses:
-    """What Millstream returns."""
+    """Return the responses of Millstream."""
     declare_security(folder, dict.fromkeys((ADMIN, *USERS), PASSWORD))
     settings = {"auth": "required", "super-users": ADMIN, "default-partitions": 1}
     node = EmbeddedBroker(folder, kafka="127.0.0.1:0", http="", settings=settings)

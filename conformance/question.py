@@ -97,7 +97,7 @@ def frame_of(api_key: int, version: int, values: Values) -> bytes:
 
 
 def read_plain_response(api_key: int, version: int, response: bytes | str) -> Any:
-    """What was received, as plain values."""
+    """The response, as plain values."""
     return response if isinstance(response, str) else plain(read_response(api_key, version, response))
 
 

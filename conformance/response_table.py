@@ -13,7 +13,7 @@ from benchmarks.peers.unavailable import PeerUnavailable
 
 
 class ResponseTable(NamedTuple):
-    """What is asked, where Kafka's responses are recorded, and where Millstream differs on purpose."""
+    """The requests, the file with Kafka's responses, and the intended differences of Millstream."""
 
     noun: str
     file: Path

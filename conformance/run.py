@@ -156,7 +156,7 @@ def _respond(responses: IO[str] | None) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Leave no process behind, however the run ended."""
+    """Stop all processes, however the run ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

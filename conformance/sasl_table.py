@@ -32,7 +32,7 @@ Responses = dict[str, list[str]]
 
 
 class Addresses(NamedTuple):
-    """Where to sign in: a listener whose sessions do not end, and one whose sessions do."""
+    """The listeners for sign-ins: one whose sessions do not end, and one whose sessions do."""
 
     lasting: str
     ending: str

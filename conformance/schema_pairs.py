@@ -44,7 +44,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the reader cannot read what the writer wrote; `invalid` if one of the two is no schema at all."""
+    """Return why the reader cannot read the writer's values; `invalid` if either is not a schema."""
 
     reasons: frozenset[str]
     invalid: str = ""
@@ -190,7 +190,7 @@ class AvroPairs:
 
 
 def _nodes(schema: Any) -> Iterator[tuple[Any, Any]]:
-    """Where types stand below a schema: the object or list, and the key."""
+    """Yield the positions of types below a schema: the object or list, and the key."""
     if isinstance(schema, list):
         for index, branch in enumerate(schema):
             if not isinstance(branch, str):
@@ -610,7 +610,7 @@ EXPLAINED: Mapping[tuple[str, str, str], str] = {
 
 
 def explain(side: str, reason: str, pair: Pair) -> str | None:
-    """Why one side objects and the other does not; None if that is not known."""
+    """Return why only one side rejects the pair; None if the reason is unknown."""
     if pair.type == "JSON" and '"patternProperties"' in pair.reader + pair.writer:
         return _PATTERNS
     known = ((one, why) for one, why in EXPLAINED.items() if one[:2] == (pair.type, side))

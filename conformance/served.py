@@ -1,4 +1,4 @@
-"""What a broker says it serves, asked with the plainest request there is: ApiVersions in version 0, laid by hand."""
+"""The APIs that a broker reports, requested with ApiVersions in version 0, which is encoded by hand."""
 
 from __future__ import annotations
 

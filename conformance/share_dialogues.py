@@ -69,13 +69,13 @@ class ShareGroup:
         return [response["error_code"], response["group_state"], response["assignor_name"], str(sorted(members))]
 
     def offsets(self, partitions: list[int] | None = None, topic: str | None = None) -> Any:
-        """Where the group is."""
+        """Return the offsets of the group."""
         wanted = None if partitions is None else [{"topic_name": topic or self.topic, "partitions": partitions}]
         group = {"group_id": self.name, "topics": wanted}
         return _short(self.broker.ask(Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, {"groups": [group]})["groups"][0])
 
     def move(self, offset: int, partition: int = 0, topic: str | None = None) -> Any:
-        """Have the group go on elsewhere."""
+        """Move the group to another offset."""
         place = {"partition_index": partition, "start_offset": offset}
         topics = [{"topic_name": topic or self.topic, "partitions": [place]}]
         return _short(self.broker.ask(Key.ALTER_SHARE_GROUP_OFFSETS, 0, {"group_id": self.name, "topics": topics}))

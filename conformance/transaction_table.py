@@ -355,13 +355,13 @@ RECORDED: Final = ResponseTable(
 
 
 def kafka_responses(folder: Path) -> Responses:
-    """What Apache Kafka returns now."""
+    """Return the responses of Apache Kafka."""
     with held_kafka(folder) as (broker, hold):
         return ask_all(broker, hold) | ask_rotated(broker, hold, EPOCH_MAX)
 
 
 def millstream_responses(folder: Path) -> Responses:
-    """What Millstream returns; its epochs are used up early, which spares some thirty thousand requests."""
+    """Return the responses of Millstream, whose epochs are exhausted early to save some thirty thousand requests."""
     with (
         held_millstream(folder) as (broker, hold),
         patch.object(transaction, "EPOCH_MAX", _EARLY_MAX),

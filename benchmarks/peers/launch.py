@@ -56,7 +56,7 @@ class PeerServer(Server):
         return child
 
     def __exit__(self, *exception: object) -> None:
-        """Let the server exit, so that its parent can reap it; kill it if it does not."""
+        """Wait for the server to exit, so that its parent can reap it; kill it if it does not."""
         with suppress(ServerFailed):
             if self.is_running():
                 self.stop()

@@ -156,7 +156,7 @@ class RabbitMq(Subject):
         self._stack = ExitStack()
         self._server: PeerServer
         self.amqp = ""
-        """Where it listens for AMQP."""
+        """The address at which it listens for AMQP."""
 
     @property
     def server(self) -> PeerServer:

@@ -1,7 +1,7 @@
-"""Why a peer cannot be measured here."""
+"""The error for a peer that cannot be measured here."""
 
 from __future__ import annotations
 
 
 class PeerUnavailable(Exception):
-    """What the peer needs is not on this machine and could not be fetched; the message says what."""
+    """A dependency of the peer is not installed and could not be fetched; the message names it."""

@@ -1,4 +1,4 @@
-"""What only administrators ask: features, quotas, access rules, moves of partitions, pages of topics."""
+"""Requests of administrators: features, quotas, access rules, moves of partitions, pages of topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a question is, and what all of them are about."""
+"""The type of a question, and the topics and groups that all of them use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the broker reports about itself and its topics."""
+"""Requests about the broker itself and its topics."""
 
 from __future__ import annotations
 

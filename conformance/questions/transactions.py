@@ -1,4 +1,4 @@
-"""What can be asked about transactions that are not there, or not as asked for."""
+"""Requests about transactions that do not exist, or are in another state than requested."""
 
 from __future__ import annotations
 

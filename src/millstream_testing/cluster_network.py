@@ -51,7 +51,7 @@ class Network(Protocol):
         """Return the Kafka and HTTP listeners of a node."""
 
     def bootstrap(self) -> str:
-        """Where clients find all nodes."""
+        """The addresses of all nodes for clients."""
 
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
         """Return a command line that runs a command where a node runs."""
@@ -244,7 +244,7 @@ class _NamespacedEtcd(EtcdServer):
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The address of the node for clients."""
         return f"http://{self._host}:{self.port}"
 
     def _command(self) -> list[str]:

@@ -154,7 +154,7 @@ class ConsumerHarness(GroupHarness):
                 consumer.apply_assignment()
 
     def leave(self, *leavers: Any, group_id: str = GROUP) -> Any:
-        """Let members leave: simulated consumers by their own protocol, others by the classic one."""
+        """Make members leave: simulated consumers by their own protocol, others by the classic one."""
         if leavers and isinstance(leavers[0], SimulatedConsumer):
             return [self.send(consumer.leave_request()).result() for consumer in leavers]
         return super().leave(*leavers, group_id=group_id)

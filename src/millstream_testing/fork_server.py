@@ -39,7 +39,7 @@ _FILES_MAX: Final = 16
 _FREE_DESCRIPTOR: Final = 500
 """Descriptors from here on are unused while a new process arranges its own."""
 _REPORT: Final = struct.Struct("=q")
-"""What is reported about a process: its id, and later its exit status."""
+"""The report about a process: its id, and later its exit status."""
 _IMPORTED: Final = (
     "millstream.cli.app",
     "millstream.cli.serve",
@@ -304,7 +304,7 @@ def _run(is_gateway: bool) -> int:
 
 
 def _fork_gateways(asks: socket.socket) -> None:
-    """Let this process, a server, have its gateways forked; its other children are started as usual."""
+    """Fork the gateways of this process, a server; its other children are started as usual."""
     start = asyncio.create_subprocess_exec
 
     async def start_or_fork(program: str, *arguments: str, **options: Any) -> Any:

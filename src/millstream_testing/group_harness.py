@@ -186,7 +186,7 @@ class GroupHarness:
         return self.run(lambda shard: shard.heartbeat(who))
 
     def leave(self, *leavers: LeavingMember, group_id: str = GROUP) -> list[LeaveResult]:
-        """Let members leave."""
+        """Make members leave."""
         return self.run(lambda shard: shard.leave(group_id, leavers)).result()
 
     def commit(

@@ -715,7 +715,7 @@ class World:
         return cuts
 
     async def _reverse(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
-        """Let the first site follow, as `adopt` does; wait until both are equal."""
+        """Make the first site follow, as `adopt` does; wait until both are equal."""
         first.set_mirror(MIRROR)
         mirrors = first.service.mirrors
         await mirrors.create(MIRROR, {"from": "second:1"}, is_enabled=False)

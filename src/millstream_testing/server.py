@@ -228,7 +228,7 @@ def _read_some(output: IO[bytes]) -> bytes:
 
 
 def _reap(process: subprocess.Popen[bytes] | ForkedProcess, watcher: subprocess.Popen[bytes], write: int) -> None:
-    """Let the watcher kill the whole group, then collect both."""
+    """Have the watcher kill the whole group, then collect both."""
     os.close(write)
     watcher.wait(STOP_S_MAX)
     process.wait(STOP_S_MAX)

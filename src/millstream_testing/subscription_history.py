@@ -1,4 +1,4 @@
-"""What the workers of a subscription saw, merged from their journals.
+"""The history of a subscription's workers, merged from their journals.
 
 Times are those of one machine, in milliseconds. A message was leased at some time between the worker's request and its
 response. Millstream's own client also gets the deadline of the lease, which gives the exact time unless clocks are

@@ -24,7 +24,7 @@ BATCH_MAX: Final = 20
 """The maximum number of messages in a batch."""
 
 Behaviour = str
-"""What a worker does with a message."""
+"""An action of a worker on a message."""
 
 BEHAVIOURS: Final[dict[Behaviour, int]] = {
     "accept": 60,

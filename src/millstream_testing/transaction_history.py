@@ -1,4 +1,4 @@
-"""What programs did in transactions and what readers saw of it; `transaction_check.py` checks it.
+"""The history of transactions: the actions of programs and the reads of readers. `transaction_check.py` checks it.
 
 history = TransactionHistory()
 history.add(TransactionBegun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40)], at=...))

@@ -73,7 +73,7 @@ def _worker(task: Task) -> Worker:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the trial ends, even while it is stopped."""
+    """Make the kernel kill this process when the trial ends, even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -92,7 +92,7 @@ class TrialNode(Server):
         self.is_paused = False
 
     def dump_stacks(self) -> None:
-        """Let it write the stacks of its threads to its log."""
+        """Make it write the stacks of its threads to its log."""
         os.kill(self.pid, signal.SIGUSR2)
 
     def step_clock(self, off_ms: int) -> None:
@@ -114,7 +114,7 @@ class Disk:
         subprocess.run(["umount", "--lazy", str(self._folder)], check=False, capture_output=True)
 
     def fill(self) -> None:
-        """Leave no room beyond what is used. The size of the file system shrinks, so this costs no memory."""
+        """Fill the disk. The size of the file system shrinks, so this costs no memory."""
         found = os.statvfs(self._folder)
         used = (found.f_blocks - found.f_bfree) * found.f_frsize
         self._mount(f"remount,size={used + _LEFT_BYTES}")

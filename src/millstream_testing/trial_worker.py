@@ -122,7 +122,7 @@ class TrialWorker:
         self.current.resume()
 
     def stop(self) -> None:
-        """Let the newest process end between two transactions."""
+        """Stop the newest process between two transactions."""
         self.current.process.terminate()
 
     def restart_if_ended(self) -> None:

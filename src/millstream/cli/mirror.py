@@ -333,7 +333,9 @@ def reverse(
 
     The --source options say how it signs in here.
     """
-    confirm(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
+    confirm(
+        f"Make the old source of mirror {name} follow this cluster, and drop the records that only it has?", unless=yes
+    )
     request = _reversal(name, address, save_to, access, common.timeout)
     report = _call_mirrors(common, lambda mirrors: mirrors.reverse(request))
     removed = [_removed_document(one) for one in report.removed]

@@ -55,7 +55,7 @@ class Machine(Protocol):
         """Set its wall clock."""
 
     def fail_disk(self) -> None:
-        """Let the next sync of a segment fail."""
+        """Make the next sync of a segment fail."""
 
 
 class FaultTarget(Protocol):

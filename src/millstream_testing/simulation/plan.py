@@ -1,4 +1,4 @@
-"""What a seed determines before the simulation starts: the size of the cluster, its topics and its clients."""
+"""The parameters of a simulation, which its seed determines: the size of the cluster, its topics and its clients."""
 
 from __future__ import annotations
 

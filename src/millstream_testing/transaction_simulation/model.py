@@ -27,14 +27,14 @@ class ModelTransaction:
     instance: int
     batch: Batch | None = None
     written: dict[str, TopicPartition] = field(default_factory=dict)
-    """What was acknowledged: values and their positions."""
+    """The acknowledged values and their positions."""
     offsets_acknowledged: bool = False
     """Whether it committed an offset of its group, which is its number."""
     commit_sent: bool = False
     committed: bool = False
     """Whether that was acknowledged to its client."""
     abort_reason: str | None = None
-    """Why it must never become visible, if known."""
+    """The reason why it must never become visible, if known."""
     outcomes: dict[TopicPartition, bool] = field(default_factory=dict)
     """By partition: the outcome according to its marker."""
     visible: dict[str, int] = field(default_factory=dict)

@@ -108,7 +108,7 @@ class TransactionNode(SimulatedNode):
         return TransactionNodeProcess(self, process)
 
     async def respond_elsewhere(self, node_id: NodeId, request: Any) -> Any:
-        """Let another node respond to a message."""
+        """Send a message to another node, and return its response."""
         return await cast("TransactionNode", self.environment.node(node_id)).serving().respond(request)
 
     def serving(self) -> TransactionNodeProcess:

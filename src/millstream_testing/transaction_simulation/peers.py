@@ -21,7 +21,7 @@ from millstream_testing.simulation.links import node_name
 from millstream_testing.simulation.network import LinkDown, Network
 
 Respond = Callable[[NodeId, Any], Awaitable[Any]]
-"""Lets a node respond to a message."""
+"""Delivers a message to a node, and returns its response."""
 
 
 class SimulatedPeers:

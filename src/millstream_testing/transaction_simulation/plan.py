@@ -1,4 +1,4 @@
-"""What a seed determines before a simulation of transactions starts."""
+"""The parameters of a simulation of transactions, which its seed determines."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Let every producer end its current transaction and stop."""
+        """Stop every producer after its current transaction."""
         self._stopping.set()
         for producer, process, _ in self._running:
             producer.stop()

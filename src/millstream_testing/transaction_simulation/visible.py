@@ -1,4 +1,4 @@
-"""What `read_committed` consumers see of a partition, derived from its batches alone."""
+"""The view of `read_committed` consumers of a partition, derived from its batches alone."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ class MirrorFence(_MirrorApi[FenceRequest, Response]):
 
 
 class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
-    """Lets the old source of a mirror follow this cluster, after a failover.
+    """Makes the old source of a mirror follow this cluster, after a failover.
 
     The old source declares a mirror of the same name, drops what only it has, and copies the difference; this cluster
     deletes its own. The user that the mirror signs in as there needs ALTER on the old source.

@@ -63,7 +63,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
 
 
 class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
-    """Lets the controller carry out a plan, or changes the speed of a running one."""
+    """Applies a plan, or changes the throttle of a running one."""
 
     changes = _plan_changed(UPDATE)
 
@@ -99,7 +99,7 @@ class PlanDescribe(_PlanApi[DescribePlanRequest, PlanResponse]):
 
 
 class NodeUndrain(_PlanApi[UndrainRequest, Response]):
-    """Lets a drained node get leaders and replicas again."""
+    """Undrains a node, so that it may get leaders and replicas again."""
 
     async def handle(self, request: UndrainRequest) -> Response:
         await self.plans.undrain(NodeId(request.node))

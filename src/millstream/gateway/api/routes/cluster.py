@@ -202,7 +202,7 @@ ROUTES: Final = (
     Route(
         "POST",
         "/cluster/undrain",
-        "Let a drained node get leaders and replicas again",
+        "Undrain a node, so that it may get leaders and replicas again",
         undrain_node,
         DrainedNode,
         body=DrainedNode,
