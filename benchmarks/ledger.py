@@ -142,7 +142,7 @@ async def _deliver(client: Client, name: str, count: int, at_once: int, *, ledge
 
 
 async def landing(server: Server, folder: str, messages: int) -> None:
-    """Deliver with a ledger, and measure what landing its events costs."""
+    """Deliver with a ledger, and measure the cost of landing its events."""
     async with Client.connect(server.kafka) as client:
         for way, at_once, count in (("in ranges", _BATCH, messages), ("one by one", 1, messages // 10)):
             await _deliver(client, f"landing-{way[:2]}", count, at_once, ledger=True)

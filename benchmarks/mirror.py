@@ -307,7 +307,7 @@ def _cost(name: str, used: dict[str, float], megabytes: float, took_s: float) ->
 
 
 def measure_failback(pair: Pair) -> str:
-    """Fail over, let both sides write 1 MB, and reverse; return what that took."""
+    """Fail over, write 1 MB on both sides, and reverse; return the durations."""
     name = f"{MIRROR}-backlog"
     began = time.monotonic()
     report = _checked(CommandLine(pair.target.kafka)("mirror", "failover", name, "--json", "--yes")).document

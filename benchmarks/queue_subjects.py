@@ -62,7 +62,7 @@ class QueueCase(NamedTuple):
 
 
 class QueueFailed(Exception):
-    """A client did not do what it should; the message has the end of what it said."""
+    """A client failed; the message has the end of its output."""
 
 
 def go_clients() -> Path:
@@ -183,7 +183,7 @@ class QueueSubject(ABC):
 
 
 class Millstream:
-    """One server for all of its clients; who comes first starts it."""
+    """One server for all of its clients; the first one starts it."""
 
     def __init__(self) -> None:
         self.server: Server | None = None

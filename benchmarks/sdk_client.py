@@ -438,7 +438,7 @@ async def batches(client: Client, size: int, seconds: float, messages: int) -> d
 
 
 async def rate(client: Client, size: int, seconds: float, per_s: int) -> dict[str, float]:
-    """Latencies under a load that all can bear."""
+    """Latencies under a load that every server can handle."""
     published: list[float] = []
     received: list[float] = []
     filling = b"x" * max(0, size - STAMP.size)
@@ -486,7 +486,7 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run one load and print what came of it."""
+    """Run one load and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("load", choices=["each", "many", "subscribe", "batches", "rate"])

@@ -1,4 +1,4 @@
-"""A client's program: how it is built, how it is run, and what it takes to do so."""
+"""A client's program: how it is built and run, and the tools that this needs."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
 
 
 def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> bool:
-    """Ask both; say what differs."""
+    """Send the requests to both, and report the differences."""
     same = accepted = different = 0
     for name, ask in asked():
         if only not in name:
@@ -141,7 +141,7 @@ def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> bool:
 
 
 def flat(response: Any, path: str = "response") -> Iterator[tuple[str, Any]]:
-    """Every value of a response with its path, less what differs between any two brokers."""
+    """Every value of a response with its path, without the fields that differ between any two brokers."""
     if isinstance(response, dict):
         for name, value in response.items():
             if name not in _IGNORED:

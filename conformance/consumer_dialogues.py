@@ -82,7 +82,7 @@ class Consumer:
         return self.beat(**{**fields, **self.more, **more})
 
     def beat(self, **more: Any) -> Any:
-        """A heartbeat; what it returns, with the number of partitions that it gives."""
+        """Send a heartbeat; return its response, with the number of assigned partitions."""
         values = {"group_id": self.group.name, "member_id": self.member, "member_epoch": self.epoch, **more}
         response = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {"topic_partitions": None, **values})
         if response["error_code"] == "none":
@@ -111,7 +111,7 @@ def _count(partitions: list[Any]) -> int:
 
 
 def consumer_life(broker: Broker) -> Any:
-    """Consumer group: a member joins, lives, is described and leaves."""
+    """Consumer group: a member joins, sends heartbeats, is described and leaves."""
     group = Group(broker, "life", life=3)
     member = Consumer(group, "m")
     steps = [member.join(), member.report(), member.beat(), member.report_owned(), *group.described()]
@@ -124,7 +124,7 @@ def consumer_life(broker: Broker) -> Any:
 
 
 def consumer_share(broker: Broker) -> Any:
-    """Consumer group: a second member gets what the first has given up."""
+    """Consumer group: a second member gets the partitions that the first has revoked."""
     group = Group(broker, "share", share=4)
     first, second = Consumer(group, "m1"), Consumer(group, "m2")
     steps = [first.join(), first.report(), second.join(), second.beat(), first.beat(), first.beat(), second.beat()]
@@ -145,7 +145,7 @@ def consumer_epochs(broker: Broker) -> Any:
 
 
 def consumer_static(broker: Broker) -> Any:
-    """Consumer group: a static member goes for a while, and its next process comes."""
+    """Consumer group: a static member leaves temporarily, and its next process joins."""
     group = Group(broker, "static", static=2)
     first, second = Consumer(group, "m1", instance_id="one"), Consumer(group, "m2", instance_id="one")
     steps = [first.join(), first.report(), second.join(), second.leave(), first.leave(-2), *group.described()]
@@ -258,7 +258,7 @@ def consumer_converts(broker: Broker) -> Any:
 
 
 def consumer_refused_takeover(broker: Broker) -> Any:
-    """Consumer group: a classic group of another kind stays what it is."""
+    """Consumer group: a classic group of another protocol type is not converted."""
     group = Group(broker, "refused")
     old, new = Member(broker, group.name), Consumer(group, "new", TOPIC)
     return [old.join(kind="connect"), old.sync(), new.join(), old.beat(), old.leave()]

@@ -44,7 +44,7 @@ def _producer_id(broker: Broker) -> int:
 
 
 def sequences(broker: Broker) -> Any:
-    """Idempotent producer: repeats, gaps, and repeats of what is long ago."""
+    """Idempotent producer: repeated batches, gaps, and repetitions of much older batches."""
     topic, producer = _fresh_topic(broker), (_producer_id(broker), 0)
     steps = [0, 0, 1, 1, 0, 3, 2, 3, 4, 5, 6, 1, 0, 6, 7]
     return [_write(broker, topic, producer, sequence) for sequence in steps]
@@ -74,7 +74,7 @@ class Member:
         self.generation = -1
 
     def join(self, version: int = 7, protocol: str = "range", kind: str = "consumer") -> Any:
-        """Join, and join again where the broker first gives out an id."""
+        """Join, and join again if the broker first assigns an id."""
         response = self._join(version, protocol, kind)
         if response["error_code"] == "member_id_required":
             self.id = response["member_id"]
@@ -123,7 +123,7 @@ class Member:
 
 
 def life(broker: Broker) -> Any:
-    """Group: join, sync, beat, commit, leave."""
+    """Group: join, sync, send heartbeats, commit, leave."""
     member = Member(broker, "dialogue-life")
     steps: list[Any] = [member.join(), member.sync(), member.beat(), member.commit(), member.leave(), member.beat()]
     return [*steps, broker.ask(Key.DESCRIBE_GROUPS, 5, {"groups": ["dialogue-life"]})]
@@ -158,7 +158,7 @@ def other_protocol(broker: Broker) -> Any:
 
 
 def static(broker: Broker) -> Any:
-    """Group: a static member comes back, the one before it is fenced."""
+    """Group: a static member returns, and its predecessor is fenced."""
     first = Member(broker, "dialogue-static", "one")
     steps: list[Any] = [first.join(), first.sync()]
     back = Member(broker, "dialogue-static", "one")
@@ -200,7 +200,7 @@ def _filled_topic(broker: Broker) -> str:
 
 
 def fetch_turns(broker: Broker) -> Any:
-    """Fetch: partitions of a session take turns under a limit on bytes."""
+    """Fetch: the partitions of a session take turns within a limit on bytes."""
     name = _filled_topic(broker)
     steps: list[str] = []
     partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": 1 << 20} for index in range(4)]

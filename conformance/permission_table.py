@@ -84,7 +84,7 @@ USERS: Final = tuple(rules())
 
 
 class SignedIn(Broker):
-    """A broker that is asked by one user over one connection, which is opened again when it was closed."""
+    """A broker that gets the requests of one user over one connection, which is reopened when it was closed."""
 
     def __init__(self, address: str, user: str) -> None:
         super().__init__(address)
@@ -525,7 +525,7 @@ def ask_all(address: str, users: Sequence[str] = USERS, *, only: str = "") -> Re
 
 
 def _ask(asked: Question, brokers: Mapping[str, SignedIn], ids: Mapping[str, UUID]) -> dict[str, str]:
-    """Ask as each user; what is the same for several is written and read once."""
+    """Send the requests as each user; responses that several users share are stored once."""
     is_own = any(mark in repr(asked.values) for mark in ("{user}", "{member}"))
     shown: dict[tuple[bytes | str, str], str] = {}
     responses = {}
@@ -577,7 +577,7 @@ _IDENTITY: Final = ("name", "topic", "topic_name", "group_id", "key", "transacti
 
 
 def _shown(response: Any, user: str) -> str:
-    """A response in one line, less what differs between any two brokers."""
+    """A response in one line, without the fields that differ between any two brokers."""
     return json.dumps(_reduced(_without_user(response, user)), separators=(",", ":"))
 
 
@@ -610,7 +610,7 @@ def _presence(value: Any) -> str:
 
 
 def _is_passing(value: Any) -> bool:
-    """Whether an entry comes and goes with what other users ask, or is one of the broker's own."""
+    """Whether an entry depends on the requests of other users, or is internal to the broker."""
     if not isinstance(value, dict):
         return False
     name = next((value[key] for key in _IDENTITY if value.get(key)), "")

@@ -67,7 +67,7 @@ class Broker:
 
 
 class KeptConnection(Broker):
-    """A broker that is asked over one connection, by questions that do not spoil it."""
+    """A broker that gets requests over one connection, none of which closes it."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)

@@ -58,7 +58,7 @@ class Tally:
     skipped: int = 0
 
     def count(self, line: str) -> str:
-        """Take note of a line of a client's report, and return it."""
+        """Record a line of a client's report, and return it."""
         verdict = next((verdict for verdict in _VERDICTS if line.startswith(f"  {verdict} ")), None)
         if verdict is not None:
             name = verdict.lower().replace(" ", "_")
@@ -66,7 +66,7 @@ class Tally:
         return line
 
     def report(self, verdict: str, what: str) -> None:
-        """Print a verdict of the driver's own and take note of it."""
+        """Print a verdict of the driver itself, and record it."""
         self.skipped += verdict == "skipped"
         self.count(_say(f"  {verdict:<11} {what}"))
 
@@ -81,7 +81,7 @@ def _say(line: str) -> str:
 
 
 def broker(subject: str, data: Path) -> Server:
-    """The broker to try: our own, or Apache Kafka itself, which shows whether the checks ask for the right thing."""
+    """The broker under test: Millstream, or Apache Kafka itself, which validates the checks."""
     return kafka(data, "os", partitions=1) if subject == "kafka" else Server(data, settings=SETTINGS)
 
 
@@ -114,7 +114,7 @@ def try_client(client: Client, tally: Tally, *, subject: str, only: str) -> None
 def run_program(
     program: Program, client: Client, server: Server, tally: Tally, *, only: str, registry: str = ""
 ) -> None:
-    """Run the checks, pass their lines on, and do to the broker what they ask for."""
+    """Run the checks, print their lines, and restart or kill the broker when they request it."""
     served, failed_before = describe_served(ask_served(server.kafka)), tally.failed
     command = [*program.command, *client.arguments(server.kafka, served, only, registry)]
     process = subprocess.Popen(

@@ -124,7 +124,7 @@ ACCEPTED: Final[Mapping[str, str]] = {
     "again: unknown mechanism": _REFUSED,
     "again: bare token": _REFUSED,
 }
-"""By dialogue: why it goes another way, on purpose."""
+"""The reasons for intended differences, by dialogue."""
 
 
 def ask_all(addresses: Addresses) -> Responses:

@@ -132,7 +132,7 @@ class AvroPairs:
         return f"{letter}{self._named}"
 
     def change(self, schema: Any) -> Any:
-        """Change one thing somewhere in the schema."""
+        """Change one element of the schema."""
         nodes = list(_nodes(schema))
         holder, key = self._random.choice(nodes) if nodes else (None, None)
         if holder is None:
@@ -415,7 +415,7 @@ class ProtobufPairs:
         return _Field(name, number, random.choice(_SCALARS), label, oneof)
 
     def change(self, schema: Any) -> Any:
-        """Change one thing of the file."""
+        """Change one element of the file."""
         random = self._random
         fields = schema["A"] if random.random() < 0.8 else schema["B"]
         chosen = random.choice(fields) if fields else None

@@ -30,7 +30,7 @@ _LOGINS: Final = "org.apache.kafka.common.security"
 
 Say = Callable[[str], str]
 Report = Callable[[str, str], None]
-"""Takes a verdict and what it is about."""
+"""Takes a verdict and its subject."""
 
 
 def ways(locked: Locked, folder: Path) -> Sequence[Path]:
@@ -85,7 +85,7 @@ def _write(file: Path, settings: Mapping[str, str]) -> Path:
 
 
 def try_secured(report: Report, say: Say) -> None:
-    """Run every client and tool on a locked broker of their own; what cannot be fetched here is skipped."""
+    """Run every client and tool on a separate locked broker; skip those that cannot be fetched."""
     say("a locked broker")
     with tempfile.TemporaryDirectory(prefix="millstream-conformance-") as name:
         folder = Path(name)
@@ -171,7 +171,7 @@ def _run_tool(command: Sequence[str]) -> str:
 
 
 def _send_as_carol(locked: Locked) -> str:
-    """Produce one message; what the broker says against it."""
+    """Produce one message; return the broker's error."""
     errors: list[str] = []
     producer = Producer(
         {

@@ -201,7 +201,7 @@ def _short(response: Any) -> str:
 
 
 def share_life(broker: Broker) -> Any:
-    """Share group: a member joins, lives, leaves, and what is refused."""
+    """Share group: a member joins, sends heartbeats and leaves; refused requests."""
     group = ShareGroup(broker, "life")
     one, stranger = Sharer(group, broker), Sharer(group, broker)
     steps: list[Any] = [group.described(), one.beat(member_epoch=-1), one.beat(member_epoch=3)]
@@ -234,7 +234,7 @@ def share_sessions(broker: Broker) -> Any:
 
 
 def share_session_renewed(broker: Broker) -> Any:
-    """Share session: opened again, what was acquired stays the member's."""
+    """Share session: when it is reopened, the member keeps its acquired messages."""
     group = ShareGroup(broker, "renewed")
     with Line(broker) as line:
         one = Sharer(group, line)
@@ -246,7 +246,7 @@ def share_session_renewed(broker: Broker) -> Any:
 
 
 def share_connection_ends(broker: Broker) -> Any:
-    """Share session: ends with its connection, and others get what the member had."""
+    """Share session: it ends with its connection, and others get the messages of the member."""
     group = ShareGroup(broker, "disconnect")
     with Line(broker) as line:
         two = Sharer(group, line)
@@ -358,7 +358,7 @@ def share_offsets(broker: Broker) -> Any:
 
 
 def share_beside_others(broker: Broker) -> Any:
-    """Share group: what other requests say about its id, and it about those of others."""
+    """Share group: other requests with its id, and its requests with ids of other groups."""
     group = ShareGroup(broker, "others")
     one = Sharer(group, broker)
     one.join()

@@ -216,7 +216,7 @@ ACCEPTED: Final = {
 
 
 def ask_all(broker: Broker, hold: Hold) -> Responses:
-    """Every pair; an id that a request has left as it was is asked again."""
+    """Run every pair; an id that a request has not changed is used again."""
     broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(TABLE, 2)]})
     responses: Responses = {}
     for state in STATES:

@@ -454,7 +454,7 @@ class Chaos:
         self.findings: list[str] = []
 
     async def prepare(self) -> None:
-        """Create data to fetch, and let the broker load what it loads on first use."""
+        """Create data to fetch, and make the broker load the modules of its first use."""
         await create_topics(self._server)
         subscription = {"name": FLOODED, "topics": [FLOODED], "start": "start"}
         (await self._http.post(f"http://{self._server.http}/v1/subscriptions", json=subscription)).raise_for_status()

@@ -27,7 +27,7 @@ from benchmarks.throughput import flow
 RECEIVE_BYTES = 96 * 1024
 BUFFER_BYTES = 1 << 20
 MARK = b"~mark~"
-"""Stands at the start of each message and nowhere else, so that messages can be counted in any stream of bytes."""
+"""Starts each message and occurs nowhere else, so that messages can be counted in any stream of bytes."""
 _TIMEOUT_S = 60.0
 _FILL_S, _FILL_S_MAX = 0.5, 2.0
 # These clients receive nothing before they are asked to count it, so that a part of what others read is enough.

@@ -18,7 +18,7 @@ TOPIC: Final = "fixture"
 COMPACTED: Final = "compacted"
 """One partition of a compacted topic."""
 RECENT: Final = "recent"
-"""One partition that takes only records of the last hour."""
+"""One partition that accepts only records of the last hour."""
 COMPACTED_RECENT: Final = "compacted-recent"
 """Both."""
 WRITTEN: Final = "written"
@@ -34,7 +34,7 @@ _READY_S_MAX = 30.0
 
 
 class Key(IntEnum):
-    """The APIs that are asked."""
+    """The APIs that get requests."""
 
     PRODUCE = 0
     FETCH = 1
@@ -98,7 +98,7 @@ class Key(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request and what it is about."""
+    """A request and its subject."""
 
     name: str
     key: Key
@@ -141,7 +141,7 @@ def new_topic(name: str, partitions: int = 1, replication: int = 1, **more: Any)
 
 
 def lay_fixtures(broker: Broker) -> None:
-    """Make what the questions are about, and wait until the broker responds to all of them."""
+    """Create the topics and groups of the questions, and wait until the broker serves them."""
     compacted = {"name": "cleanup.policy", "value": "compact"}
     recent = {"name": "message.timestamp.before.max.ms", "value": "3600000"}
     topics = [

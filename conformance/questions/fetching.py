@@ -11,7 +11,7 @@ _LATEST, _EARLIEST = -1, -2
 
 
 def _fetch(about: str, version: int = 11, *, of: dict[str, Any] | None = None, **more: Any) -> Question:
-    """`of` changes what is said of the one partition that is asked for."""
+    """`of` changes the fields of the one partition in the request."""
     topic = {"topic_id": UNKNOWN_ID} if version >= _BY_ID else {"topic": more.pop("topic", TOPIC)}
     partition = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1 << 20, **(of or {})}
     limits = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1 << 20}

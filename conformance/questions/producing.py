@@ -28,7 +28,7 @@ _NOW_MS = int(time.time() * 1000)
 
 
 def _patched(position: int, layout: str, value: int) -> bytes:
-    """A batch with one field overwritten and its checksum made right again."""
+    """A batch with one field overwritten and a correct checksum."""
     data = bytearray(batch(2))
     struct.pack_into(layout, data, position, value)
     struct.pack_into(">I", data, _CRC_AT, crc32c(bytes(data[_ATTRIBUTES_AT:])))
