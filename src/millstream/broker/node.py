@@ -648,7 +648,7 @@ class Broker:
         )
 
     def health(self) -> Mapping[str, Any] | None:
-        """Return what health checks need to know, once the APIs are loaded."""
+        """Return the state for health checks, once the APIs are loaded."""
         return None if self._served is None else self._served.node_status.health()
 
     # -- addresses ------------------------------------------------------------------------------------------

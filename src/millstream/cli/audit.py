@@ -135,7 +135,7 @@ def _run(
 
 
 def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[str, Finding]]]:
-    """Return how many receipts were checked, and what was found, with the files."""
+    """Return the number of receipts that were checked, and the findings, with the files."""
     checked = 0
     findings: list[tuple[str, Finding]] = []
     for file in files:

@@ -532,7 +532,7 @@ class Story:
         self._account.check(not await self._letters(), "no letter is left", "there are letters")
 
     async def _trace(self) -> None:
-        """Show what happened to the poison message in every subscription."""
+        """Show the history of the poison message in every subscription."""
         receipt = self._placed[self._poison_order]
         place = Position(TOPIC, receipt.partition, receipt.offset)
         self._account.step(f"What happened to order {self._poison_order}?")

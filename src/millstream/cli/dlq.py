@@ -157,7 +157,7 @@ def redrive(
 
 
 def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
-    """Report what a redrive would do."""
+    """Report the effect of a redrive."""
     outcome = _run_preview(name, filter_, limit, to_topic, common)
     refused_count = sum(outcome.refused.values())
     if to_topic is not None:

@@ -99,7 +99,7 @@ def delete(
     rule: Annotated[list[str], typer.Argument(help="The names of the rules.", show_default=False)],
     common: Common = COMMON,
 ) -> None:
-    """Delete rules; what they have routed stays."""
+    """Delete rules; messages that they have routed stay."""
     remaining = call_pipelines(common, lambda pipelines: pipelines.change_rules(name, deleted=rule)).rules
     text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {remaining:,} left."
     print_result({"pipeline": name, "deleted": len(rule), "rules": remaining}, text, as_json=common.as_json)

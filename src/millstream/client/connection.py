@@ -322,7 +322,7 @@ def connect(
 
 
 def _completed(access: AccessOptions, profile: Profile) -> AccessOptions:
-    """Return the options with what the profile adds; an identity is taken as a whole, from one of them."""
+    """Return the options completed by the profile; an identity comes as a whole from one of the two."""
     merged = access.copy()
     if "tls" not in access and (context := profile.tls_context()) is not None:
         merged["tls"] = context
@@ -569,7 +569,7 @@ class Connection:
         return receipts
 
     def _keep(self, records: Sequence[NewRecord], outcomes: Sequence[object]) -> None:
-        """Record what was acknowledged; other messages of the same call may have failed."""
+        """Record the acknowledged messages; others of the same call may have failed."""
         if self._book is None:
             return
         stored = [

@@ -229,7 +229,7 @@ class HandledTable:
         }
 
     def _write(self, connection: Connection, before: dict[str, Row | None], after: dict[str, Row | None]) -> None:
-        """Write what differs, in the order of the ids, so that two workers cannot deadlock."""
+        """Write the changed rows in the order of their ids, so that two workers cannot deadlock."""
         new: list[dict[str, Any]] = []
         for message_id, row in sorted(after.items()):
             was = before.get(message_id)

@@ -81,7 +81,7 @@ class NodeSender:
                 self._turn = self._loop.call_soon(self._pump)
 
     def send_now(self) -> None:
-        """Send what waits, without lingering."""
+        """Send the waiting batches, without lingering."""
         if self._turn is not None:
             self._turn.cancel()
         self._pump()

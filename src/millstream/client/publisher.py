@@ -285,7 +285,7 @@ class Publisher:
     # -- the end --------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Send what waits and return when everything published so far is acknowledged or has failed."""
+        """Send waiting messages, and return when everything published so far is acknowledged or has failed."""
         waiting: list[asyncio.Future[None]] = []
         for route in self._topics.values():
             for queue in route.queues:

@@ -188,7 +188,7 @@ class FailureLog:
 
 
 def _kind(error: BaseException) -> object:
-    """Return what failures have in common: the type of the error, and where it was raised."""
+    """Return the key that groups failures: the type of the error, and the line that raised it."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

@@ -208,7 +208,7 @@ class AclFilter:
 
 
 def role_operations(role: str, kind: ResourceType) -> tuple[Operation, ...]:
-    """Return what a role may do with a type of resource; raise `InvalidRequest` if it has no rights on it."""
+    """Return the operations of a role on a type of resource; raise `InvalidRequest` if it has none."""
     if role not in ROLES:
         raise InvalidRequest(f"there is no role {role!r}; the roles are {', '.join(ROLES)}")
     if kind not in ROLES[role]:

@@ -24,7 +24,7 @@ _ORDERS: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "les
 
 
 def plain_problem(error: Exception, *, is_text: bool = False) -> str:
-    """Return what is wrong and in which field; `is_text` if every value was given as text, as in a query string."""
+    """Return the problem and its field; `is_text` if every value was given as text, as in a query string."""
     match = _PLACE.fullmatch(str(error))
     if match is None:
         return str(error)

@@ -290,7 +290,7 @@ def _adapted(raw: Sequence[sqlglot.Token]) -> Iterator[sqlglot.Token]:
 
 
 def _endless(tree: exp.Query) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Yield the operations that need all rows at once, with what to use instead and the names that they read."""
+    """Yield the operations that need all rows at once, with the alternatives and the names that they read."""
     from sqlglot import exp
 
     kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}

@@ -306,7 +306,7 @@ class Subscription:
         return SubscriptionSettings.from_strings(self.overrides)
 
     def shown_overrides(self) -> dict[str, str]:
-        """Return what its owner set, without secrets."""
+        """Return the settings that its owner made, without secrets."""
         return {**without_secrets(self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
 
 
@@ -375,7 +375,7 @@ def check_subscription_name(name: str) -> None:
 
 
 def settings_of_new(overrides: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
-    """Return what is written into a new subscription: the owner's settings and the defaults that lose no message."""
+    """Return the stored settings of a new subscription: the owner's, and defaults that lose no message."""
     settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **overrides}
     # If only one bound of the backoff is given, the other one adapts.
     declared = SubscriptionSettings.declared()

@@ -634,7 +634,7 @@ class Catalog:
             return update_run(connection, before, after)
 
     def schema_changes(self, since: int) -> SchemaChanges:
-        """Return what the schema registry stored after a change."""
+        """Return the rows that the schema registry stored after a change."""
         with self._read() as connection:
             return read_schema_changes(connection, since)
 
@@ -666,7 +666,7 @@ class Catalog:
         store: Callable[[Connection, N, N], None],
         change: Callable[[N], N],
     ) -> N:
-        """Store what `change` computes from the current declaration, with its secrets sealed; `hold` locks it."""
+        """Apply `change` to the current declaration, and store the result with its secrets sealed; `hold` locks it."""
         with self._change() as connection:
             stored = hold(connection)
             before = self._sealing.open_all(stored)
@@ -732,7 +732,7 @@ def _parse_entity(text: str) -> QuotaEntity:
 
 
 def _disown_deleted(connection: Connection, change: SecurityChange) -> None:
-    """Delete the tokens of users that no longer have a password, and mark what they own."""
+    """Delete the tokens of users that no longer have a password, and mark the items that they own."""
     for user in sorted({user for user, _ in change.delete_credentials}):
         if connection.execute(select(scram_credentials).where(scram_credentials.c.user == user)).first() is None:
             owner = user_principal(user)

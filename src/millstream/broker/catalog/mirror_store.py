@@ -52,7 +52,7 @@ def require_mirror(connection: Connection, name: str) -> None:
 
 
 def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
-    """Return what was seen at a source, by kind; from now on, only this owner may change it.
+    """Return the sightings at a source, by kind; from now on, only this owner may change them.
 
     Sightings at another cluster are discarded.
     """
@@ -70,7 +70,7 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
 
 
 def store_sightings(connection: Connection, change: SightingChange) -> None:
-    """Store what was seen; raise `NotCoordinator` if another node has made a claim since."""
+    """Store sightings; raise `NotCoordinator` if another node has claimed them since."""
     if _lock_row(connection, change.mirror_id).sightings_owner != change.owner:
         raise NotCoordinator("another node copies the schemas and access rules of this mirror")
     key = {"mirror_id": str(change.mirror_id), "kind": change.kind}

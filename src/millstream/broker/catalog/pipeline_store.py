@@ -63,7 +63,7 @@ def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
 
 
 def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
-    """Store what has changed; of the rules only those that differ."""
+    """Store the changed columns, and the rules that differ."""
     here = pipelines.c.pipeline_id == str(before.pipeline_id)
     connection.execute(update(pipelines).where(here).values(row_of(after)))
     old, new = set(before.rules), set(after.rules)

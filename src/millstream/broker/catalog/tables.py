@@ -302,7 +302,7 @@ def row_of(declared: Any) -> dict[str, Any]:
 
 
 def declared_of(kind: type[T], row: Any) -> T:
-    """Return what a row declares; columns that are not fields are ignored."""
+    """Return the declaration in a row; columns that are not fields are ignored."""
     values = {str(name): value for name, value in row._mapping.items()}
     if "owner_has_password" in values:
         values["owner"] = {"principal": values["owner"], "has_password": values["owner_has_password"]}

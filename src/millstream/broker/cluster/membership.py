@@ -55,7 +55,7 @@ class Node:
 
     @property
     def failure_domain(self) -> NodeId:
-        """Return what fails together with this node: two replicas of a partition never share it."""
+        """Return the failure domain of this node; two replicas of a partition are never in the same one."""
         return self.node_id if self.machine is None else self.machine
 
     def reached_at(self, listener: str) -> Node:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def topic_metrics(topics: Topics, now_ms: int) -> Iterable[Metric]:
-    """Return what is stored and the traffic, by topic and by partition."""
+    """Return the stored bytes and the traffic, by topic and by partition."""
     yield gauge("millstream_topics", "Topics.", len(topics.all()))
     yield gauge("millstream_partitions", "Partitions that this node hosts.", sum(1 for _ in topics.hosted()))
     totals = (

@@ -188,7 +188,7 @@ class Retention(Protocol):
     """Decides which part of a rewritten log is kept for its readers."""
 
     def keep_from(self, state: Any, partition: Any, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
-        """Return from which offset on the log is kept, at most `rewritten`, and records that say what is not."""
+        """Return the offset from which the log is kept, at most `rewritten`, and records about the deleted part."""
 
 
 class Rewrite:
@@ -493,7 +493,7 @@ class Shard(Generic[S]):
             await future
 
     def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
-        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
+        """Return the offset from which the log is kept after a rewrite, and records about the deleted part."""
         if self._retention is None or self._state is None:
             return rewritten, ()
         return self._retention.keep_from(self._state, self.partition, rewritten)

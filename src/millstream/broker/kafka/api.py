@@ -299,7 +299,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         return [(self.cluster_operation, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     def first_needs(self, request: RequestT) -> Sequence[Need]:
-        """Return those that are checked before `needs` looks anything up, so that errors do not reveal what exists."""
+        """Return the needs that are checked before any lookup, so that errors do not reveal what exists."""
         return ()
 
     def starts_at_once(self, request: RequestT) -> bool:

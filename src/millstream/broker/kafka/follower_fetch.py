@@ -318,7 +318,7 @@ class FollowerFetch:
         return ReplicaResponse(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
 
     def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaResponse]:
-        """Read what a replica has lost, within the byte limits."""
+        """Read the range that a replica has lost, within the byte limits."""
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
         is_first = True
         responses: dict[PartitionKey, ReplicaResponse] = {}

@@ -161,7 +161,7 @@ def _changed_while_running(settings: BrokerSettings, name: str) -> list[Synonym]
 
 
 def cluster_settings(settings: BrokerSettings) -> Iterator[SettingView]:
-    """Yield what was set for all nodes while they ran."""
+    """Yield the settings that were changed for all nodes at run time."""
     for name, value in sorted(settings.of(ALL_NODES).items()):
         if name in DYNAMIC:
             yield SettingView(DYNAMIC[name], (Synonym(name, value, SOURCE_ALL_BROKERS),), read_only=False)

@@ -80,7 +80,7 @@ class Files(Protocol):
         """Return once the contents of the file survive a power failure."""
 
     def background_sync(self) -> BackgroundSync | None:
-        """Return what syncs files in the background of the running loop; None if only threads can."""
+        """Return the background sync of the running loop; None if only threads can sync."""
 
     def truncate(self, descriptor: int, size: int, /) -> None:
         """Truncate the file."""
@@ -229,7 +229,7 @@ class DiskFiles:
         return found.f_bavail * found.f_frsize
 
     def open_files_max(self) -> int:
-        """Return a quarter of what the process may open: connections need descriptors too."""
+        """Return a quarter of the limit of open files: connections need descriptors too."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
 
@@ -250,7 +250,7 @@ def _has_ended(written: bytes) -> bool:
 
 
 def _describe_holder(written: bytes) -> str:
-    """Describe the holder of a lock by what it wrote into the file."""
+    """Describe the holder of a lock, as it wrote itself into the file."""
     text = written.decode(errors="replace").strip()
     if not text.isdigit():
         return "another process"

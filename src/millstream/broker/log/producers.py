@@ -352,7 +352,7 @@ class Producers:
         )
 
     def unpack_transactions(self, packed: PackedTransactions) -> None:
-        """Restore what `pack_transactions` returned, after `unpack`."""
+        """Restore the transactions that `pack_transactions` returned, after `unpack`."""
         transactions = self.transactions
         for producer_id, coordinator_epoch, open_from, marker_offset in packed.producers:
             known = self._by_id.get(producer_id)

@@ -174,7 +174,7 @@ class RangeRepair:
         new.index, new.size, new.next_offset = index, window.end, limit
 
     def replay(self) -> ProducerReplay | None:
-        """Return what to read before `finish`, if the range holds producers' batches; called on the loop."""
+        """Return the replay to read before `finish`, if the range holds producers' batches; called on the loop."""
         if self.error is not None or not self.log.needs_replay(self._lost_range, self._remaining_ranges()):
             return None
         self._replay = ProducerReplay(self.log, self._new)

@@ -158,7 +158,7 @@ class RecoveryProgress:
 
 
 def _describe_logs(reports: list[RecoveryReport]) -> str:
-    """Describe the first few logs, each with what happened to it."""
+    """Describe the first few logs, each with its result."""
     more = len(reports) - NAMED_MAX
     return " | ".join(map(str, reports[:NAMED_MAX])) + (f" | and {more} more" if more > 0 else "")
 

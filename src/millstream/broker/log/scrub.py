@@ -193,7 +193,7 @@ class ScrubStep(Inspection):
         return hole if hole is not None and (self.end, self.next_offset) == (hole.end_position, hole.end) else None
 
     def replay(self) -> ProducerReplay | None:
-        """Return what to read before `finish`, if an intact range holds producers' batches."""
+        """Return the replay to read before `finish`, if an intact range holds producers' batches."""
         found, log = self._restored_range, self.log
         if found is None or not self.is_current or not log.needs_replay(found, log.other_losses(found)):
             return None

@@ -48,7 +48,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, places: bytes, times: bytes) -> Index:
-        """Restore what `to_bytes` returned."""
+        """Restore the entries that `to_bytes` returned."""
         index = cls()
         index.places.frombytes(places)
         index.times.frombytes(times)
@@ -182,7 +182,7 @@ class Verification:
         self.next_offset = offset
 
     def renew(self, base_offset: int, stamp: int, now: float) -> None:
-        """Forget what was verified, and start with the current file."""
+        """Forget the verified range, and start again with the current file."""
         self.begin(0, base_offset)
         self.stamp, self.verified_at = stamp, now
 

@@ -311,7 +311,7 @@ class Transactions:
         self.settle(offset)
 
     def revert_markers(self, first: int, next_offset: int) -> list[UnsettledMarker]:
-        """Forget the markers of a range of offsets; return what they changed, the last one first."""
+        """Forget the markers of a range of offsets; return their changes, the last one first."""
         gone = [unsettled for unsettled in self._unsettled if first <= unsettled.marker_offset < next_offset]
         if gone:
             self._unsettled = deque(one for one in self._unsettled if not first <= one.marker_offset < next_offset)

@@ -733,7 +733,7 @@ def offset_in(offsets: TopicOffsets, partition: Partition) -> Offset:
 
 
 def commits_from(partition: Partition, offset: int) -> array[int]:
-    """Find the commit markers of a log from an offset on, for what was not seen while it arrived."""
+    """Find the commit markers of a log from an offset on that were not seen while they arrived."""
     log, commits = partition.log, array("q")
     offset = max(offset, log.start_offset)
     if all(producer.marker_offset < offset for producer in log.producers):

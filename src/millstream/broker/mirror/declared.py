@@ -136,7 +136,7 @@ class Mirrors(NamedHolder[Mirror]):
         return () if mirror is None else mirror.cut_epochs.keys()
 
     async def forget_topic(self, name: str, topic: str) -> None:
-        """Forget durably what is recorded of a copy, because it is recreated."""
+        """Forget the recorded state of a copy durably, because the copy is recreated."""
         known = self._by_name.get(name)
         if known is None:
             return

@@ -236,7 +236,7 @@ class DeclaredCopies:
         }
 
     async def _sightings(self, kind: str) -> Sightings:
-        """Return what was seen at the source, and make sure that only this node changes it."""
+        """Return the sightings at the source, and claim them for this node."""
         async with self._claiming:
             if not self._sightings_by_kind:
                 owner = uuid.uuid4().hex
@@ -249,7 +249,7 @@ class DeclaredCopies:
 
     @asynccontextmanager
     async def _sighting_change(self, kind: str, seen: Sightings, current: Set[str]) -> AsyncIterator[SightingChange]:
-        """Yield what a response of the source changes, which has to be stored together with the copies."""
+        """Yield the changes of a response of the source, which have to be stored together with the copies."""
         fresh, missing = seen.compare(current)
         change = SightingChange(
             mirror_id=self._run.mirror.mirror_id, owner=seen.owner, kind=kind, seen=fresh, forgotten=missing

@@ -774,7 +774,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
 async def _truncate_to_cuts(
     service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
 ) -> Mirror:
-    """Drop what some topics hold beyond their cuts; return the mirror with the ranges that were dropped."""
+    """Drop the records of some topics beyond their cuts; return the mirror with the dropped ranges."""
     lost = await _find_lost_ranges(
         service, request, cuts, await service.high_watermarks([topic.name for topic in topics])
     )

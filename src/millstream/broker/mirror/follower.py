@@ -321,7 +321,7 @@ class Follower:
         self._run.refreshed.set()
 
     async def _overrides(self, name: str) -> dict[str, str]:
-        """Return what the owner of a topic has set on the source, as far as topics here have such settings."""
+        """Return the settings of a topic at the source that topics here also have."""
         overrides = {
             key: config.value
             for key, config in (await topic_configs(self._source.client, name)).items()

@@ -310,7 +310,7 @@ class MirrorService:
         done.set()
 
     async def follower_of(self, mirror: Mirror, deadline: float) -> Follower:
-        """Return what runs the tasks of a mirror as a whole; wait until it is connected to the source."""
+        """Return the follower of a mirror; wait until it is connected to the source."""
         try:
             async with asyncio.timeout(max(0.0, deadline - self.clock.monotonic())):
                 while (run := self._runs.get(mirror.name)) is None or run.follower is None:
@@ -419,7 +419,7 @@ class MirrorService:
             self._runs[name].refreshed.set()
 
     def _forget_cancelled(self) -> None:
-        """Forget what belongs to deleted mirrors or earlier sources, and cancelled cuts: copying continues."""
+        """Forget the state of deleted mirrors and earlier sources, and cancelled cuts: copying continues."""
         current = {_run_key(mirror) for mirror in self.mirrors.all()}
         self.gone = {key: copies for key, copies in self.gone.items() if key in current}
         known = {mirror.mirror_id: mirror.cut_epochs for mirror in self.mirrors.all()}
@@ -505,7 +505,7 @@ class MirrorService:
         return ""
 
     def _notes(self, mirror: Mirror) -> Iterator[str]:
-        """Yield what an operator should know of a mirror, and what to do about it."""
+        """Yield the problems of a mirror that an operator should know, and the remedies."""
         if taken_over := self.taken_over(mirror.cuts):
             what = f"clients can write to {listed(taken_over)} here since a failover"
             if not mirror.is_reversible:

@@ -198,7 +198,7 @@ class Pipelines(NamedHolder[Pipeline]):
         return await self._declarations.call(Catalog.update_job_run, before, after)
 
     async def lock_requirements(self, pipeline: Pipeline, lock: str) -> Pipeline:
-        """Store what the requirements of a job were resolved to, unless they have changed meanwhile."""
+        """Store the resolved requirements of a job, unless they have changed meanwhile."""
 
         def changed(now: Pipeline) -> Pipeline:
             if now.overrides.get("requirements") != pipeline.overrides.get("requirements"):

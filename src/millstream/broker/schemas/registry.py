@@ -235,7 +235,7 @@ class SchemaRegistry:
         return found
 
     async def _look_up(self, find: Callable[[], T | None]) -> T | None:
-        """Look for something, a second time with what other nodes have stored since."""
+        """Look something up, and again after reading the changes that other nodes have stored since."""
         found = find()
         if found is None:
             await self.load()
@@ -700,7 +700,7 @@ class SchemaRegistry:
     # -- settings -------------------------------------------------------------------------------------------
 
     def settings(self, subject: QualifiedSubject) -> SubjectSettings:
-        """Return what was set for exactly this subject or context."""
+        """Return the settings of exactly this subject or context."""
         return self._settings.get(subject) or SubjectSettings(subject=subject)
 
     def config(self, subject: QualifiedSubject) -> Mapping[str, Any]:

@@ -382,7 +382,7 @@ class AuditLog:
         return records
 
     def _complete(self, event: Event) -> bytes:
-        """Add what all events have in common; the id lets readers recognize one that was written twice."""
+        """Add the common fields of all events; by the id, readers recognize an event that was written twice."""
         metadata = event.setdefault("metadata", {"uid": str(uuid4())})
         metadata.update(
             version=SCHEMA_VERSION,

@@ -345,7 +345,7 @@ class Session:
             self._connection.fail(AuthenticationFailed(_REVOKED))
 
     def close(self) -> None:
-        """Release what the connection held."""
+        """Release the connection's share of the limits."""
         self._cancel_timer()
         self._uncount()
 

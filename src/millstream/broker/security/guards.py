@@ -136,7 +136,7 @@ def _split_allowed(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tu
 
 
 def _extend(response: Any, field: str, refused: Iterable[Any]) -> Any:
-    """Add the errors of what was refused to the response for the rest."""
+    """Add the errors for the refused parts to the response for the others."""
     return dataclasses.replace(response, **{field: (*getattr(response, field), *refused)})
 
 

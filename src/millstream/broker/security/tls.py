@@ -202,7 +202,7 @@ def _format_attribute(attribute: x509.NameAttribute[Any]) -> str:
 
 
 def _split_der(encoded: bytes) -> tuple[bytes, bytes]:
-    """Return the content of the first value, and what follows it."""
+    """Return the content of the first value, and the remaining bytes."""
     size, start = encoded[1], 2
     if size & 0x80:
         start += size & 0x7F

@@ -561,7 +561,7 @@ class Delivery:
         return ReceivedMessages(leases, join_adjacent(records, batches))
 
     def _read_oldest(self, demand: Demand, max_records: int) -> tuple[Offset, Buffer] | None:
-        """Read the log from the oldest available message, skipping what the disk has lost."""
+        """Read the log from the oldest available message, skipping offsets that the disk has lost."""
         while (oldest := self.queue.next_available) is not None:
             scanned, limit = self._scanned, self._read_limit(demand.max_bytes, max_records)
             if scanned is not None and scanned.first <= oldest < scanned.next_offset and len(scanned.records) <= limit:

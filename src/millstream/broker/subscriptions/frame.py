@@ -255,7 +255,7 @@ def _read_header(data: bytes) -> _Header:
 
 
 def _read_body(data: bytes, header: _Header) -> tuple[memoryview, int, int]:
-    """Return what follows the header, decompressed, and where its rows start and end."""
+    """Return the decompressed body after the header, and the start and end of its rows."""
     body = memoryview(data)[_HEADER.size :]
     if header.flags & _COMPRESSED:
         try:

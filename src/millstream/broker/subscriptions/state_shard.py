@@ -419,7 +419,7 @@ class LedgerRetention:
     def keep_from(
         self, state: StateShard, partition: Partition, rewritten: Offset
     ) -> tuple[Offset, Sequence[StateRecord]]:
-        """Return from which offset on a partition is kept, and a record about what overflows."""
+        """Return the offset from which a partition is kept, and a record about the overflow."""
         if not state.has_ledger:
             return rewritten, ()
         log = partition.log

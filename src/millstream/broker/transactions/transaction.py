@@ -117,7 +117,7 @@ def attempt_of(transactional_id: str) -> Attempt | None:
 
 
 def placement_of(transactional_id: str) -> str:
-    """Return what determines the partition of `__transaction_state`: the id, or the query that it belongs to."""
+    """Return the key of the partition of `__transaction_state`: the id, or the query that it belongs to."""
     attempt = attempt_of(transactional_id)
     return transactional_id if attempt is None else attempt.query
 

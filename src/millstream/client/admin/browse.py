@@ -82,7 +82,7 @@ async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
 
 
 async def list_if_reachable(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
-    """Return what one node lists; nothing if it does not respond, so that one dead node does not hide all others."""
+    """Return one node's list, empty if it does not respond, so that one dead node does not hide all others."""
     try:
         return await request_private(client, node, request)
     except (BrokerUnreachable, RequestTimedOut):

@@ -208,7 +208,7 @@ def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> di
 
 
 def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
-    """Return the last plan of a cluster and its progress as a document, with what moves under way have copied."""
+    """Return the last plan of a cluster and its progress as a document, including the bytes copied by current moves."""
     states = Counter(move.state for move in current.moves)
     sizes: Counter[str] = Counter()
     for one in current.moves:

@@ -736,7 +736,7 @@ async def preview_redrive(
     limit: int | None,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Count what redriving would do, by subscription and by reason; every letter stays open."""
+    """Count the letters that a redrive would affect, by subscription and by reason; every letter stays open."""
     redrivable: dict[Queue, tuple[range, str]] = {}
 
     async def count(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:

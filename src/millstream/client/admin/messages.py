@@ -33,7 +33,7 @@ class DecodedRecord(NamedTuple):
     value: bytes
 
     def document(self) -> dict[str, Any]:
-        """Return what is added to the JSON document of a message."""
+        """Return the fields that are added to the JSON document of a message."""
         return {"schema": self.named, "decoded": json.loads(self.value)}
 
 

@@ -125,7 +125,7 @@ class MirrorClient:
         return None
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return mirrors with what all nodes report on them; a node that does not respond is in `notes`.
+        """Return mirrors with the reports of all nodes; a node that does not respond is named in `notes`.
 
         `problems` are the notes that something is not mirrored.
         """

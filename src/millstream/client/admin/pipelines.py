@@ -129,7 +129,7 @@ class PipelineClient:
         await self._request(None, AlterPipelineRequest(name=name, enabled=False))
 
     async def delete(self, name: str) -> None:
-        """Delete it and its offsets; what it has written stays."""
+        """Delete it and its offsets; its output stays."""
         await self._request(None, DeletePipelineRequest(name=name))
         # The node that runs it needs a moment to learn of this, and deletes the group afterwards.
         with suppress(UnknownGroup, GroupNotEmpty):
@@ -287,7 +287,7 @@ class PipelineWarning(NamedTuple):
 
 
 def pipeline_warnings(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[PipelineWarning]:
-    """Return what is wrong with described pipelines, a few of each kind."""
+    """Return the problems of described pipelines, a few of each kind."""
     parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
     failing = [_failing(one, now_ms) for one in pipelines if _is_failing(one, now_ms)]
     quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]

@@ -49,7 +49,7 @@ def topics_text(described: Mapping[str, Any]) -> str:
 def differences(
     described: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str], *, spelled: Mapping[str, str]
 ) -> list[str]:
-    """Return how an existing subscription differs from what is requested, a phrase each.
+    """Return the differences of an existing subscription from the requested one, a phrase each.
 
     `spelled` has the caller's names of settings, such as flags, for which times are in seconds.
     """
@@ -111,7 +111,7 @@ class SeekPlan(NamedTuple):
 
 
 async def plan_seek(client: Client, described: dict[str, Any], position: Position) -> list[SeekPlan]:
-    """Return where a seek moves each queue of a subscription, and what that delivers again or skips."""
+    """Return the new position of each queue after a seek, and the messages that it redelivers or skips."""
     oldest = {(queue["topic"], queue["partition"]): queue["oldest"] for queue in described["queues"]}
     plans: list[SeekPlan] = []
     for topic in described["topics"]:

@@ -26,7 +26,7 @@ class ReadingPipeline(NamedTuple):
     backlog: Backlog | None
 
     def sentence(self, topic: str) -> str:
-        """Return what the owner of the topic should know before deleting it."""
+        """Return the warning for someone who is about to delete the topic."""
         lands = self.reader.kind is PipelineKind.LAND
         verb, done = ("lands", "landed") if lands else ("reads", "taken")
         subject = f"Pipeline {self.reader.name} {verb} {topic}"
@@ -91,7 +91,7 @@ async def change_notes(
 
 
 async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
-    """Return the readers of a topic that is about to be deleted, and what they have not read."""
+    """Return the readers of a topic that is about to be deleted, and the number of messages they have not read."""
     pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
 

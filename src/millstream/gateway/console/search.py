@@ -55,7 +55,7 @@ class Progress:
     """The first few unreadable places, with the reasons."""
 
     def skip(self, text: str) -> None:
-        """Note what could not be read."""
+        """Record the offsets that could not be read."""
         if len(self.skipped) < 20:
             self.skipped.append(text)
 

@@ -116,7 +116,7 @@ class Visit:
         return self.number("page", 0, high=1_000_000)
 
     def paging(self, total: int) -> dict[str, Any]:
-        """Return what the template of a list needs to page through it."""
+        """Return the variables for paging in the template of a list."""
         return {"total": total, "search": self.search, "page": self.page, "rows": PAGE_ROWS}
 
     def on_page(self, rows: Sequence[T]) -> Sequence[T]:
@@ -169,7 +169,7 @@ class Visit:
     # -- rights ---------------------------------------------------------------------------------------------
 
     async def look_up(self, *asked: Right) -> None:
-        """Look up the rights that decide what the page shows, in one request."""
+        """Look up the rights that the page depends on, in one request."""
         unknown = [one for one in asked if one not in self._rights]
         if not unknown:
             return
@@ -183,7 +183,7 @@ class Visit:
         return self._rights[operation, kind, name]
 
     async def topic_tabs(self, name: str) -> dict[str, Any]:
-        """Return what the tabs of a topic's pages need: its name, and which of them to offer."""
+        """Return the variables for the tabs of a topic's pages: its name, and the tabs to offer."""
         kind = ResourceType.TOPIC
         await self.look_up(
             *((one, kind, name) for one in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS))
@@ -251,7 +251,7 @@ def change(path: str, handle: Callable[[Visit], Awaitable[Response]]) -> PageRou
 
 
 def done(to: str, text: str, *words: object) -> Done:
-    """Return the response to a change: what happened, and the command that does the same."""
+    """Return the response to a change: its result, and the equivalent command."""
     shown_command = command(*words)
     return Done(to, f"{text} ({shown_command})" if text.endswith(".") else f"{text}: {shown_command}")
 

@@ -184,7 +184,7 @@ class Replay:
             return number, link.call(stable_offsets(link.client, self.order.group))
 
     def _bounds(self, link: Link, *, dry: bool) -> tuple[Offsets, Offsets]:
-        """Return the first offset of each partition, and the end, which stays what it was when the replay began."""
+        """Return the first offset of each partition, and the end, which is fixed when the replay begins."""
         order, resolver = self.order, self._resolver
         partitions = resolver.partitions()
         fixed = link.call(stable_offsets(link.client, f"{order.group}{END_SUFFIX}"))

@@ -174,7 +174,7 @@ class LakeTable:
         self.log.configure(FIXED, json.dumps(list(fixed.items())) if fixed else None)
 
     def fixed(self) -> dict[FieldPath, str]:
-        """Return what `fix` has stored with the table."""
+        """Return the value that `fix` has stored with the table."""
         table = self.log.loaded or self.log.refresh()
         text = "[]" if table is None else table.metadata().configuration.get(FIXED, "[]")
         return {tuple(place): reason for place, reason in json.loads(text)}

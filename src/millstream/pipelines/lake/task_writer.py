@@ -154,7 +154,7 @@ def _merge_by_level(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
 
 
 def _spill(rows: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Write rows to a temporary file, at once, and return what yields them from there."""
+    """Write rows to a temporary file at once, and return an iterator that reads them back."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open until its rows were read
     with pa.ipc.new_stream(file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
         for batch in rows:
@@ -275,7 +275,7 @@ class RowWriter(Protocol):
         """Finish and return the files, which are durable but invisible until committed."""
 
     def abort(self) -> None:
-        """Delete what was written, as far as possible."""
+        """Delete the written files, as far as possible."""
 
     def discard(self, written: Iterable[WrittenFile]) -> None:
         """Delete returned files that will not be committed."""
@@ -378,7 +378,7 @@ class TaskWriter(FileWriter):
         return written
 
     def abort(self) -> None:
-        """Delete what was written, as far as possible; the rest is left to the vacuum."""
+        """Delete the written files, as far as possible; the vacuum deletes the others."""
         written, self._written = self._written, []
         self._rows, self._rows_bytes, self._partition = [], 0, None
         if self._file is not None:
@@ -498,7 +498,7 @@ class EventTimeWriter(FileWriter):
         return written
 
     def abort(self) -> None:
-        """Delete what was written, as far as possible; the rest is left to the vacuum."""
+        """Delete the written files, as far as possible; the vacuum deletes the others."""
         writers, self._writers = self._writers, {}
         written, self._written = self._written, []
         for writer in writers.values():

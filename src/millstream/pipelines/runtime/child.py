@@ -264,7 +264,7 @@ class PipelineChild(SupervisedChild):
         self._update_board(is_running=False)
 
     async def _send_pipelines(self, process: Process) -> None:
-        """Send what is due whenever that changes; close the pipe when there is nothing left to run."""
+        """Send the due pipelines whenever they change; close the pipe when none is left to run."""
         if process.stdin is None:
             return
         with suppress(ConnectionError):

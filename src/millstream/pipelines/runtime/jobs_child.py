@@ -746,7 +746,7 @@ class _AttemptWatch:
         return _Outcome(error=f"its process ended with {ended}; its output may say why: {logs}")
 
     async def read_events(self) -> None:
-        """Read what the process reports until it ends."""
+        """Read the reports of the process until it ends."""
         async for event in read_events(self._process, JobEvent, name="a job"):
             if event.started:
                 self._job.began()

@@ -215,7 +215,7 @@ _PACKAGES_WITHOUT_SPARK: Final = ("pyspark", "pyarrow", "deltalake")
 
 
 def missing_packages(*, starts_spark: bool = True) -> str:
-    """Return, as a sentence, what has to be installed to run pipelines; empty if nothing is missing."""
+    """Return a sentence that says which packages to install to run pipelines; empty if none is missing."""
     importlib.invalidate_caches()  # it may have been installed since this process was started
     needed = _PACKAGES if starts_spark else _PACKAGES_WITHOUT_SPARK
     missing = [name for name in needed if find_spec(name) is None]

@@ -304,7 +304,7 @@ class WriteOptions:
     """The source offsets that are committed together with the rows."""
 
     def for_tasks(self, query: str, topics: Iterable[str] | None = None) -> WriteOptions:
-        """Return the options of tasks, and of the commit: they sign in with a token for what the query writes.
+        """Return the options of tasks, and of the commit: they sign in with a token that covers the query's output.
 
         `topics` are those that the rows name. Without a query, which a stream does not know yet, the token is valid for
         any.

@@ -314,7 +314,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Return the end of the topics, regardless of what a batch takes; lag is measured against it."""
+        """Return the end of the topics, regardless of the size of a batch; lag is measured against it."""
         resolver = OffsetResolver(self._options)
         return to_json(resolver.latest(resolver.partitions()))
 

@@ -320,7 +320,7 @@ def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> i
 
 
 def _skip_damage(link: Link, one: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
-    """Return the offset after what the broker's disk lost; raise while another replica may restore it."""
+    """Return the offset after a range that the broker's disk lost; raise while another replica may restore it."""
     lost = link.call(find_lost(link.client, one.topic, one.partition, position))
     if lost is None:
         raise error

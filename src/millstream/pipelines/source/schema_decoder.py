@@ -252,7 +252,7 @@ def _refuse(value: Any, kind: pa.DataType, path: str) -> ValueMismatch:
 
 
 def _fitter(kind: pa.DataType, path: str) -> Convert:
-    """Return a function that converts decoded values to what a column of this type takes."""
+    """Return a function that converts decoded values to values for a column of this type."""
     if pa.types.is_struct(kind):
         parts = [(one.name, one.name.lower(), _fitter(one.type, _join(path, one.name))) for one in kind]
 

@@ -149,7 +149,7 @@ def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_
 
 
 def used_by(filters: Sequence[Filter]) -> Uses:
-    """Return what all filters read together."""
+    """Return the parts that all filters read together."""
     return reduce(or_, (each.uses for each in filters), Uses())
 
 

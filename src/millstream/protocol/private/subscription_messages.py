@@ -250,7 +250,7 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
     last_error_ms: int = 0
 
     def describe(self) -> dict[str, Any]:
-        """Return what `subscription describe` shows."""
+        """Return the document that `subscription describe` shows."""
         return {name: getattr(self, name) for name in PushState.__struct_fields__}
 
 

@@ -305,7 +305,7 @@ def _compress_lz4(data: Buffer) -> bytes:
 
 
 def _walk_lz4(view: memoryview) -> Iterator[int]:
-    """Yield what each block can decompress to at most."""
+    """Yield the maximum decompressed size of each block."""
     position = 0
     while position < len(view):
         (magic,) = _UINT32.unpack_from(view, position)
@@ -327,7 +327,7 @@ def _walk_lz4(view: memoryview) -> Iterator[int]:
 
 
 def _walk_zstd(view: memoryview) -> Iterator[int]:
-    """Yield what each block can decompress to at most."""
+    """Yield the maximum decompressed size of each block."""
     position = 0
     while position < len(view):
         (magic,) = _UINT32.unpack_from(view, position)

@@ -369,7 +369,7 @@ def _relative(name: str, space: str) -> str:
 
 
 def compare(reader: AvroSchema, writer: AvroSchema) -> list[Difference]:
-    """Return why the reader cannot read what the writer wrote; empty if it can."""
+    """Return why the reader cannot read the writer's data; empty if it can."""
     return _Resolution().compare(reader.root, writer.root, "")
 
 

@@ -65,7 +65,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, value: Any) -> bytes:
-        """Return what follows the schema id, or raise `SchemaMismatch` if the value does not fit."""
+        """Return the bytes after the schema id, or raise `SchemaMismatch` if the value does not fit."""
 
     def from_json(self, document: Any) -> Any:
         """Convert a JSON document to the value that `encode` takes."""

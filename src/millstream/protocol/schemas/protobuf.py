@@ -450,7 +450,7 @@ def _json_name(name: str) -> str:
 
 
 def compare(reader: ProtobufSchema, writer: ProtobufSchema) -> list[Difference]:
-    """Return why the reader cannot read what the writer wrote; empty if it can."""
+    """Return why the reader cannot read the writer's data; empty if it can."""
     comparison = _Comparison(writer, reader)
     comparison.compare_files()
     return [Difference(kind, f"At {path}, {_DESCRIPTIONS[kind]}") for kind, path in comparison.found]

@@ -73,7 +73,7 @@ def _offsets(commits: Commits) -> Committed:
 
 
 async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Commits | MillstreamError]:
-    """Return what several groups have committed, with few requests per coordinator.
+    """Return the committed offsets of several groups, with few requests per coordinator.
 
     A group that could not be read has an error instead.
     """

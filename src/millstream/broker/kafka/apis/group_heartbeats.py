@@ -70,7 +70,7 @@ class ConsumerGroupHeartbeat(VersionedApi[ConsumerGroupHeartbeatRequest, Consume
 
 
 def _check_consumer(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
-    """Check what does not depend on the group, in Kafka's order."""
+    """Check the fields that do not depend on the group, in Kafka's order."""
     epoch = message.member_epoch
     needs_member_id = version >= _FIRST_WITH_OWN_MEMBER_ID or epoch > 0 or epoch == LEFT_EPOCH
     _check_text("member id", message.member_id if needs_member_id else message.member_id or None)

@@ -134,7 +134,7 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
 
 
 def references_of(body: SchemaBody[Any]) -> tuple[SchemaReference, ...]:
-    """Return what a schema that a client sends refers to."""
+    """Return the references of a schema that a client sends."""
     return tuple(SchemaReference(*one) for one in body.references)
 
 

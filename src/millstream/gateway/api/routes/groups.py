@@ -77,7 +77,7 @@ class GroupReset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topics: Annotated[list[str], Meta(max_length=1000)] | None = None
     partitions: Annotated[list[int], Meta(max_length=10_000)] | None = None
     dry_run: bool = False
-    """Return what would change, and change nothing."""
+    """Only return the changes, without making them."""
 
 
 class MovedOffset(msgspec.Struct, frozen=True):

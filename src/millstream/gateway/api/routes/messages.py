@@ -103,7 +103,7 @@ class TraceDocument(msgspec.Struct, frozen=True):
 
 
 async def trace(services: Services, request: Request[NoFields, NoFields]) -> TraceDocument:
-    """Show what happened to the message at an offset."""
+    """Show the history of the message at an offset."""
     at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
     document = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
     if lacks_history(document):

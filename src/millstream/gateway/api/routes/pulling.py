@@ -257,7 +257,7 @@ async def receive_until(
 async def _return_leased(
     services: Services, receive: ReceiveRequest, leasing: asyncio.Future[list[LeasedMessage]]
 ) -> None:
-    """Return what was leased at the last moment, since no client waits for it."""
+    """Return messages that were leased at the last moment, since no client waits for them."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):
         await services.leasing.return_messages(receive.subscription, receive.worker, await leasing)

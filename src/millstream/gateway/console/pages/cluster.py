@@ -102,7 +102,7 @@ async def abort(visit: Visit) -> Response:
 
 
 async def clients(visit: Visit) -> Response:
-    """Show who is connected, and what they move."""
+    """Show the connected clients and their traffic."""
     connected = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"
     shown = [one for one in connected.clients if every or one.roles]

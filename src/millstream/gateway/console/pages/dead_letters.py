@@ -143,7 +143,7 @@ async def purge(visit: Visit) -> Response:
 
 
 async def _count(visit: Visit, *, is_redrive: bool) -> Response:
-    """Count what a change would do; every letter stays open."""
+    """Count the letters that a change would affect; every letter stays open."""
 
     async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
         await preview_redrive(dlq, outcome, matches=matches, limit=None)

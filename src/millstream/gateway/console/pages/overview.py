@@ -75,7 +75,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
 
 
 async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
-    """Return what the user may see; nothing without rights, or if it is unavailable, which is recorded."""
+    """Return the visible items; none without the rights, or if they are unavailable, which is recorded."""
     try:
         items: list[Any] = await asked
     except NotAuthorized:

@@ -136,7 +136,7 @@ async def stop(visit: Visit) -> Response:
 
 
 async def delete(visit: Visit) -> Response:
-    """Delete a pipeline; what it wrote stays."""
+    """Delete a pipeline; its output stays."""
     name = visit.names["pipeline"]
     visit.confirm(name)
     await PipelineClient(visit.services.client).delete(name)
@@ -302,7 +302,7 @@ async def put_rule(visit: Visit) -> Response:
 
 
 async def delete_rule(visit: Visit) -> Response:
-    """Delete a rule; what it has routed stays."""
+    """Delete a rule; messages that it has routed stay."""
     name, rule = visit.names["pipeline"], visit.text("rule", length_max=249)
     visit.confirm(rule)
     remaining = (await PipelineClient(visit.services.client).change_rules(name, deleted=[rule])).rules

@@ -33,7 +33,7 @@ async def show(visit: Visit) -> Response:
 async def _context(
     visit: Visit, current: PlanResponse, *, may_change: bool, computed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what the page shows of a plan; `computed` is its cost, if it was just computed."""
+    """Return the variables of the page for a plan; `computed` is its cost, if it was just computed."""
     copied = await cluster_plans.copied_bytes(visit.services.client, current)
     return {
         "problem": "",

@@ -108,7 +108,7 @@ async def create(visit: Visit) -> Response:
 
 
 async def show(visit: Visit) -> Response:
-    """Show a subscription: its queues, who holds what, its settings, and what can be done."""
+    """Show a subscription: its queues, leases and settings, and the available actions."""
     name = visit.names["subscription"]
     (described,) = await visit.services.subscriptions.describe([name], leases_max=LEASES_SHOWN)
     leases = sorted(described["leases"], key=lambda one: (one["deadline_ms"], one["topic"], one["partition"]))

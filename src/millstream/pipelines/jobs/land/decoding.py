@@ -670,7 +670,7 @@ class Decoder:
         )
 
     def _decode_one(self, document: dict[str, Any]) -> tuple[dict[str, object], str | None, frozenset[FieldPath]]:
-        """Return the fields that fit, what is wrong with the others, and the paths that have to become double."""
+        """Return the fields that fit, the problems of the others, and the paths that have to become double."""
         row: dict[str, object] = {}
         reasons: dict[str, str] = {}
         values = values_by_name(document, self._fields.names)

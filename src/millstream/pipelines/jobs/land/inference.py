@@ -204,7 +204,7 @@ class Evolution:
         return self._steps[-1]
 
     def position(self, partition: int, offset: int) -> tuple[bool, int, int]:
-        """Return what orders the messages of the batch."""
+        """Return the sort key of the messages of the batch."""
         return partition != self._first_partition, partition, offset
 
     def add(self, messages: Iterable[NewFields]) -> None:

@@ -329,7 +329,7 @@ class Account:
         part[~is_present & (part == UNSEEN)] = ABSENT
 
     def _note_unreadable(self, start: int, end: int, reason: str) -> None:
-        """Count messages as lost that the log no longer has, unless an event says what happened to them.
+        """Count messages as lost that the log no longer has, unless an event records their outcome.
 
         The queue records as absent what it could not read either.
         """

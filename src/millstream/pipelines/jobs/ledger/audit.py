@@ -275,7 +275,7 @@ Extent = tuple[str, str, int, int]
 
 
 def _extents(table: LedgerTable) -> tuple[dict[tuple[str, str, int], Extent], list[dict[str, Any]]]:
-    """Return the names and the range of offsets of every queue in the table, and what the table says is missing."""
+    """Return the names and offset range of every queue in the table, and the events that the table reports missing."""
     keys = ["subscription_id", "topic_id", "partition"]
     columns = [*keys, "kind", "subscription", "topic", "offset", "end_offset", "reason", "state_partition"]
     extents: dict[tuple[str, str, int], Extent] = {}

@@ -222,7 +222,7 @@ class LedgerJob:
                 return
 
     def size_bytes(self) -> int:
-        """Return about how much an audit reads: the table, and what has not landed; nothing if it cannot be read."""
+        """Return about how many bytes an audit reads: the table, and events not landed yet; 0 if it cannot be read."""
         try:
             return self._size_bytes()
         except DamagedLedger:

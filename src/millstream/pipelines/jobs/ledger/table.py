@@ -133,7 +133,7 @@ class LedgerTable:
         self._delta.discard(files)
 
     def last_audit(self) -> dict[str, int]:
-        """Return when the pipeline last audited, and what it found, by name; empty if never."""
+        """Return the time and the findings of the last audit, by name; empty if there was none."""
         table = self._refresh()
         found = {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
         return {name: value for name, value in found.items() if value is not None}
@@ -196,7 +196,7 @@ class LedgerTable:
         return FIRST_SEAL
 
     def verify(self) -> list[Damage]:
-        """Compare files and commits with their seals; return what does not match."""
+        """Compare files and commits with their seals; return the differences."""
         table = self._refresh()
         if table is None:
             return []

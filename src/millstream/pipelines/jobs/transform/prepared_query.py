@@ -509,7 +509,7 @@ class PreparedQuery:
         return self._kept[1]
 
     def result(self, plan: Plan) -> DataFrame:
-        """Return the statement's rows over what a batch reads."""
+        """Return the statement's rows over the input of a batch."""
         for topic, view in self.views.items():
             frame = view.frame(self.spark, self.loop, plan.of(topic), self.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
