@@ -178,7 +178,7 @@ def test_a_topic_is_created_with_its_table(millstream: CommandLine, http: httpx.
     assert again["notes"] == [waiting]
     assert millstream("topic", "delete", topic, "--yes", "--json").document["notes"] == [
         waiting,
-        f"Pipeline route-{topic} reads {topic}; every message is taken.",
+        f"Pipeline route-{topic} reads {topic}; every message is read.",
     ]
     assert http.delete(f"/pipelines/route-{topic}").status_code == 204
     assert http.delete(f"/pipelines/land-{topic}").status_code == 204

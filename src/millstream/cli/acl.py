@@ -35,7 +35,7 @@ from millstream.core.errors import ClusterNotAuthorized
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = Noun(help="Allow, deny, list, remove and explain access rules; grant roles.", no_args_is_help=True)
+app = Noun(help="Allow, deny, list, remove and explain access rules.", no_args_is_help=True)
 
 
 Principal = Annotated[
@@ -113,13 +113,13 @@ def allow(rule: RuleArguments, common: Common = COMMON) -> None:
 
 @app.command("deny")
 def deny(rule: RuleArguments, common: Common = COMMON) -> None:
-    """Deny a principal some operations on a resource, whatever other rules allow."""
+    """Deny a principal operations on a resource. Denials override all rules that allow."""
     _add(rule.parse(Permission.DENY), common)
 
 
 @app.command("grant")
 def grant(role: RoleArguments, common: Common = COMMON) -> None:
-    """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
+    """Add the rules of a role. Example: millstream acl grant User:alice worker topic:orders group:billing."""
     _add(role.rules(), common)
 
 
@@ -176,7 +176,7 @@ def explain(
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="The address of the client.")] = "127.0.0.1",
     common: Common = COMMON,
 ) -> None:
-    """Show whether a principal may perform an operation, and which rule decides.
+    """Show whether an operation is allowed, and which rule decides.
 
     The rules, and the rights of others, are shown to those who may DESCRIBE the cluster.
     """

@@ -51,7 +51,7 @@ def audit(
     memory: Memory = "1g",
     common: Common = COMMON,
 ) -> None:
-    """Account for every message; exits with 0 only if none is missing. Needs Spark, and subscriptions with --ledger."""
+    """Account for every message. Exits with 0 only if none is missing; needs Spark, and subscriptions with --ledger."""
     refuse_without_packages()
     since_ms = None if since is None else _since_ms(since)
     place = find_lake(common, lake)

@@ -42,7 +42,7 @@ def init(
     node_id: Annotated[int, typer.Option("--node-id", min=0, help="The number of the node in its cluster.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Create a certificate for a node (node.pem, node.key), and its authority (ca.pem, ca.key) if it does not exist.
+    """Create a certificate for a node, and its authority if missing. Writes node.pem, node.key, ca.pem and ca.key.
 
     For node ids other than 1, the files are called node-ID.pem and node-ID.key. They are meant for tests and private
     networks; otherwise, have your own authority sign the certificates.
@@ -80,7 +80,7 @@ def client(
     dir: Folder,
     as_json: AsJson = False,
 ) -> None:
-    """Create a certificate for a client (NAME.pem, NAME.key), signed by the authority in DIR."""
+    """Create a certificate for a client. Writes NAME.pem and NAME.key, signed by the authority in DIR."""
     if not _CLIENT_NAME.fullmatch(name) or _OWN_FILES.fullmatch(name):
         raise CommandFailed(
             f"{name!r} cannot be the name of a client's files; it takes letters, digits, '.', '_' and '-', and is not "

@@ -35,7 +35,7 @@ def list_(
     ] = DEFAULT_INTERVAL_S,
     common: Common = COMMON,
 ) -> None:
-    """List live producers and consumers: address, client id, software, and bytes per second."""
+    """List live producers and consumers. Shows address, client id, software, and bytes per second."""
 
     async def operation(asking: Client) -> Clients:
         from millstream.client.admin.clients import list_clients

@@ -77,7 +77,7 @@ Locked = Annotated[
 ]
 
 app = Noun(
-    help="Start a cluster on this machine, show the status of a cluster, move partitions, and rebuild lost etcd data.",
+    help="Run a trial cluster, show its status, and move partitions. Also rebuild lost etcd data.",
     no_args_is_help=True,
 )
 app.add_typer(cluster_plan.plan_app, name="plan")
@@ -100,7 +100,7 @@ def up(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a cluster on this machine for evaluation: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
+    """Start a cluster on this machine for evaluation. Runs etcd, PostgreSQL and nodes until SIGTERM or Ctrl-C.
 
     It runs in the foreground. Everything stops with this command, the nodes first; started again on the same folder, it
     continues with the same data. A node that exits is not restarted, but the command to do so is printed. With --json,
@@ -156,7 +156,7 @@ def _print_running(running: LocalCluster) -> None:
 
 @app.command("status")
 def status(common: Common = COMMON) -> None:
-    """Show the nodes, the controller, and partitions without a leader or with missing replicas.
+    """Show the nodes and the partitions that need attention. These lack a leader or an in-sync replica.
 
     Exits with 0 if every node responds and every replica is in sync, otherwise with 1.
     """
@@ -268,7 +268,7 @@ def rebuild(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written, without writing it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the coordination state in an empty etcd from the nodes' logs and the catalog.
+    """Rebuild lost etcd data from the nodes' logs and the catalog. The new etcd must be empty.
 
     Use it if etcd has lost all its data and there is no snapshot. Every node must be stopped. For each partition the
     most complete log decides, and the other replicas fetch what they lack once the nodes are started again.
@@ -327,7 +327,7 @@ def adopt(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a stopped machine the first member of a cluster: its catalog and states move, its messages stay.
+    """Make a stopped machine the first member of a cluster. Its catalog and states move, its messages stay.
 
     Groups, transactions, subscriptions and pipelines continue where they were. It can be repeated after any
     interruption; until it is complete, the machine cannot be started.

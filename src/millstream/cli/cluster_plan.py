@@ -32,7 +32,7 @@ plan_app = Noun(
 
 @plan_app.command("drain")
 def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
-    """Plan to move everything away from a node, which then gets no leaders and replicas until `undrain`.
+    """Plan to move everything away from a node. It then gets no leaders and replicas until `undrain`.
 
     New topics still use it if there are too few others. A partition that no other node can take stays and is listed;
     its leadership moves if another replica is in sync.
@@ -42,7 +42,7 @@ def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) 
 
 @plan_app.command("remove")
 def remove(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
-    """Plan to move everything away from a node that leaves permanently, or is lost.
+    """Plan to remove a node that leaves permanently or is lost.
 
     Refused if no other node can take one of the partitions. When the plan has ended, stop the node.
     """
@@ -51,7 +51,7 @@ def remove(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON)
 
 @plan_app.command("balance")
 def balance(throttle: Throttle = None, common: Common = COMMON) -> None:
-    """Plan to even out bytes, write rates and leaders over the nodes, and to keep replicas in separate racks."""
+    """Plan to balance the load of the nodes. It evens out bytes, write rates and leaders, and separates racks."""
     _plan("balance", None, throttle, common)
 
 
@@ -88,7 +88,7 @@ def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, comm
 
 
 def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
-    """Stop a plan: moves under way go back, completed ones stay, and the node that it drained is undrained."""
+    """Cancel a plan. Moves in progress are reverted, completed ones stay, and the node that it drained is undrained."""
     from millstream.client.admin.cluster_plans import cancel_plan
 
     cancelled = call_broker(common, lambda client: cancel_plan(client, plan))
@@ -97,7 +97,7 @@ def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
 
 
 def undrain(node: NodeNumber, common: Common = COMMON) -> None:
-    """Undrain a node: it may get leaders and replicas again; `cluster plan balance` then gives it a share."""
+    """Undrain a node, which may then get leaders and replicas. `cluster plan balance` gives it a share."""
     from millstream.client.admin import cluster_plans
 
     call_broker(common, lambda client: cluster_plans.undrain(client, node))

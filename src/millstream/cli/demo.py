@@ -165,7 +165,7 @@ def demo(
         typer.Option("--keep", envvar="DEMO_KEEP", help="Keep the broker running at the end, until Ctrl-C."),
     ] = False,
 ) -> None:
-    """Show the main features end to end on a temporary broker: fan out, crash, recover, dead letter, redrive."""
+    """Show the main features on a temporary broker. Covers fan-out, a crash, recovery, a dead letter and a redrive."""
     asyncio.run(_run(keep=keep))
 
 

@@ -133,7 +133,7 @@ def redrive(
     ] = False,
     common: Common = COMMON,
 ) -> None:
-    """Redeliver the messages of open letters through their own subscriptions, and close the letters."""
+    """Redeliver the messages of open letters. Each goes through its own subscription, and its letter is closed."""
     if dry:
         _preview(name, filter_, limit, to_topic, common)
         return
@@ -225,7 +225,7 @@ def purge(
     yes: Yes = False,
     common: Common = COMMON,
 ) -> None:
-    """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
+    """Close open letters without redelivering them. They stay in their topic until its retention deletes them."""
     if dry:
         preview = _run_preview(name, filter_, limit, None, common)
         text = f"Would close {counted(preview.selected, 'letter')}{_unmatched(preview)}."

@@ -94,7 +94,7 @@ def trace(
     lake: Lake = None,
     common: Common = COMMON,
 ) -> None:
-    """Show the history of a message in every subscription of its topic, from the broker and from the ledger."""
+    """Show the history of a message in every subscription. The broker and the ledger have it."""
     if (topic is None) != (since is None):
         raise typer.BadParameter("to find a message by its id, pass --topic and --since")
     if topic is None and position.replace("@", "/").count("/") != 2:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         ReverseResponse,
     )
 
-app = Noun(help="Copy topics from another cluster, fail over from it, and switch back.", no_args_is_help=True)
+app = Noun(help="Mirror topics of other clusters, fail over, switch back.", no_args_is_help=True)
 
 T = TypeVar("T")
 SECRETS = frozenset({"password", "token"})
@@ -142,7 +142,7 @@ def create(
     settings: Settings = None,
     common: Common = COMMON,
 ) -> None:
-    """Copy topics of another cluster, with their offsets, groups and queues, and keep up with them."""
+    """Mirror topics of another cluster, with groups and queues. Copies have the same offsets as their originals."""
     given = {
         **parse_settings(settings or [], secret=SECRETS),
         "from": source,
@@ -258,7 +258,7 @@ def delete(
 
 @app.command("failover")
 def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common = LONG_WAIT) -> None:
-    """Make the copies writable at once, whether or not the source is reachable."""
+    """Make the copies writable at once. The source need not be reachable."""
     confirm(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
     report = _call_mirrors(common, lambda mirrors: mirrors.fail_over(name, topics))
     if common.as_json:
@@ -290,7 +290,7 @@ def cutover(
     yes: Yes = False,
     common: Common = LONG_WAIT,
 ) -> None:
-    """Migrate from Kafka: wait until the copies are complete and the source is idle, then fail over.
+    """Migrate from Kafka permanently. Waits until the copies are complete and the source is idle, then fails over.
 
     Nothing changes if the source is still written to when the time is up.
     """
@@ -329,7 +329,7 @@ def reverse(
     yes: Yes = False,
     common: Common = LONG_WAIT,
 ) -> None:
-    """After a failover, make the old source follow this cluster, and drop the records that only it has.
+    """Make the old source follow after a failover. Records that only it has are dropped.
 
     The --source options say how it signs in here.
     """
@@ -356,7 +356,7 @@ def switch(
     yes: Yes = False,
     common: Common = LONG_WAIT,
 ) -> None:
-    """Change the direction of a mirror without loss: the source stops accepting writers, is drained, and follows.
+    """Change the direction of a mirror without loss. The source stops accepting writers, is drained, and follows.
 
     The --source options say how it signs in here.
     """

@@ -61,7 +61,7 @@ def backfill(
     folder: Folder = None,
     common: Common = COMMON,
 ) -> None:
-    """Process the stored messages of a time range while the pipeline runs; repeating it changes nothing."""
+    """Process stored messages of a time range. The pipeline may run; repeating the command changes nothing."""
     from millstream.pipelines.jobs.job import TimeWindow
 
     window = TimeWindow(_time_ms(since, flag="--since"), _time_ms(until or "0s", flag="--until"))
@@ -80,7 +80,7 @@ def backfill(
 
 
 def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common: Common = COMMON) -> None:
-    """Decode the quarantined messages of a stopped landing pipeline again, and land those that fit now."""
+    """Decode quarantined messages again, and land those that fit. The landing pipeline must be stopped."""
     refuse_without_packages()
     from millstream.pipelines.jobs.land.backfill import make_requarantine
 
@@ -111,7 +111,7 @@ def _time_ms(text: str, *, flag: str) -> int:
 
 
 app = Noun(
-    help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
+    help="Create, run and manage pipelines, which run on Spark.",
     no_args_is_help=True,
 )
 app.command("run")(expand_options(pipeline_run.run, without=flags_not_for(None)))
@@ -195,7 +195,7 @@ def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
 
 @app.command("trigger")
 def trigger(name: Name, common: Common = COMMON) -> None:
-    """Run a job now, regardless of its schedule; if it is running, the next run follows."""
+    """Run a job now, regardless of its schedule. If it is running, the next run follows."""
     call_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
     text = f"Job {shown} is running; see: millstream pipeline runs {shown}"
@@ -204,7 +204,7 @@ def trigger(name: Name, common: Common = COMMON) -> None:
 
 @app.command("cancel")
 def cancel(name: Name, common: Common = COMMON) -> None:
-    """Cancel the run of a job that is in progress; it is not retried, and the schedule continues."""
+    """Cancel the current run of a job. It is not retried, and the schedule continues."""
     number = call_pipelines(common, lambda pipelines: pipelines.cancel_run(name))
     text = f"Cancelled run {number} of job {one_line(name)}."
     print_result({"pipeline": name, "run": number}, text, as_json=common.as_json)
@@ -233,7 +233,7 @@ def update(
     requirements: Requirements = None,
     common: Common = COMMON,
 ) -> None:
-    """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
+    """Change settings of a pipeline. It continues with them; a parked pipeline is retried."""
     flags = Flags(file=file, requirements=requirements, settings=settings)
     changes: dict[str, str | None] = {**flags.settings_of(PipelineKind.JOB), **dict.fromkeys(unset or [])}
     if not changes:
@@ -253,7 +253,7 @@ def start(name: Name, common: Common = COMMON) -> None:
 
 @app.command("stop")
 def stop(name: Name, common: Common = COMMON) -> None:
-    """Stop a pipeline; when it is started again, it continues where it was."""
+    """Stop a pipeline. When it is started again, it continues where it stopped."""
     call_pipelines(common, lambda pipelines: pipelines.stop(name))
     print_result({"pipeline": name, "enabled": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
 
@@ -354,7 +354,7 @@ def _displayed_value(key: str, value: Any) -> Any:
 
 
 create_app = Noun(
-    help="Create a pipeline that lands, transforms or routes messages, or runs a program, and start it.",
+    help="Create and start a pipeline of one of these kinds.",
     no_args_is_help=True,
 )
 
@@ -362,13 +362,12 @@ Stopped = Annotated[bool, typer.Option("--stopped", help="Create it stopped; sta
 
 
 _KINDS: Final = {
-    PipelineKind.LAND: "Turn topics into tables, and keep them up to date, every message exactly once.",
-    PipelineKind.TRANSFORM: "Write the rows of a SQL statement over topics to a topic, exactly once.",
-    PipelineKind.ROUTE: "Write messages to topics according to rules, exactly once; millstream pipeline rule changes "
-    "the rules.",
-    PipelineKind.JOB: "Run your own PySpark program: once, at an interval, on a schedule, or continuously.",
-    PipelineKind.LEDGER: "Land the events of subscriptions with --ledger in a table, exactly once, and audit them "
-    "once a day.",
+    PipelineKind.LAND: "Land topics in tables, every message exactly once.",
+    PipelineKind.TRANSFORM: "Write the rows of a SQL statement to a topic, exactly once.",
+    PipelineKind.ROUTE: "Route messages to topics by rules, exactly once. millstream pipeline rule changes the rules.",
+    PipelineKind.JOB: "Run your own PySpark program. It runs once, at an interval, on a schedule, or continuously.",
+    PipelineKind.LEDGER: "Land the events of deliveries in a table, and audit them. Includes subscriptions with "
+    "--ledger; the audit runs once a day.",
 }
 
 

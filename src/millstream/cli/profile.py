@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from millstream.client.profile import Profile
 
 app = typer.Typer(
-    help="List and show profiles: named brokers with TLS and an identity, chosen by --profile.", no_args_is_help=True
+    help="List and show profiles. A profile names brokers, TLS and an identity; --profile selects one.",
+    no_args_is_help=True,
 )
 
 

@@ -44,7 +44,7 @@ Rate = Annotated[
 
 @app.command("set")
 def set_(entity: Entity, produce: Rate = None, consume: Rate = None, common: Common = COMMON) -> None:
-    """Limit what a user, a client id, or a user's client id may produce and consume."""
+    """Limit the bytes per second of a user, a client id, or both."""
     rates = {PRODUCER_BYTE_RATE: produce, CONSUMER_BYTE_RATE: consume}
     changes = {key: rate for key, rate in rates.items() if rate is not None}
     if not changes:

@@ -65,7 +65,7 @@ def replay(
     dry: Dry = False,
     common: Common = COMMON,
 ) -> None:
-    """Publish messages of a topic again, from its log or its lake table, exactly once.
+    """Publish messages of a topic again, exactly once. They are read from its log or its lake table.
 
     The same command resumes a replay that was interrupted; one that is complete publishes nothing again.
     """

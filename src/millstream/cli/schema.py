@@ -142,7 +142,7 @@ def delete(
     permanent: Annotated[bool, typer.Option("--permanent", help="Delete permanently what is already deleted.")] = False,
     common: Common = COMMON,
 ) -> None:
-    """Delete a subject or one of its versions; messages with its ids can still be read unless it is permanent."""
+    """Delete a subject or one of its versions. Messages with its ids stay readable unless the deletion is permanent."""
     from millstream.client.admin.schemas import SchemaClient
     from millstream.protocol.private.schema_messages import DeleteSubjectRequest
 
@@ -164,7 +164,7 @@ def compatibility(
     ] = None,
     common: Common = COMMON,
 ) -> None:
-    """Show or set which schemas are compatible with the versions of a subject."""
+    """Show or set the compatibility level of a subject. It decides which schemas become its next version."""
     from millstream.client.admin.schemas import SchemaClient
     from millstream.protocol.private.schema_messages import ConfigureRequest
 
@@ -201,7 +201,7 @@ def check(
     ] = None,
     common: Common = COMMON,
 ) -> None:
-    """Check whether a schema could be registered, and which stored messages it could not read.
+    """Check a schema against its subject and stored messages. Shows messages that it could not read.
 
     Exits with 5 if it is incompatible or cannot read a message.
     """
@@ -253,7 +253,7 @@ def import_(
     context: Context = DEFAULT_CONTEXT,
     common: Common = COMMON,
 ) -> None:
-    """Register everything that Confluent's registry has stored, with its ids, in a context without schemas."""
+    """Import schemas of Confluent's registry with their ids. The context must not contain any schemas yet."""
     from millstream.client.admin.topic_schema import import_schemas
 
     async def operation(client: Client) -> int:
@@ -274,7 +274,7 @@ def import_(
 
 @app.command("export")
 def export(topic: Topic = "_schemas", context: Context = DEFAULT_CONTEXT, common: Common = COMMON) -> None:
-    """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
+    """Export the schemas of a context to a new topic. Confluent's registry can start from this topic."""
     from millstream.client.admin.topic_schema import export_schemas
 
     number, others = call_broker(common, lambda client: export_schemas(client, topic, context=_context(context)))

@@ -68,13 +68,13 @@ def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
 
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
-    """List the secrets in the catalog without their values: what they belong to, and the key that sealed them."""
+    """List the secrets in the catalog, without their values. Shows their owners, and the keys that sealed them."""
     _print(_send_request(common, reseal=False), as_json=common.as_json)
 
 
 @app.command("reseal")
 def reseal(common: Common = COMMON) -> None:
-    """Seal every secret with the newest key, so that earlier ones can be removed from the file."""
+    """Seal every secret with the newest key. Earlier keys can then be removed from the file."""
     response = _send_request(common, reseal=True)
     if not common.as_json:
         print_line(f"Sealed {counted(response.resealed, 'secret')} again with key {response.newest or 'none'}.")

@@ -183,9 +183,7 @@ _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Released", Verb.REJECT: "Rej
 
 T = TypeVar("T")
 
-app = Noun(
-    help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
-)
+app = Noun(help="Create and manage subscriptions, seek, and pull messages.", no_args_is_help=True)
 
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the subscription.", show_default=False)]
 
@@ -407,7 +405,7 @@ def leases(
     ] = 1000,
     common: Common = COMMON,
 ) -> None:
-    """Show which worker holds which messages, until when and in which attempt, the oldest first."""
+    """Show which worker holds which messages. The oldest come first, with the end of each lease and the attempt."""
     held = _call_subscriptions(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
     if common.as_json:
         print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "omitted": held.omitted})

@@ -70,7 +70,7 @@ def tail(
     raw: Annotated[bool, typer.Option("--raw", help="Print only the values, one per line, unchanged.")] = False,
     common: Common = COMMON,
 ) -> None:
-    """Show the last messages of a topic, or those from a position on.
+    """Show the last messages of a topic, or those from a position.
 
     Without --from: the last -n messages, then with --follow new ones. With --from: everything from there up to the end
     of the topic, at most -n messages, then with --follow new ones. Messages are in order within a partition. Messages

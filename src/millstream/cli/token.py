@@ -90,7 +90,7 @@ def create(
 
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
-    """List your tokens; those who may describe the cluster see everyone's."""
+    """List your tokens. Users who may describe the cluster see everyone's."""
     from millstream.client.admin.security import list_tokens
 
     tokens = call_broker(common, list_tokens)
@@ -123,7 +123,7 @@ def revoke(
     ],
     common: Common = COMMON,
 ) -> None:
-    """Revoke a token and those that were created with it; their connections are closed."""
+    """Revoke a token and those that were created with it. Their connections are closed."""
     from millstream.client.admin.security import list_tokens, revoke_token
 
     # If a user pastes the whole token, use only its id: the secret must not reach a log.

@@ -69,7 +69,7 @@ def describe(
     transactional_id: Annotated[str, typer.Argument(help="The transactional id.", show_default=False)],
     common: Common = COMMON,
 ) -> None:
-    """Show one transactional id: its producer, its state, and the partitions of its transaction."""
+    """Show the state of a transactional id. Includes its producer and the partitions of its transaction."""
     from millstream.client.admin.transactions import describe_transaction
 
     transaction = call_broker(common, lambda client: describe_transaction(client, transactional_id))

@@ -68,7 +68,7 @@ app.command("password")(
     _setting_password(
         "changed",
         "Changed the password of user {}.",
-        "Change the password of a user; connections that were opened with the old one are closed.",
+        "Change the password of a user. Connections that were opened with the old one are closed.",
         is_new=False,
     )
 )
@@ -91,7 +91,7 @@ def list_(common: Common = COMMON) -> None:
 
 @app.command("delete")
 def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
-    """Delete a user; its connections are closed, its tokens revoked, and its access rules stay."""
+    """Delete a user. Its connections are closed and its tokens revoked; its access rules stay."""
     from millstream.client.admin.security import delete_user
     from millstream.core.acl import AclFilter
     from millstream.protocol.wire.admin_requests import describe_acls

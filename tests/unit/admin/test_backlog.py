@@ -127,7 +127,7 @@ def test_a_summary_states_what_deleting_a_topic_would_lose() -> None:
     whole, newest = read(landing("whole")), read(landing("newest", **{"from": "latest"}))
     done = backlog.Backlog(5, 0)
     assert ReadingPipeline(whole, None).sentence("orders") == (
-        "Pipeline whole lands orders; how much of it is landed is not known now."
+        "Pipeline whole lands orders; the number of messages that are not landed yet is unknown."
     )
     assert ReadingPipeline(whole, done).sentence("orders") == "Pipeline whole lands orders; every message is landed."
     assert ReadingPipeline(newest, done).sentence("orders") == (

@@ -63,7 +63,7 @@ async def test_the_error_names_the_obstacle(asked: list[int | None]) -> None:
     client: Any = None
     assert await tables_of(client, reported(topics="a", node=3)) == (
         [],
-        ["The locations of its tables are not known now: node 3 cannot be reached"],
+        ["The locations of its tables are unknown: node 3 cannot be reached"],
     )
     (note,) = (await tables_of(client, reported(topics="a", every="soon"))).notes
-    assert note.startswith("The locations of its tables are not known now: unknown setting 'every'")
+    assert note.startswith("The locations of its tables are unknown: unknown setting 'every'")

@@ -230,6 +230,17 @@ def test_the_help_of_every_command_describes_the_command() -> None:
     assert [one for one in summaries if not one[0].isupper()] == []
 
 
+def test_the_summaries_of_commands_are_whole_sentences() -> None:
+    def summaries(*command: str) -> list[str]:
+        listed = call_command([*command, "--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
+        return [line for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
+
+    nouns = [line.split()[0] for line in summaries()]
+    shown = [*summaries(), *(line for noun in nouns for line in summaries(noun))]
+    assert len(shown) > 100
+    assert [line for line in shown if line.endswith("...")] == []
+
+
 def test_a_missing_optional_package_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         raise ModuleNotFoundError("No module named 'aetcd'", name="aetcd")

@@ -486,7 +486,7 @@ async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTable
         lake = settings.lake or (await storage_of(client, node=report and report["node"])).lake
         names = settings.topic_names or await _existing_topics(client, settings)
     except MillstreamError as error:
-        return LandedTables([], [f"The locations of its tables are not known now: {error}"])
+        return LandedTables([], [f"The locations of its tables are unknown: {error}"])
     return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], notes)
 
 

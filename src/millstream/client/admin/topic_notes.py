@@ -28,10 +28,10 @@ class ReadingPipeline(NamedTuple):
     def sentence(self, topic: str) -> str:
         """Return the warning for someone who is about to delete the topic."""
         lands = self.reader.kind is PipelineKind.LAND
-        verb, done = ("lands", "landed") if lands else ("reads", "taken")
+        verb, done = ("lands", "landed") if lands else ("reads", "read")
         subject = f"Pipeline {self.reader.name} {verb} {topic}"
         if self.backlog is None:
-            return f"{subject}; how much of it is {done} is not known now."
+            return f"{subject}; the number of messages that are not {done} yet is unknown."
         left = self.backlog.left
         if left:
             messages = "1 message is" if left == 1 else f"{left:,} messages are"
@@ -156,7 +156,7 @@ def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
     left, dropped, dead = (sum(one[key] for one in queues.values()) for key in ("backlog", "dropped", "dead_lettered"))
     if len(queues) < len(topic.partitions):
         # Queues that were not used since their leader was elected are not counted.
-        return f"{subject}; how much of it is delivered is not known now."
+        return f"{subject}; the number of messages that are not delivered yet is unknown."
     counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
     notes = [f"{'1 message is' if n == 1 else f'{n:,} messages are'} {how}" for n, how in counted if n]
     if notes:
