@@ -65,3 +65,10 @@ def test_the_page_names_every_route_once() -> None:
     operations = [one for path in document["paths"].values() for one in path.values()]
     assert len(operations) == len(ROUTES)
     assert len({one["operationId"] for one in operations}) == len(ROUTES)
+
+
+def test_descriptions_are_plain_paragraphs() -> None:
+    schemas = openapi_document(ROUTES)["components"]["schemas"].values()
+    described = [one["description"] for one in schemas if "description" in one]
+    assert len(described) > 50
+    assert [text for text in described if "\n" in text or "  " in text] == []

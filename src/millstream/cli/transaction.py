@@ -33,7 +33,7 @@ def list_(
     ] = None,
     longer_than: Annotated[
         float | None,
-        duration("--longer-than", "Only those that have run longer than this."),
+        duration("--longer-than", "Only transactions that have run longer than this."),
     ] = None,
     hanging: Annotated[
         bool,

@@ -47,7 +47,7 @@ PRODUCER, CONSUMER = "producer", "consumer"
 
 @dataclass(frozen=True, slots=True)
 class ConnectedClient:
-    """A connection of a client. Rates are None if it was not observed for long enough."""
+    """A connection of a client. A rate is null if the connection did not exist for the whole interval."""
 
     node: int
     address: str

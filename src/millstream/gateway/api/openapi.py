@@ -121,6 +121,10 @@ class _Schemas:
             types += [one for one in (route.body, *route.responses, *route.forms.values()) if _has_schema(one)]
         unique = list(dict.fromkeys(types))
         schemas, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
+        for component in self.components.values():
+            # Indented lines of a docstring would be code blocks: descriptions are Markdown.
+            if (text := component.get("description")) is not None:
+                component["description"] = " ".join(text.split())
         self._of = dict(zip(unique, schemas, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
@@ -159,7 +163,7 @@ def _operation_id(route: Route[Any, Any]) -> str:
 
 
 def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
-    described: dict[HTTPStatus, str] = {route.usual_status: "Done.", **route.more}
+    described: dict[HTTPStatus, str] = {route.usual_status: "Success.", **route.more}
     responses: dict[str, Any] = {}
     for status, description in described.items():
         response: dict[str, Any] = {"description": description}

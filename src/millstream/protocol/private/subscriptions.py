@@ -128,7 +128,7 @@ class DeadLetterPosition(msgspec.Struct, frozen=True):
 
 
 class SubscriptionTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """The life of a message in one subscription."""
+    """The history of a message in one subscription."""
 
     subscription: str
     subscription_id: str

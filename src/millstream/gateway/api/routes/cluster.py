@@ -71,7 +71,7 @@ class MovingPartition(msgspec.Struct, frozen=True):
 
 
 class ComputedMove(MovingPartition, frozen=True):
-    """A planned move, and how much it copies."""
+    """A planned move, and the number of bytes that it copies."""
 
     bytes: int
 

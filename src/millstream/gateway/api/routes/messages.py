@@ -155,7 +155,7 @@ ROUTES: Final = (
     Route(
         "GET",
         "/topics/{topic}/partitions/{partition}/messages/{offset}/trace",
-        "Show what happened to a message in every subscription",
+        "Show the history of a message in every subscription",
         trace,
         TraceDocument,
         tag="messages",

@@ -237,5 +237,7 @@ ROUTES: Final = (
     Route("POST", f"{_ONE}/resume", "Resume copying", resume, MirrorDescription),
     Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
     Route("POST", f"{_ONE}/reverse", "Make the old source follow this cluster", reverse, ReversalReport, body=Reversal),
-    Route("POST", f"{_ONE}/switch", "Switch sides without loss", switch, ReversalReport, body=Reversal),
+    Route(
+        "POST", f"{_ONE}/switch", "Switch the direction of a mirror without loss", switch, ReversalReport, body=Reversal
+    ),
 )

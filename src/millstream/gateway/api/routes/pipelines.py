@@ -130,7 +130,7 @@ class RunRequested(msgspec.Struct, frozen=True):
 
 
 class RunCancelled(msgspec.Struct, frozen=True):
-    """A run that was ended."""
+    """A cancelled run."""
 
     pipeline: str
     run: int

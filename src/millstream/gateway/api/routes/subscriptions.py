@@ -334,7 +334,7 @@ ROUTES: Final = (
         status=HTTPStatus.CREATED,
     ),
     Route("GET", _ONE, "Describe a subscription", describe, SubscriptionDescription),
-    Route("GET", f"{_ONE}/leases", "List who holds which messages", leases, Leases, query=ListedLeases),
+    Route("GET", f"{_ONE}/leases", "List the leases of a subscription", leases, Leases, query=ListedLeases),
     Route("PATCH", _ONE, "Change a subscription", change, SubscriptionDescription, body=SubscriptionChanges),
     Route("DELETE", _ONE, "Delete a subscription; messages stay in their topics", delete, None, query=Deletion),
     Route("POST", f"{_ONE}/seek", "Move a subscription to another position", seek, Moved, body=Seek),

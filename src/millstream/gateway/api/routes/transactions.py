@@ -24,9 +24,10 @@ from millstream.gateway.api.services import Services
 class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The transactions to list."""
 
-    state: Annotated[list[str], Meta(max_length=20, description="Only in these states.")] = []
+    state: Annotated[list[str], Meta(max_length=20, description="List only transactions in these states.")] = []
     longer_than_ms: Annotated[
-        Annotated[int, Meta(ge=0, le=2**62)] | None, Meta(description="Only those that have run longer than this.")
+        Annotated[int, Meta(ge=0, le=2**62)] | None,
+        Meta(description="List only transactions that have run longer than this."),
     ] = None
 
 
