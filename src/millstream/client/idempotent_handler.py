@@ -106,7 +106,7 @@ class ClaimResult(Enum):
 
 
 class Operation(NamedTuple):
-    """A verb of one worker on one message; what it writes is valid until `until_ms`."""
+    """A verb of one worker on one message; the row that it writes is valid until `until_ms`."""
 
     verb: Verb
     message_id: str

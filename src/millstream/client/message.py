@@ -215,15 +215,15 @@ class Message(msgspec.Struct, eq=False, gc=False):
     # -- settlement -----------------------------------------------------------------------------------------
 
     async def ack(self) -> None:
-        """Accept: it is not delivered again. Returns when that is durable."""
+        """Accept the message, which is then not delivered again; return when that is durable."""
         await self._settle(Verb.ACCEPT)
 
     async def nack(self, *, delay: float | None = None, reason: str = "") -> None:
-        """Release: it is delivered again after `delay` seconds, otherwise after the declared backoff."""
+        """Release the message: it is redelivered after `delay` seconds, by default after the declared backoff."""
         await self._settle(Verb.RELEASE, delay, reason)
 
     async def reject(self, reason: str = "") -> None:
-        """Reject: it goes to the dead letter topic at once."""
+        """Reject the message: it goes to the dead letter topic at once."""
         await self._settle(Verb.REJECT, None, reason)
 
     async def extend(self, seconds: float | None = None) -> None:

@@ -70,7 +70,7 @@ class Source:
         return []
 
     def stop_renewing(self, message: Message) -> None:
-        """Stop renewing the lease of a message: its consumer has moved on to the next one."""
+        """Stop renewing the lease of a message whose consumer has moved on to the next one."""
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         """Stop renewing several leases; most of the messages are settled."""
@@ -200,7 +200,7 @@ class MessageStream:
             self._left(self._receiver)
 
     async def close(self) -> None:
-        """Take no more messages, and return those that were not taken."""
+        """Receive no more messages, and return the buffered ones."""
         self.is_closed = True
         if self._receiver is not None:
             await self._receiver.stop_and_return()

@@ -339,7 +339,7 @@ class PartitionQueue:
         return bool(self.waiting) and len(self.sent) < IN_FLIGHT_MAX
 
     def take(self) -> OutgoingBatch:
-        """Return the next batch to send: one to send again, otherwise one that waits."""
+        """Return the next batch to send: first one to be resent, otherwise one that waits."""
         if self.recovering and self.sent:
             batch = next(batch for batch in self.sent if not batch.is_done)
         else:

@@ -564,7 +564,7 @@ class Publisher:
                     self._forget(topic, _as_millstream_error(error))
 
     async def _recover_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
-        """Resume the queues of one topic, which are troubled until then."""
+        """Resume the queues of one topic, which were suspended by a failure."""
         for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._new_identity(topic))

@@ -228,7 +228,7 @@ async def _check_partition(
 
 
 def _within(expected: dict[int, StoredReceipt], bounds: OffsetRange) -> tuple[dict[int, StoredReceipt], list[Finding]]:
-    """Divide receipts into those that the log may hold, and what is wrong with the others."""
+    """Divide receipts into those that the log may hold, and findings about the others."""
     findings = []
     for offset, receipt in expected.items():
         if offset < bounds.start:

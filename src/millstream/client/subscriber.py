@@ -101,7 +101,7 @@ class Breaker:
             self.close()
 
     def failed(self, message: Message) -> tuple[int, int | None]:
-        """Note a failure; return how to settle the message, and the delay of its redelivery."""
+        """Record a failure; return how to settle the message, and the delay of its redelivery."""
         if self.is_open:
             return self._try_failed() if message is self._probe else (Verb.RETURN, 0)
         self._failed.add((message._lease.where, message.offset))

@@ -54,7 +54,7 @@ def correlation_id() -> str | None:
 
 @contextmanager
 def correlated(identifier: str) -> Iterator[None]:
-    """Give every message published within this block a correlation id, for example that of a web request."""
+    """Set the correlation id of every message published within this block, such as that of a web request."""
     token = _origin.set(identifier)
     try:
         yield

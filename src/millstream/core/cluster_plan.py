@@ -126,7 +126,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Moves, and what an operator should know before applying them."""
+    """The moves of a plan, and information for the operator who reviews it."""
 
     kind: str
     subject: str
@@ -229,7 +229,7 @@ def _too_few(replicas: int, machines: int) -> str:
 
 
 def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
-    """Give each partition of some topics this many replicas; new ones go where there is most room."""
+    """Plan this number of replicas for each partition of some topics; new ones go to the least loaded nodes."""
     if to < 1:
         raise InvalidRequest("a topic has at least one replica")
     weights = _Weights.of(load)

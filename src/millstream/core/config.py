@@ -721,7 +721,7 @@ class Config:
 
     @property
     def has_other_nodes(self) -> bool:
-        """Whether other nodes may lead what this one does not."""
+        """Whether other nodes may lead partitions."""
         return self.in_cluster or self.core_count > 1
 
     @property

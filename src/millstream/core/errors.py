@@ -289,7 +289,7 @@ class Conflict(MillstreamError):
 
 
 class PlanConflict(Conflict):
-    """The state of a plan, or of what it is about, forbids the request."""
+    """The state of a plan, or of its subject, forbids the request."""
 
 
 class TopicExists(Conflict):

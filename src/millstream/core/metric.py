@@ -32,7 +32,7 @@ class Distribution(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A number of a metric. The labels say what it counts, for example `(("topic", "orders"),)`."""
+    """A sample of a metric. The labels say what it counts, for example `(("topic", "orders"),)`."""
 
     value: float | Distribution
     labels: tuple[tuple[str, str], ...] = ()

@@ -38,7 +38,7 @@ from millstream.core.partition_state import encode_value
 _logger = logging.getLogger(__name__)
 
 _TAKEN_TTLS = 3
-"""For how many session lifetimes a node waits for its id; a holder that is still there then is alive."""
+"""The number of session lifetimes for which a node waits for its id; a holder that remains after that is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Registration:
         self._on_admitted: list[Callable[[], None]] = []
         self.incarnation: str | None = None
         self.losses = 0
-        """How often the cluster dropped this node although it ran."""
+        """The number of times the cluster dropped this node while it ran."""
         view.listen(self._on_view_change)
 
     @property

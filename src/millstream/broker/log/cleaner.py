@@ -91,7 +91,7 @@ class CleanedTransactions:
             self._seen.add(header.producer_id)
 
     def ended(self, header: BatchHeader) -> bool:
-        """Note a marker; return whether no batch of its transaction was seen."""
+        """Record a marker; return whether no batch of its transaction was seen."""
         if header.producer_id in self._seen:
             self._seen.discard(header.producer_id)
             return False

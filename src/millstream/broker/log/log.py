@@ -727,7 +727,7 @@ class Log:
         self._uncheckpointed_bytes = 0
 
     def void_journal(self) -> None:
-        """Make everything that was journaled of this log so far void."""
+        """Invalidate all journal entries of this log so far."""
         self.journal_mark = self.maintenance.journal_mark()
 
     def replace_segments(self, segments: list[Segment], removed: Iterable[Segment] = ()) -> None:

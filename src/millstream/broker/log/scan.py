@@ -135,7 +135,7 @@ class Window:
         self.end = end
 
     def hold(self, position: int, size: int) -> tuple[bytes, int]:
-        """Return a buffer that holds some bytes of the file, fewer at its end, and where in it they begin."""
+        """Return a buffer with some bytes of the file, fewer at its end, and their position in it."""
         at = position - self._start
         if at < 0 or at + size > len(self._data):
             self._fill(position, size)

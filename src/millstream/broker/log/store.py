@@ -549,7 +549,7 @@ class LogStore:
         return None
 
     def _finish_job(self, job: Job) -> None:
-        """Account for a job that a thread has carried out, and start what follows from it."""
+        """Complete a job that a thread has carried out, and start the jobs that follow from it."""
         job.finish()
         if isinstance(job, Commit):
             if not job.is_direct:

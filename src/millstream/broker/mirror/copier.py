@@ -77,7 +77,7 @@ GONE_S: Final = 10.0
 HELD_FIRST_S: Final = 0.1
 HELD_MAX_S: Final = 10.0
 MARKERS_MAX: Final = 1_000_000
-"""Commit markers that wait to be verified, in one partition; beyond it, copying waits for them."""
+"""The maximum number of commit markers of one partition that wait to be verified; beyond it, copying waits."""
 TORN_MAX: Final = 10_000
 """The records at the end of a copy that are fetched again if some of them were lost."""
 _SCAN_BYTES: Final = 1024 * 1024

@@ -151,7 +151,7 @@ async def read_record(batches: Buffer, header: BatchHeader, offset: int) -> Reco
 async def find_message(
     client: Client, topic: TopicMetadata, partition: int, offset: int, *, read_record: ReadRecord = read_record
 ) -> StoredMessage:
-    """Find the message at an offset and check its batch's CRC; `NotFound` says what is there instead."""
+    """Find the message at an offset and check its batch's CRC; `NotFound` describes the offset if it has none."""
     if partition not in topic.partitions:
         raise UnknownTopic(f"topic {topic.name!r} has no partition {partition}; the last is {max(topic.partitions)}")
     where = f"{topic.name}/{partition}"

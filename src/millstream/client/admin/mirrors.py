@@ -42,7 +42,7 @@ class MirrorClient:
         await self._request(None, CreateMirrorRequest(name=name, settings=dict(settings), enabled=is_enabled))
 
     async def start_problems(self, name: str, *, wait_s: float) -> tuple[str, list[str]]:
-        """Wait until a mirror has compared the topics; return why it does not run by then, and what is not mirrored."""
+        """Wait until a mirror has compared the topics; return why it does not run, and its problems."""
         loop = asyncio.get_running_loop()
         started, backoff = loop.time(), Backoff(max_s=SETTLE_CHECK_S)
         while True:

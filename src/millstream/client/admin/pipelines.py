@@ -228,7 +228,7 @@ class PipelineClient:
 
 
 def _merge_reports(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
-    """Combine what two nodes report; the report comes from the node that runs it."""
+    """Combine the descriptions of two nodes; the report comes from the node that runs the pipeline."""
     if known is None:
         return described
     newest = described if described["version"] > known["version"] else known
@@ -240,7 +240,7 @@ def _merge_reports(known: dict[str, Any] | None, described: dict[str, Any]) -> d
 
 
 def shown_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run as lists show it: how long it took, or takes so far, and the progress that its code reported."""
+    """Return a run as lists show it, with its duration so far, and the progress that its code reported."""
     ended_ms = run["ended_ms"] or time.time() * 1000
     progress = {key: value for key, value in run["progress"].items() if key != "pin"}
     return {**run, "took_s": max(0.0, ended_ms - run["started_ms"]) / 1000, "progress": progress}
@@ -469,7 +469,7 @@ class LandedTable:
 
 
 class LandedTables(NamedTuple):
-    """The tables of a pipeline by topic, and what to know about them."""
+    """The tables of a pipeline by topic, and notes about them."""
 
     tables: list[LandedTable]
     notes: list[str]

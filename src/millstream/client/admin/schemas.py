@@ -40,7 +40,7 @@ _EXAMINING: Final = (RegisterSchemaRequest, LookupSchemaRequest, CheckSchemaRequ
 
 
 class SchemaClient:
-    """Asks any node; each knows the whole registry. What it refuses is raised as `SchemaRegistryError`."""
+    """Asks any node; each knows the whole registry. A refusal is raised as `SchemaRegistryError`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

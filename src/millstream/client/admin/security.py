@@ -42,7 +42,7 @@ async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
 
 
 async def put_user(client: Client, name: str, password: str) -> None:
-    """Give a user a password; one that does not exist is created. The password itself does not leave this process."""
+    """Set a user's password, and create the user if it does not exist. The password itself stays in this process."""
     check_user_name(name)
     check_password(password)
     upsertions = []

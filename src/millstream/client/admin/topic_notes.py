@@ -135,7 +135,7 @@ async def topic_writers(client: Client, topic: str) -> list[dict[str, str]] | No
 
 
 async def topic_original(client: Client, topic: str) -> dict[str, str] | None:
-    """Return of which topic of which mirror this is a copy; None if it is none, or unknown."""
+    """Return the mirror and the original of a copy; None if the topic is not a copy, or that is unknown."""
     with suppress(MillstreamError, ValueError):
         return await MirrorClient(client).original_of(topic)
     return None

@@ -219,7 +219,7 @@ class Pusher:
             await self._sender.close()
 
     def stop(self) -> None:
-        """Take no more messages, and let those in flight finish."""
+        """Receive no more messages, and wait for those in flight."""
         self._stopping.set()
         self._changed.set()
 
@@ -291,7 +291,7 @@ class Pusher:
         return taken.messages
 
     async def _confirm_leases(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """Keep the messages whose leases still hold, however long the response was on its way."""
+        """Keep the messages whose leases are still valid, regardless of the duration of the response."""
         if all(message.is_fresh for message in messages):
             return messages
         extended = await asyncio.gather(*map(self._extend_lease, messages))
