@@ -199,7 +199,7 @@ class LocalEtcd(LocalServer):
 
     @cached_property
     def _peer(self) -> ReservedPort:
-        """Return the address for other members, of which there are none."""
+        """Return the peer address, which etcd needs although it has no other members."""
         return ReservedPort()
 
     def _command(self) -> list[str]:
@@ -305,7 +305,7 @@ class LocalPostgres(LocalServer):
         return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
 
     def _is_ready(self) -> bool:
-        """Return whether the server says so in its status file, whose last line it writes when it accepts clients."""
+        """Whether the last line of the server's status file says that it accepts clients."""
         try:
             lines = (self.folder / "data" / "postmaster.pid").read_text().splitlines()
         except OSError:

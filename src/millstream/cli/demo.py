@@ -116,7 +116,7 @@ class DemoBroker:
         return environment_without_settings() | {"XDG_STATE_HOME": str(self.folder)}
 
     async def stop(self) -> int:
-        """Ask it to stop cleanly and return its exit code."""
+        """Stop the broker cleanly, and return its exit code."""
         process = self._running()
         process.send_signal(signal.SIGTERM)
         try:

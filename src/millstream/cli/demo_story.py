@@ -210,7 +210,7 @@ class DemoMember:
         await self._send_heartbeat(coordinator)
 
     def stop(self) -> None:
-        """Make `run` end in order."""
+        """Make `run` end cleanly."""
         self._stopping = True
 
     async def _send_heartbeat(self, coordinator: NodeId) -> None:

@@ -120,7 +120,7 @@ class BrokerProcess(SupervisedChild):
         return self._health if self.state is BrokerState.SERVING else None
 
     async def pause(self) -> None:
-        """Stop the process in order, and start no other until `resume`, which may follow when this has returned."""
+        """Stop the process cleanly, and start no other until `resume`, which may be called after this."""
         self._lifecycle.apply(BrokerEvent.PAUSE)
         await self._terminate()
         await self._lifecycle.until(HELD)
@@ -289,7 +289,7 @@ class Machine:
             raise
 
     async def stop(self) -> None:
-        """Stop every broker in order, then release the folder."""
+        """Stop every broker cleanly, then release the folder."""
         await self._stack.aclose()
 
     def share(self, config: Config, internal_address: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ Address = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAccess:
-    """The options that say how to sign in at the source."""
+    """The options for signing in at the source."""
 
     source_user: Annotated[
         str, typer.Option(metavar="NAME", help="The user to sign in as at the source.", show_default=False)

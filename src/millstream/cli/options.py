@@ -198,7 +198,7 @@ def expand_options(command: Callable[..., None], *, without: Collection[str] = (
 
 
 def confirm(question: str, *, unless: bool) -> None:
-    """Ask for confirmation at a terminal; scripts are not asked."""
+    """Ask for confirmation at a terminal, but never a script."""
     if not unless and sys.stdin.isatty() and not typer.confirm(question, err=True):
         raise CommandFailed("cancelled; nothing was changed")
 

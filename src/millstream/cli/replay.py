@@ -118,7 +118,7 @@ def replay(
 
 @contextmanager
 def _advised(order: ReplayOrder) -> Iterator[None]:
-    """Say what to do about messages that are gone by the flags of this command, which has no query with options."""
+    """Add advice about missing messages in terms of this command's flags."""
     table = f"--from-table {one_line(order.topic)} replays what a pipeline has landed of the topic"
     try:
         yield

@@ -44,7 +44,7 @@ the node is ready."""
 
 
 def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for every setting of the config object."""
+    """Add a flag to a command for every setting of the config object."""
     flags = [_flag(attribute, declared) for attribute, declared in Config.declared().values()]
     config = Annotated[
         Path | None, flag("--config", "FILE", "Read settings from this file. Default: millstream.toml, if it exists.")
@@ -168,7 +168,7 @@ async def _wait_for_first(stop: asyncio.Future[None], failed: asyncio.Future[Non
 
 
 class _StopSignal:
-    """Listens for stop signals: the first one stops the node in order, the second one at once."""
+    """Listens for stop signals: the first one stops the node cleanly, the second one at once."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

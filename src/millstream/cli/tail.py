@@ -111,7 +111,7 @@ def tail(
 
 
 def _print_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:
-    """Note that there are more messages behind open transactions."""
+    """Record that there are more messages behind open transactions."""
     for index, (_, end) in written.items():
         if end > ends[index]:
             print_note(

@@ -24,7 +24,7 @@ class ClosesAtExit(Protocol):
     """
 
     def close_at_exit(self) -> None:
-        """Close in order, within a bounded time; called from the main thread of the process that registered it."""
+        """Close cleanly within a bounded time; called from the main thread of the process that registered it."""
 
 
 _begun: list[tuple[int, weakref.ref[ClosesAtExit]]] = []

@@ -482,7 +482,7 @@ class Publisher:
     def _assign_queues(
         self, queues: Sequence[PartitionQueue], metadata: TopicMetadata, senders: Mapping[int, NodeSender | None]
     ) -> None:
-        """Assign every queue to its leader's sender; queues without a leader stay troubled."""
+        """Assign every queue to its leader's sender; queues without a leader stay suspended."""
         leaders = {one.partition: one.leader_id for one in metadata.partitions.values()}
         for queue in queues:
             if queue.given_up is not None:

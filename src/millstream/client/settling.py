@@ -400,7 +400,7 @@ def _unknown_outcome(settlement: Settlement, doubt: str) -> InvalidRecordState:
 
 
 class Settler:
-    """Settles the messages of one worker, wherever their partitions are led."""
+    """Settles the messages of one worker at the leaders of their partitions."""
 
     def __init__(
         self,

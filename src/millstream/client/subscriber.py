@@ -94,7 +94,7 @@ class Breaker:
         self._throttle(0)
 
     def succeeded(self) -> None:
-        """Note that the handler has decided on a message."""
+        """Record that the handler has decided on a message."""
         self._failed.clear()
         if self.is_open:
             _logger.info("the handler of %r works again", self._name)
@@ -196,7 +196,7 @@ def _kind(error: BaseException) -> object:
 
 
 class Subscriber:
-    """A running handler. `drain` stops it in order; so does closing the connection."""
+    """A running handler. `drain` stops it cleanly; so does closing the connection."""
 
     def __init__(
         self, source: Source, handler: Handler, *, concurrency: int, forget: Callable[[bool], Awaitable[None]]

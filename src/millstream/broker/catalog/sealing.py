@@ -38,7 +38,7 @@ _NO_KEY: Final = (
 
 
 class Sealable(Protocol):
-    """A declaration with settings of which some are secrets; a frozen dataclass."""
+    """A declaration, a frozen dataclass, some of whose settings are secrets."""
 
     noun: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]

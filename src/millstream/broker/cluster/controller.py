@@ -211,7 +211,7 @@ class Controller:
         yield counter("millstream_elections_total", "Changes of leader that this node decided.", self.elections)
 
     async def run(self) -> None:
-        """Become the controller whenever the place is vacant; runs forever."""
+        """Become the controller whenever there is none; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:

@@ -254,7 +254,7 @@ class ProducerIds:
                 await backoff.pause()
 
     async def _refill(self, least: int) -> None:
-        """Take another block unless there are at least so many ids."""
+        """Take another block unless at least this many ids are left."""
         async with self._lock:
             if len(self._ids) < least:
                 first = await self._declarations.call(Catalog.take_producer_ids, _BLOCK)

@@ -172,7 +172,7 @@ class StoreHealth:
         self._health_listeners.append(listener)
 
     def responded(self) -> None:
-        """Note that the store responded, with any result."""
+        """Record that the store responded, with any result."""
         self._has_responded = True
         if self.unavailable_since_ms is None:
             return
@@ -182,7 +182,7 @@ class StoreHealth:
         self._notify_health()
 
     def silent(self, reason: str) -> None:
-        """Note that the store did not respond."""
+        """Record that the store did not respond."""
         if self.unavailable_since_ms is not None:
             return
         self.unavailable_since_ms = self._health_clock.now_ms()

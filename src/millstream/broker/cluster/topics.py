@@ -692,7 +692,7 @@ class Topics:
         return await self._declarations.call(Catalog.topics)
 
     async def set_origins(self, name: str, origins: tuple[str, ...], original_id: UUID | None) -> Topic:
-        """Record from which clusters the records of a copy came, and of which topic it is a copy."""
+        """Record the clusters from which the records of a copy came, and the original topic."""
         changed = partial(dataclasses.replace, origins=origins, original_id=original_id)
         return await self._change(name, changed)
 

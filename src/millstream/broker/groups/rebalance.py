@@ -111,7 +111,7 @@ class Rebalance:
         self._schedule_expiration(group.group_id, member_id, timeout_ms)
 
     def synced(self, group: Group, member_id: str) -> None:
-        """Note that a member has sent SyncGroup."""
+        """Record that a member has sent SyncGroup."""
         group.pending_sync.discard(member_id)
         if not group.pending_sync:
             self._timers.cancel(("sync", group.group_id))
@@ -128,7 +128,7 @@ class Rebalance:
             self.forget_session(group, member_id)
 
     def restored(self, group: Group) -> None:
-        """Give every member of a restored group a full session timeout."""
+        """Restart the session timeout of every member of a restored group."""
         for member in group.members.values():
             self.keep_alive(group, member)
         if len(group.members) > self._limits.members_max:
@@ -136,7 +136,7 @@ class Rebalance:
             self._timers.schedule(("join", group_id), 0, lambda: self._rebalance_oversized(group_id))
 
     def _rebalance_oversized(self, group_id: str) -> Records:
-        """Rebalance a group that exceeds a lowered limit; only that many members fit into the next generation."""
+        """Rebalance a group that exceeds a lowered limit; the next generation has at most this many members."""
         group = self._registry.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
             return []

@@ -354,7 +354,7 @@ class SubscriptionService:
                 yield partition, opened
 
     async def readable_ends(self, places: Collection[TopicPartition], isolation: str) -> dict[TopicPartition, int]:
-        """Return up to where queues may read partitions; those without a leader are missing."""
+        """Return the offsets up to which queues may read partitions; those without a leader are missing."""
         from millstream.broker.subscriptions.log_scan import readable_end
 
         ends: dict[TopicPartition, int] = {}

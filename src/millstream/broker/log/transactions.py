@@ -290,7 +290,7 @@ class Transactions:
             self.guards.pop(producer.producer_id, None)
 
     def ended(self, producer: Producer, before: ProducerSnapshot | None, offset: int, *, commit: bool) -> None:
-        """Note a marker of a producer at an offset."""
+        """Record a marker of a producer at an offset."""
         first = producer.open_from
         self._unsettled.append(UnsettledMarker(producer.producer_id, first, offset, before))
         self.guards.pop(producer.producer_id, None)

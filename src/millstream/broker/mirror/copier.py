@@ -175,7 +175,7 @@ class Copy:
         return silent_ms if silent_ms > SILENT_MS else 0
 
     def verify(self, offset: int) -> None:
-        """Note that transactions committed below an offset have arrived as a whole."""
+        """Record that transactions committed below an offset have arrived as a whole."""
         if offset > self.verified:
             self.verified = offset
             del self.commits[: bisect_left(self.commits, offset)]
@@ -254,7 +254,7 @@ class Copier:
         self._changed.set()
 
     def verify(self, offsets: TopicOffsets) -> None:
-        """Note up to where transactions have arrived as a whole."""
+        """Record up to where transactions have arrived as a whole."""
         for copy in self.copies.values():
             if len(copy.commits) >= MARKERS_MAX:
                 # Copying had to wait for this.
@@ -642,7 +642,7 @@ class Copier:
         asked: dict[CopyKey, Offset],
         responses: Fetched,
     ) -> None:
-        """Before records with gaps are appended, record from where on values of keys may be missing."""
+        """Before records with gaps are appended, record the offset from which values of keys may be missing."""
         gaps: dict[TopicPartition, int | None] = {}
         copies = []
         for key, copy in members.items():

@@ -64,7 +64,7 @@ def _secrets_for_another_endpoint(known: Subscription, changes: dict[str, str | 
 
 
 class ReachedOffsets(Protocol):
-    """Returns how far the copies on all nodes are."""
+    """Returns the offsets that the copies on all nodes have reached."""
 
     def __call__(self, offsets: Vector, *, is_readable: bool) -> Awaitable[Vector]: ...
 
@@ -126,7 +126,7 @@ class MirroredQueues:
             await self.sync_subscriptions()
 
     def forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
-        """Forget that states were stored, so that they are stored again: what they belong to was deleted here."""
+        """Forget that states were stored, so that they are stored again: their queues were deleted here."""
         for known in (self._stored, self._cut_at, self._waiting, self._letter_states, self._stored_in):
             for key in [one for one in known if is_gone(one)]:
                 del known[key]

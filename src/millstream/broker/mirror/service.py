@@ -701,7 +701,7 @@ class MirrorService:
     # -- transactions ---------------------------------------------------------------------------------------
 
     def note_commit(self, mirror: str) -> None:
-        """Note that clients of another node wait at a commit; called on the owner."""
+        """Record that clients of another node wait at a commit; called on the owner."""
         run = self._runs.get(mirror)
         if run is not None:
             run.wants_barrier.set()
@@ -814,7 +814,7 @@ class MirrorService:
         return watermarks
 
     async def exposed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return up to where clients may read copies; those that cannot be asked are missing."""
+        """Return the offsets up to which clients may read copies; those of unavailable nodes are missing."""
         offsets = await self._readable_offsets(partitions)
         return {where: offset for where, offset in offsets.items() if not isinstance(offset, MillstreamError)}
 
@@ -960,7 +960,7 @@ def _run_key(mirror: Mirror) -> tuple[UUID, str]:
 
 
 def own_history_start(partition: Partition, epoch: int) -> Offset | None:
-    """Return from where on a copy holds records of this cluster, which begin in an epoch; None if it holds none."""
+    """Return the offset from which a copy holds records of this cluster, in an epoch; None if it has none."""
     log = partition.log
     return log.end_of_epoch(epoch - 1)[1] if log.latest_epoch >= epoch else None
 

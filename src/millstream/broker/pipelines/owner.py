@@ -65,7 +65,7 @@ class PipelineOwner:
         self._is_candidate.set()
 
     async def run(self) -> None:
-        """Become the owner whenever the place is vacant, once it is a candidate; runs forever."""
+        """Become the owner whenever there is none, once this node is a candidate; runs forever."""
         await self._is_candidate.wait()
         backoff = Backoff(self._random)
         while True:

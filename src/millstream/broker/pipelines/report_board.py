@@ -150,7 +150,7 @@ class LandedBoard:
         self._topics.use_landed_floor(self.floor)
 
     def take(self, pipeline_id: UUID, place: tuple[str, str], topic_id: UUID, offsets: Offsets) -> None:
-        """Record how far a pipeline has landed a topic, in tables at a place."""
+        """Record a pipeline's progress in landing a topic, with the location of its tables."""
         landing = self._landings.get(pipeline_id)
         if landing is None or landing.place != place or self._topics.by_id(topic_id) is None:
             return

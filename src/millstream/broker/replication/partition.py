@@ -55,14 +55,14 @@ class AdvanceListener(Protocol):
     """Waits for new records, as a long poll does."""
 
     def advanced(self, partition: Partition) -> None:
-        """Note that the high watermark or the leader has changed, or that the partition was closed."""
+        """Record that the high watermark or the leader has changed, or that the partition was closed."""
 
 
 class AppendListener(Protocol):
     """A follower's session, which waits for any append."""
 
     def appended(self, partition: Partition) -> None:
-        """Note that the leader's log has grown."""
+        """Record that the leader's log has grown."""
 
 
 class InSyncManager(Protocol):

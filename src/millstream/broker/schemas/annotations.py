@@ -156,7 +156,7 @@ def property_of(content: SchemaContent, name: str) -> Any:
 
 
 def with_version(metadata: Mapping[str, Any] | None, version: int) -> dict[str, Any]:
-    """Return metadata that says which version it belongs to."""
+    """Return metadata with the number of its version."""
     properties = {**((metadata or {}).get("properties") or {}), CONFLUENT_VERSION: str(version)}
     return {**(metadata or {}), "properties": dict(sorted(properties.items()))}
 

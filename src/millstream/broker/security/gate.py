@@ -143,7 +143,7 @@ class Gate:
         return self.service.handle(frame, connection)
 
     async def _refuse(self, header: RequestHeader, connection: Connection) -> Buffers:
-        """Respond to a request during an exchange with ILLEGAL_SASL_STATE, if its response can say so, and close."""
+        """Respond to a request during an exchange with ILLEGAL_SASL_STATE, if its response has a code, and close."""
         entity = load_response_class(header.api_key, header.version)
         values = {one.name: default_of(one) for one in fields(entity)}
         if "error_code" not in values:

@@ -534,7 +534,7 @@ class Queue:
     # -- time ------------------------------------------------------------------------------------------------
 
     def skip_tick(self, now_ms: int) -> bool:
-        """Note the time as `tick` does, if that would change nothing; return False if it has to be called."""
+        """Record the time as `tick` does, if that would change nothing; return False if it has to be called."""
         if (
             self._dues.next_ms <= now_ms
             or now_ms < self._ticked_ms - CLOCK_STEP_MS
@@ -688,7 +688,7 @@ class Queue:
     # -- the ledger ------------------------------------------------------------------------------------------
 
     def mark_window(self, reason: str, *, now_ms: int) -> None:
-        """Record for the ledger how far the scan is, which messages are unfinished, and why this is recorded now."""
+        """Record for the ledger the position of the scan, the unfinished messages, and the reason for this record."""
         fold, settings = self._fold, self.settings
         extra = encode_window(
             LedgerWindow(

@@ -152,7 +152,7 @@ class Overflow(NamedTuple):
     time_ms: int
 
     def write(self) -> StateRecord:
-        """Encode the record that says so."""
+        """Encode the record of this overflow."""
         key = _KEY.pack(OVERFLOW, bytes(16), bytes(16), 0)
         return StateRecord(key, _HEAD.pack(-1, NO_SEQUENCE) + _OVERFLOW.pack(*self))
 

@@ -77,7 +77,7 @@ class PendingWrite:
         self._listeners: list[Callable[[MillstreamError | None], None]] = []
 
     def finish(self, error: MillstreamError | None = None) -> None:
-        """Note that the write is durable, or why it failed; only the first outcome counts."""
+        """Record that the write is durable, or why it failed; only the first outcome counts."""
         if self.is_done:
             return
         self.is_done, self.error = True, error

@@ -126,7 +126,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     @asynccontextmanager
     async def hold_decisions(self) -> AsyncIterator[None]:
-        """Hold back decisions, once every decided transaction has its markers: none is half committed inside."""
+        """Hold back decisions once every decided transaction has its markers, so that none is half committed."""
         self._holds += 1
         self._may_decide.clear()
         try:

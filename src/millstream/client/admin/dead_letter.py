@@ -170,7 +170,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(letter: LeasedMessage) -> Origin | None:
-    """Return where a letter's message came from, if its headers say so; anyone can publish to the topic."""
+    """Return the origin of a letter's message, if the headers name it; anyone can publish to the topic."""
     headers = headers_of(letter)
     try:
         topic_id, partition = UUID(headers["dlq-topic-id"]), int(headers["dlq-partition"])

@@ -322,7 +322,7 @@ async def delete_group(client: Client, name: str) -> None:
 async def plan_reset(
     client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
 ) -> list[tuple[TopicPartition, int | None, int]]:
-    """Return which partitions move, from where to where."""
+    """Return the partitions that move, with their old and new offsets."""
     await refuse_members(client, name, may_be_new=bool(topics))
     commits = await commits_of(client, name)
     moves: list[tuple[TopicPartition, int | None, int]] = []

@@ -262,7 +262,7 @@ class Tailer:
 
 
 async def step_over_damage(client: Client, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
-    """Move positions past what the brokers' disks lost for good; return the damage that was skipped, if any."""
+    """Move positions past permanently lost offsets; return the damage that was skipped, if any."""
     from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic
 

@@ -667,7 +667,7 @@ class _Job:
         self._child.changed()
 
     def began(self) -> None:
-        """Note that the code runs."""
+        """Record that the code runs."""
         self._set_state("running")
 
     def take_report(self, report: PipelineReport) -> None:

@@ -340,7 +340,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return admit_tasks(pieces, options)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Note that Spark has processed everything before."""
+        """Record that Spark has processed everything before."""
         self._commit_to_group(end)
 
     # -- what executors do ------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _headers_table(headers: HeaderColumn | None) -> Table:
 
 
 def _fill(table: Table, field: str, column: BinaryColumn | None) -> None:
-    """Note the position of each value of the column; a missing column is null in every row."""
+    """Record the position of each value of the column; a missing column is null in every row."""
     if column is None:
         table[f"{field}_at"], table[f"{field}_length"] = 0, -1
         return

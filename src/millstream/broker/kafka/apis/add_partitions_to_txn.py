@@ -71,7 +71,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         return AddPartitionsCall(version, (only,))
 
     def downgrade(self, version: int, response: AddPartitionsToTxnResponse) -> Any:
-        """Take the one response out for older versions."""
+        """Unwrap the single response for older versions."""
         if version >= _FIRST_WITH_MANY:
             return super().downgrade(version, response)
         only = response.results_by_transaction[0]

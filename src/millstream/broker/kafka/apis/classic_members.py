@@ -233,7 +233,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         return LeaveGroupRequest(group_id=request.group_id, members=(MemberIdentity(member_id=request.member_id),))
 
     def downgrade(self, version: int, response: LeaveGroupResponse) -> Any:
-        """Take the one response out for older versions."""
+        """Unwrap the single response for older versions."""
         if version >= _FIRST_WITH_MANY:
             return super().downgrade(version, response)
         code = response.error_code

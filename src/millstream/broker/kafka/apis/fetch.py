@@ -81,7 +81,7 @@ class FetchSession:
     positions: dict[PartitionKey, Position] = field(default_factory=dict)
 
     def update(self, positions: dict[PartitionKey, Position], forgotten: list[PartitionKey]) -> None:
-        """Take in the changes of a request."""
+        """Apply the changes of a request."""
         for key in forgotten:
             self.positions.pop(key, None)
         for key, position in positions.items():

@@ -79,7 +79,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         return FindCoordinatorRequest(key_type=upgraded.key_type, coordinator_keys=(request.key,))
 
     def downgrade(self, version: int, response: FindCoordinatorResponse) -> Any:
-        """Take the one response out for older versions."""
+        """Unwrap the single response for older versions."""
         if version >= _FIRST_WITH_MANY:
             return super().downgrade(version, response)
         only = response.coordinators[0]

@@ -154,7 +154,7 @@ class PipelineAlter(_PipelineChange[AlterPipelineRequest, AlterPipelineResponse]
 
 
 def _schema_notes(before: Pipeline, after: Pipeline) -> Iterator[str]:
-    """Say that a table keeps its types, if the schema changes or may change them."""
+    """Warn that a table keeps its types, if the schema changes or may change them."""
     with suppress(MillstreamError):
         old, new = before.settings, after.settings
         if not isinstance(old, LandSettings) or not isinstance(new, LandSettings) or old.decode == NO_DECODING:

@@ -202,7 +202,7 @@ def _events(
     *,
     is_end: bool = True,
 ) -> Iterable[bytes]:
-    """Yield the events of records; `is_end` says whether no more of them are sent together with these."""
+    """Yield the events of records; `is_end` marks the last ones that are sent together."""
     for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
         has_event_id = (is_end and at == len(records)) or len(places) <= PARTITIONS_NAMED_MAX
@@ -274,7 +274,7 @@ async def _reporting_errors(pieces: AsyncGenerator[bytes, None], path: str) -> A
 
 
 def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
-    """Join events, so that many small ones are not sent one by one."""
+    """Join events, so that many small ones are sent together."""
     gathered: list[bytes] = []
     size = 0
     for one in events:

@@ -78,7 +78,7 @@ class MirrorList(msgspec.Struct, frozen=True):
 
 
 class CopyDescription(msgspec.Struct, frozen=True):
-    """A copied partition: the source's end if it is known, the end here, and up to where clients may read."""
+    """A copied partition: the source's end if it is known, the end here, and the end for clients."""
 
     topic: str
     partition: int
