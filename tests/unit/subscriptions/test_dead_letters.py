@@ -343,4 +343,4 @@ async def test_an_unexpected_failure_is_reported_and_retried(
     dlq.reject(0)
     await dlq.until(0)
     assert dlq.box.values() == ["a"]
-    assert "dead letters failed" in caplog.text
+    assert "writing dead letters failed" in caplog.text

@@ -222,7 +222,7 @@ class Controller:
             except StoreUnavailable as error:
                 # The store has responded: usually this node has no session, which is reported elsewhere.
                 level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
-                _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
+                _logger.log(level, "the controller waits for the coordination store", extra={"error": str(error)})
                 await backoff.pause()
             except Exception:
                 # Retry after any error: the cluster needs a controller.
@@ -330,7 +330,7 @@ class Controller:
                 await self._balance(term)
                 backoff.reset()
             except StoreUnavailable as error:
-                _logger.warning("elections wait for the store", extra={"error": str(error)})
+                _logger.warning("elections wait for the coordination store", extra={"error": str(error)})
                 self._dirty.update(self._view.states)
                 self._wake.set()
                 await backoff.pause()

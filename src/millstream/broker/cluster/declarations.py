@@ -186,7 +186,7 @@ class Announcer:
                 await self._store.change([Put(keys.CATALOG_VERSION, f"{author} {self._new_text()}")])
                 self._backoff.reset()
             except StoreUnavailable as error:
-                _logger.warning("a change of the catalog could not be announced yet", extra={"error": str(error)})
+                _logger.warning("a catalog change could not be announced yet", extra={"error": str(error)})
                 self.announce(is_certain=bool(author))
                 await self._backoff.pause()
 
@@ -250,7 +250,7 @@ class ProducerIds:
             except MillstreamError as error:
                 # A producer that needs an id meanwhile tries on its own.
                 if not backoff.failures:
-                    _logger.warning("no producer ids could be taken", extra={"reason": str(error)})
+                    _logger.warning("producer ids could not be allocated", extra={"reason": str(error)})
                 await backoff.pause()
 
     async def _refill(self, least: int) -> None:

@@ -231,7 +231,10 @@ class FolderSettlement:
                 files.sync_directory(folder)
         files.remove(f"{layout.data}/{MARK_NAME}")
         files.sync_directory(layout.data)
-        _logger.info("the logs of this machine are settled", extra={"nodes": ", ".join(map(str, layout.nodes))})
+        _logger.info(
+            "the logs of this machine are in the folders of their nodes",
+            extra={"nodes": ", ".join(map(str, layout.nodes))},
+        )
 
     def _open(self, folder: str) -> LogStore:
         return _open_logs(folder, self._files, self._clock, is_locked=folder == self._layout.data)

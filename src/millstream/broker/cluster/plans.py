@@ -299,7 +299,7 @@ class PlanExecution:
                     await self._revert_moves(plan)
                 self._backoff.reset()
             except (StoreUnavailable, RequestTimedOut) as error:
-                _logger.warning("the plan waits for the store", extra={"error": str(error)})
+                _logger.warning("the plan waits for the coordination store", extra={"error": str(error)})
                 self._wake.set()
                 await self._backoff.pause()
 
@@ -342,7 +342,9 @@ class PlanExecution:
         if not await self._term.change(changes, [Expect(keys.partition_key(key), versioned.revision)]):
             # The in-sync set changed meanwhile; the view shows it, and wakes this task.
             return
-        _logger.info("a planned move begins", extra={"partition": f"{move.topic}-{move.index}", "to": str(move.target)})
+        _logger.info(
+            "a planned move has started", extra={"partition": f"{move.topic}-{move.index}", "to": str(move.target)}
+        )
 
     async def _revert_moves(self, plan: PlanHeader) -> None:
         for move in planned_moves(self._view):

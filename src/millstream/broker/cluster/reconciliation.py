@@ -309,7 +309,7 @@ class Reconciliation:
         drained = sorted({node for replicas in placed for node in replicas} & self._view.drained)
         if drained:
             extra = {"topic": topic.name, "nodes": str(drained)}
-            _logger.warning("drained nodes get replicas of a topic: there are too few others", extra=extra)
+            _logger.warning("drained nodes get replicas of a topic, because there are too few other nodes", extra=extra)
         chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
         return [
             Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing

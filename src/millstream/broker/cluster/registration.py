@@ -133,7 +133,7 @@ class Registration:
             await self._store.change([Put(keys.leaving_key(node), "", leased=True)])
             await self._view.until(moved, timeout_s, what="moving leaderships away")
         except (StoreUnavailable, RequestTimedOut) as error:
-            _logger.warning("leaving while this node still leads", extra={"error": str(error)})
+            _logger.warning("the node is leaving although it still leads partitions", extra={"error": str(error)})
 
     async def withdraw(self) -> None:
         node = self._me.node.node_id
@@ -143,7 +143,7 @@ class Registration:
                 deletions = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
                 await self._store.change(deletions, [Expect(keys.node_key(node), registered.revision)])
             except StoreUnavailable as error:
-                _logger.warning("leaving without notice", extra={"error": str(error)})
+                _logger.warning("the node is leaving without moving its leaderships", extra={"error": str(error)})
         await self._close_session()
 
     async def _close_session(self) -> None:

@@ -365,7 +365,7 @@ class ReplicaFetcher:
             await self._backoff.pause()
         except Exception:
             self._begin_session()
-            _logger.exception("following failed because of a bug", extra={"leader": self.leader})
+            _logger.exception("replication from a leader failed because of a bug", extra={"leader": self.leader})
             await self._backoff.pause()
 
     def _begin_session(self) -> None:

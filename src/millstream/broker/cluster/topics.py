@@ -914,7 +914,9 @@ class Topics:
         if topic.topic_id in self._view.deleted:
             self._delete_hosted(topic)
         else:
-            _logger.error("a topic disappeared without a deletion record; its files stay", extra={"topic": topic.name})
+            _logger.error(
+                "a topic disappeared without a deletion record; its files are kept", extra={"topic": topic.name}
+            )
             for partition in self._close_topic(topic):
                 self._store.close_log(partition.log)
         self._notify_deleted(topic)
@@ -926,7 +928,9 @@ class Topics:
         try:
             self._remove_leftovers(topic_id)
         except MillstreamError as error:
-            _logger.error("a deleted topic's files stay", extra={"topic": deletion.name, "error": str(error)})
+            _logger.error(
+                "the files of a deleted topic could not be removed", extra={"topic": deletion.name, "error": str(error)}
+            )
             return
         self._removed.add(topic_id)
         self._removed_some.set()
@@ -951,7 +955,9 @@ class Topics:
             else:
                 self._remove_leftovers(key[0], key[1])
         except MillstreamError as error:
-            _logger.error("files of a partition stay", extra={"topic_id": str(key[0]), "error": str(error)})
+            _logger.error(
+                "the files of a partition could not be removed", extra={"topic_id": str(key[0]), "error": str(error)}
+            )
             return
         self._removed_replicas.add(key)
         self._removed_some.set()

@@ -127,9 +127,9 @@ class TailRewrite:
         try:
             log.maintenance.checkpoint_now(log)
         except OSError as error:
-            log.fail_sync(error, "noting lost records")
+            log.fail_sync(error, "recording lost records")
         else:
-            log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old_segment.path}")
+            log.fail_sync(OSError(5, "the records of the failed sync were lost"), f"syncing {self._old_segment.path}")
             log.health.succeed()
 
     def _truncate_old(self, old: Segment) -> None:

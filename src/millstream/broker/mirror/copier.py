@@ -305,7 +305,7 @@ class Copier:
         for line in [line for line, task in self._lines.items() if task.done()]:
             task = self._lines.pop(line)
             if not task.cancelled() and (failed := task.exception()) is not None:
-                _logger.error("a line of a mirror failed with an internal error", exc_info=failed)
+                _logger.error("fetching for a mirror failed with an internal error", exc_info=failed)
                 for copy in self._members.get(line, {}).values():
                     self._suspend(copy, MillstreamError(f"internal error: {failed!r}"))
         now = self._clock.monotonic()

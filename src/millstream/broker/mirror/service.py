@@ -387,7 +387,9 @@ class MirrorService:
         try:
             await self.mirrors.load()
         except MillstreamError as error:
-            _logger.warning("compacted copies wait for the catalog to be read on", extra={"error": str(error)})
+            _logger.warning(
+                "compacted copies are not exposed further until the catalog is available", extra={"error": str(error)}
+            )
             asyncio.get_running_loop().call_later(LOAD_RETRY_S, self._changed.set)
         else:
             self._restrict_reads(one for one, epoch in awaiting if awaits_gaps(one) and one.leader_epoch == epoch)

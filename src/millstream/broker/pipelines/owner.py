@@ -78,7 +78,9 @@ class PipelineOwner:
                 _logger.info("this node no longer runs the pipelines")
             except StoreUnavailable as error:
                 level = logging.DEBUG if isinstance(error, StoreRefused) else logging.INFO
-                _logger.log(level, "the candidate for pipelines waits for the store", extra={"error": str(error)})
+                _logger.log(
+                    level, "the candidate for pipelines waits for the coordination store", extra={"error": str(error)}
+                )
                 await backoff.pause()
             finally:
                 self._revision = None

@@ -124,7 +124,7 @@ class InSync:
         return self._followers.get(node)
 
     def acknowledged(self, own: Offset) -> Offset:
-        """Return the offset up to which all counted replicas have the log, given the leader's end; -1 for no advance."""
+        """Return the offset up to which all counted replicas have the log, given the leader's end; -1: no advance."""
         if self.state.eligible or len(self.state.in_sync) < self.min_in_sync:
             return UNKNOWN_POSITION
         least = own

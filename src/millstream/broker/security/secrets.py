@@ -45,7 +45,7 @@ class StoredSecrets:
     async def reseal(self) -> int:
         """Reseal secrets of older keys with the newest key; return how many."""
         resealed = await asyncio.to_thread(self._catalog.reseal)
-        _logger.info("secrets sealed again", extra={"count": resealed, "key": self.newest_key_id()})
+        _logger.info("secrets resealed", extra={"count": resealed, "key": self.newest_key_id()})
         return resealed
 
     def newest_key_id(self) -> str:

@@ -190,7 +190,9 @@ class DeadLetters:
                 self._log_retry("dead letters could not be written; retrying", error)
                 await self._backoff.pause()
             except Exception as error:
-                _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
+                _logger.exception(
+                    "writing dead letters failed", extra={"subscription": self._subscription}, exc_info=error
+                )
                 await self._backoff.pause()
         self._delivery.refused_letters.clear()
 

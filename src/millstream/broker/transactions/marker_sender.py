@@ -271,7 +271,7 @@ class MarkerSender:
             if reason is not None:
                 # The decision is final, so it is retried here or by the next coordinator.
                 details = {"transactional_id": ending.transactional_id, "reason": reason}
-                _logger.info("a transaction is not ended yet", extra=details)
+                _logger.info("a transaction has not ended yet", extra=details)
                 await asyncio.sleep(self._pause_s)
         finally:
             self._in_flight.discard((shard, ending.transactional_id))

@@ -200,7 +200,9 @@ class Api:
             return refusal_of(error)
         if refused.status is not HTTPStatus.UNAUTHORIZED:
             return refused
-        _logger.warning("a node does not accept a caller", extra={"path": scope["path"], "error": refused.detail})
+        _logger.warning(
+            "a node does not accept the assertion of a caller", extra={"path": scope["path"], "error": refused.detail}
+        )
         return Refused(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "a node does not accept this caller yet; try again later",

@@ -535,7 +535,9 @@ class Departure:
         if not members:
             return []
         member_ids = [member.member_id for member in members]
-        _logger.info("members go", extra={"group": group.group_id, "members": ", ".join(member_ids), "reason": reason})
+        _logger.info(
+            "members leave", extra={"group": group.group_id, "members": ", ".join(member_ids), "reason": reason}
+        )
         records = self._downgrade(group, member_ids)
         if records:
             return records

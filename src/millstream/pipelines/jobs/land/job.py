@@ -332,7 +332,7 @@ class LandJob:
                 )
             self._beginning = {} if self._has_committed() else {source.topic: source.topic_id for source in found}
         if missing:
-            _logger.warning("pipeline %s: topic %s does not exist now", self._pipeline.name, ", ".join(missing))
+            _logger.warning("pipeline %s: topic %s does not exist", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
         for name in names:
             if name + QUARANTINE_SUFFIX in names:
