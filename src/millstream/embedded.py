@@ -3,10 +3,10 @@
     async with millstream.open("./data") as ms:
         await ms.publish("orders", {"order_id": 1})
 
-The broker has its own thread and event loop. So whatever the program does on its loop, leases are kept and
-Kafka clients are served, and however long a recovery takes, the program's loop keeps running. The client talks to the
-broker over the loopback interface, on a free port unless `kafka` names one: nothing is different from a broker
-elsewhere. No gateway is started unless `http` names an address.
+The broker has its own thread and event loop. So leases are kept and Kafka clients are served even while the program
+blocks its loop, and the program's loop keeps running during a long recovery. The client talks to the broker over the
+loopback interface, on a free port unless `kafka` names one: nothing is different from a broker elsewhere. No gateway is
+started unless `http` names an address.
 
 What belongs to the whole process stays as it is: signal handlers, the event loop policy, logging, the collector. Log
 lines go to the logger `millstream`, which the program may listen to.

@@ -192,7 +192,7 @@ def explain(
 
     sufficient = [(parsed_operation, kind, name)]
     if (parsed_operation, kind) == (Operation.CREATE, ResourceType.TOPIC):
-        # It allows every topic, whatever a rule for the topic denies.
+        # It allows every topic, even if a rule denies the topic.
         sufficient.insert(0, (parsed_operation, ResourceType.CLUSTER, CLUSTER_NAME))
 
     async def load_rules(client: Client) -> tuple[AclSnapshot, bool] | bool:

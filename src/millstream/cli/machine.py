@@ -547,7 +547,7 @@ class Machine:
             await self._gateway.stop()
         last = self.brokers if self.service is None else self.brokers[:1]
         # On a machine without a cluster, the first broker stops last, so that clients know it to the end: its port is
-        # used again whatever the next number of cores is. A client that knows only unused ports may never reconnect.
+        # used again regardless of the next number of cores. A client that knows only unused ports may never reconnect.
         await asyncio.gather(*(broker.stop() for broker in self.brokers if broker not in last))
         await asyncio.gather(*(broker.stop() for broker in last))
         await self._running.close()

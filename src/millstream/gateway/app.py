@@ -83,7 +83,7 @@ def build_app(
             Exception: failed,
         },
     )
-    # The redirect to an address without its last slash would lead to whatever host the request names.
+    # The redirect to an address without its last slash would lead to the host that the request names.
     pages.router.redirect_slashes = False
 
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:

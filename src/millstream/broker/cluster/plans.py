@@ -122,7 +122,7 @@ class Plans:
 
     @property
     def current(self) -> PlanHeader | None:
-        """The last plan, whatever its state."""
+        """The last plan, in any state."""
         return self._view.plan
 
     @property

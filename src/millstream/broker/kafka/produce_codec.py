@@ -28,7 +28,7 @@ FIRST_WITH_LOG_START: Final = 5
 FIRST_WITH_MESSAGES: Final = 8
 FIRST_WITH_TOPIC_IDS: Final = 13
 MESSAGE_CHARACTERS_MAX: Final = 8000
-"""A longer error message is cut off, so that it fits into every version, whatever its characters."""
+"""A longer error message is cut off, so that it fits into every version, regardless of its characters."""
 
 _PRODUCE: Final = 0
 _NULL: Final = -1

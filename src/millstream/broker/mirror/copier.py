@@ -7,7 +7,7 @@ busy, and memory stays bounded: for each leader of the source, twice `LEADER_BYT
 kernel, which grows them with the round trip; a fixed size would turn that off.
 
 Records are fetched by the topic's id. Nothing is copied from a topic that was deleted on the source and created again
-under the same name: its records do not continue those of the copy, whatever their offsets are.
+under the same name: its records do not continue those of the copy, even if their offsets fit.
 
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `Follower` advances that offset.

@@ -283,7 +283,8 @@ class Follower:
                 await topics.alter(name, overrides, replace=True)
 
     async def _following(self, copies: Iterable[Topic]) -> set[str]:
-        """Return the copies whose originals exist and were not recreated; whatever was read of them before is theirs.
+        """Return the copies whose originals exist and were not recreated; everything that was read of them before is
+        valid.
 
         The others are copies of topics that no longer exist.
         """
@@ -358,8 +359,8 @@ class Follower:
         """Expose committed transactions to clients once all their mirrored partitions have arrived.
 
         The source names the high watermarks of a moment at which no transaction was half committed. Once all copies
-        reach them, whatever is committed below has arrived as a whole. That is recorded before clients see it, so that
-        a failover cuts every copy at the same moment.
+        reach them, everything that is committed below has arrived as a whole. That is recorded before clients see it,
+        so that a failover cuts every copy at the same moment.
         """
         async with self._syncing:
             await self._expose_transactions(stops_if_awaited=True)

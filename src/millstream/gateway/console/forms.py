@@ -1,7 +1,7 @@
 """A form shown again with what the user entered, and with the outcome: why it was refused, or what a check found.
 
-This works on the rendered page, so it holds for every form, whatever its template. Templates escape everything that
-they insert: a bracket in the page is that of a tag, and a quote that of an attribute.
+This works on the rendered page, so it holds for every form, regardless of its template. Templates escape everything
+that they insert: a bracket in the page is that of a tag, and a quote that of an attribute.
 """
 
 from __future__ import annotations

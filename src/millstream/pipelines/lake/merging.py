@@ -1,4 +1,4 @@
-"""The merge of changes into rows by key: one row per key, whatever order changes arrive in and however often.
+"""The merge of changes into rows by key: one row per key, regardless of the order and the repetition of changes.
 
 Of the stored row and all changes to a key, the one with the greatest (order value, offset, partition) wins. A delete is
 a change like any other: its position is kept as a tombstone for a while, so that a late update does not revive the key.

@@ -200,7 +200,7 @@ class Runner:
         self._lock = threading.Lock()
         self._declared = pipeline
         self._job_ends = threading.Event()
-        """Set when the current job has to end: for good, for a new one, or because the claim was lost."""
+        """Set when the current job has to end: permanently, for a new one, or because the claim was lost."""
         self._ended = threading.Event()
         self._claim = driver.claim(pipeline.group, self._end_job)
         self._failures = 0

@@ -1,4 +1,4 @@
-"""Writes DataFrames to topics. All rows of a batch become visible together, exactly once, whatever fails.
+"""Writes DataFrames to topics. All rows of a batch become visible together, exactly once, despite failures.
 
 Every attempt at a task writes in its own transaction, which it prepares durably; the driver's commit makes the
 whole batch visible with one record at the coordinator, and ends every other attempt. Committed batches are identified

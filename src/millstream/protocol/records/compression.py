@@ -33,7 +33,7 @@ from millstream.protocol.records.batch import (
 )
 
 RATIO_FREE_BYTES = 8 * 1024 * 1024
-"""Every batch may decompress to this size, whatever its ratio."""
+"""Every batch may decompress to this size, regardless of its ratio."""
 
 DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
 RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"

@@ -177,7 +177,7 @@ def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
     planned = {}
     for number, end in source.end.items():
         start = landed.get(number)
-        # Partitions added later start at their first message, whatever is configured for the topic.
+        # Partitions added later start at their first message, regardless of the topic's configuration.
         first = end if start is None and from_latest and not landed else source.first[number]
         begin = max(first, start if start is not None else 0)
         planned[number] = PartitionPlan(start, begin, max(begin, end))

@@ -1,7 +1,7 @@
 """Account for the messages of one queue: fold its events into one outcome per offset. Pure: no I/O, no Spark.
 
 The fold is independent of the broker's. It knows only which outcome each event means, and compares the result with the
-windows that the broker recorded: whatever a window calls done must have ended in an event before it.
+windows that the broker recorded: every message that a window calls done must have ended in an event before it.
 
     eligible     messages from where the queue started up to the cut
     lost         eligible, without an event that ended it, and not in the window

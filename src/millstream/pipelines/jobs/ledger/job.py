@@ -1,7 +1,7 @@
 """Lands the events of deliveries in the ledger's table, and audits them from time to time.
 
 The events are the deltas that the broker writes to `__subscriptions` for itself. As in landing, the table
-is the source of truth for its progress, so every event is in it once, whatever happens to a run.
+is the source of truth for its progress, so every event is in it once, even if a run fails.
 """
 
 from __future__ import annotations

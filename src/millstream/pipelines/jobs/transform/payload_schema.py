@@ -1,6 +1,6 @@
 """The payload fields of topics: given with the pipeline, or inferred from messages.
 
-Inferred fields are stored in the pipeline's folder and only grow: a field keeps its type for good. If the folder is
+Inferred fields are stored in the pipeline's folder and only grow: a field keeps its type permanently. If the folder is
 lost they are inferred again. A stream with state keeps the fields that it started with, since its state consists of
 them.
 """

@@ -106,7 +106,7 @@ def _has_star(plan: Any) -> bool:
 def _is_star(expression: Any) -> bool:
     kind = expression.nodeName()
     if kind == _FUNCTION and [part.lower() for part in elements(expression.nameParts())] == ["count"]:
-        # count(*) counts rows, whatever their columns.
+        # count(*) counts rows, regardless of their columns.
         return False
     return kind.startswith(_STAR) or any(_is_star(child) for child in elements(expression.children()))
 
