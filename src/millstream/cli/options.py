@@ -56,7 +56,7 @@ def default_brokers() -> str:
 
 
 def _brokers_of_profile(ctx: typer.Context, value: str) -> str:
-    """Take the brokers of the chosen profile, unless a flag or a variable names others."""
+    """Use the brokers of the chosen profile, unless a flag or a variable names others."""
     source = ctx.get_parameter_source("brokers")
     return default_brokers() if source is not None and source.name == "DEFAULT" else value
 
@@ -165,7 +165,7 @@ class Noun(typer.Typer):
 
 
 def expand_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
-    """Let a command take the fields of its dataclass parameters as options, except those named in `without`.
+    """Accept the fields of a command's dataclass parameters as options, except those named in `without`.
 
     The default of such a parameter holds the defaults of the options, if it has one.
     """

@@ -415,7 +415,7 @@ class Connection:
         await self.close()
 
     async def close(self, timeout: float | None = DRAIN_S) -> None:
-        """Let handlers finish, send what was published, and close."""
+        """Wait for handlers, send published messages, and close."""
         try:
             ends = [
                 *(one.drain(timeout) for one in self._subscribers),
@@ -536,7 +536,7 @@ class Connection:
         return await _delivery(self.client, receipt, subscription, wait)
 
     async def leases(self, subscription: str, *, limit: int = 1000) -> HeldLeases:
-        """Return who holds which messages of a subscription, until when, in which attempt; at most `limit` ranges."""
+        """Return the holders of leased messages with their deadlines and attempts, in at most `limit` ranges."""
         check_text("subscription", subscription)
         check_integer("limit", limit, 1)
         return await self._subscriptions.leases(subscription, limit=limit)

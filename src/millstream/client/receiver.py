@@ -425,7 +425,7 @@ class Receiver(Source):
             self._grant_credit()
 
     def _on_lost(self, settlement: Settlement) -> None:
-        """Give up messages whose lease was lost."""
+        """Discard messages whose lease was lost."""
         offsets = set(settlement.offsets)
         lost = [one for one in settlement.lease.messages if one.offset in offsets and not one.is_settled]
         waiting = {*self._buffer, *self._unconfirmed, *self._not_renewed} if lost else set()

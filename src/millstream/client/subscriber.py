@@ -236,7 +236,7 @@ class Subscriber:
             self._workers[-1].add_done_callback(self._on_worker_done)
 
     async def drain(self, timeout: float | None = DRAIN_S) -> None:
-        """Take no more messages, finish those being handled, return those that wait, and stop.
+        """Receive no more messages, finish those being handled, return those that wait, and stop.
 
         Messages that cannot be redelivered (at most once, or live) are handled. What is not finished in time is
         cancelled and redelivered, here or elsewhere; None means no limit.

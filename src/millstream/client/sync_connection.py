@@ -231,7 +231,7 @@ class SyncConnection(Facade[Connection]):
         self.close()
 
     def close(self, timeout: float | None = DRAIN_S) -> None:
-        """Let handlers finish, send what was published, and close; also done when the interpreter exits."""
+        """Wait for handlers, send published messages, and close; also done when the interpreter exits."""
         if self._is_closed:
             return
         self._is_closed = True

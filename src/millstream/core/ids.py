@@ -50,7 +50,7 @@ _RANGES: Final = 2**31 - 1
 
 
 def first_producer_id(cluster_id: str) -> int:
-    """Return where the producer ids of a cluster begin.
+    """Return the first producer id of a cluster.
 
     Each cluster has its own range, since mirrored batches keep the ids of their producers: one of 2^31 ranges, chosen
     by the cluster's id, above the ids of Apache Kafka, which count from 0.

@@ -18,7 +18,7 @@ _BYTES_MAX: Final = 1024 * 1024
 
 
 def exposure_of(status: os.stat_result) -> str:
-    """Return who else can read a file, as a clause; empty if only its owner can.
+    """Return a clause that names the others who can read a file; empty if only its owner can.
 
     The group may read files of root, as in volumes that Kubernetes and systemd mount for a service.
     """

@@ -139,7 +139,7 @@ def check_calls(text: str, own: Collection[str]) -> None:
 
 
 def _query_names(text: str) -> set[int]:
-    """Return where WITH gives a name to a query, which columns in brackets may follow."""
+    """Return the positions at which WITH names a query; columns in brackets may follow."""
     from sqlglot import exp
 
     tree = _parse(_tokenize(ABOUT, text), text)
@@ -216,7 +216,7 @@ def _token(text: str, raw: sqlglot.Token) -> Token:
 
 
 def _check_single(tokens: Sequence[Token], text: str) -> int:
-    """Return where the statement ends; raise if another one follows."""
+    """Return the end of the statement; raise if another one follows."""
     ends_at = len(text)
     for token in tokens:
         if token.is_sign(";"):

@@ -295,9 +295,7 @@ class Subscription:
     """The principal who changed it last, with whose rights it is pushed."""
 
     def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
-        """Return where a queue starts; None for a partition that was added later, which is delivered from its
-        beginning.
-        """
+        """Return the start of a queue; None for a partition added later, which is read from its first offset."""
         known = self.starts.get(start_key(topic, topic_id), ())
         return known[partition] if partition < len(known) else None
 

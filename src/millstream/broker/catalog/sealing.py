@@ -108,7 +108,7 @@ def write_keys(path: Path, keys: Sequence[SecretKey], *, replace: bool = False) 
 
 
 def default_key_file() -> Path | None:
-    """Return where a single node keeps its keys if no file is named; None if the user has no home."""
+    """Return the default path of a single node's keys, or None if the user has no home folder."""
     state = os.environ.get("XDG_STATE_HOME")
     if state and os.path.isabs(state):
         return Path(state) / "millstream" / "secrets.keys"

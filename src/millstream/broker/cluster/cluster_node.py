@@ -142,7 +142,7 @@ class ClusterNode:
         await self.replicas.start()
 
     async def membership(self, me: Node) -> Membership:
-        """Return who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
+        """Return the members of the cluster, whose id comes from the catalog."""
         cluster_id = self.view.cluster_id
         if cluster_id is None:
             declared = await self._dependencies.declarations.call(Catalog.read_cluster_id)

@@ -239,7 +239,7 @@ class ProducerIds:
         return ProducerId(taken)
 
     async def run(self) -> None:
-        """Take blocks ahead; runs forever."""
+        """Reserve blocks in advance; runs forever."""
         backoff = Backoff()
         while True:
             await self._is_low.wait()
@@ -254,7 +254,7 @@ class ProducerIds:
                 await backoff.pause()
 
     async def _refill(self, least: int) -> None:
-        """Take another block unless at least this many ids are left."""
+        """Reserve another block unless at least this many ids are left."""
         async with self._lock:
             if len(self._ids) < least:
                 first = await self._declarations.call(Catalog.take_producer_ids, _BLOCK)

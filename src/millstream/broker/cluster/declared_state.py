@@ -50,7 +50,7 @@ class ClientQuotas(Holder):
         return any(key in limits for limits in self._limits.values())
 
     def find(self, key: str, user: str, client_id: str) -> QuotaRate | None:
-        """Return how many bytes a second a client may take; None if nothing limits it."""
+        """Return a client's limit in bytes per second; None if it has none."""
         for entity, scope in candidates(user, client_id):
             rate = self._limits.get(entity, {}).get(key)
             if rate is not None:

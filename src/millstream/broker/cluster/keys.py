@@ -111,7 +111,7 @@ def plan_moves_key(plan_id: str, number: int) -> str:
 
 
 def settings_key(scope: str) -> str:
-    """Return where the settings of a node are published, or of all nodes if the scope is empty."""
+    """Return the key of a node's settings, or of all nodes' settings if the scope is empty."""
     return f"{SETTINGS}{scope or _ALL_NODES}"
 
 

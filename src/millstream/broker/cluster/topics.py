@@ -736,7 +736,7 @@ class Topics:
         return sum(not versioned.state.has_leader for versioned in self._view.states.values())
 
     def under_min_in_sync(self) -> int:
-        """Return how many partitions that this node leads refuse `acks=all`."""
+        """Return the number of partitions led by this node that refuse `acks=all`."""
         return sum(partition.is_under_min_in_sync for partition in self.led())
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ class Timers:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return when to check again, by the monotonic clock; possibly before anything is due."""
+        """Return the time of the next check, by the monotonic clock; possibly before anything is due."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, limit: int) -> list[Timer]:

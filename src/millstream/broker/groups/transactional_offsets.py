@@ -279,7 +279,7 @@ class TransactionalOffsets:
         self._guards: dict[ProducerId, set[Guard]] = {}
 
     def acquire_guard(self, producer_id: ProducerId) -> Outcome[Guard]:
-        """Take a guard, which must be released."""
+        """Acquire a guard, which must be released."""
         guard = Guard(producer_id)
         self._guards.setdefault(producer_id, set()).add(guard)
         return [], guard

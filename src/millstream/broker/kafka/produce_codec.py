@@ -261,7 +261,7 @@ class PipelinedReader:
         """Where each request that was read ends."""
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield where the records of each request are; all begin with one plain batch."""
+        """Yield the start and end of each request's records, which begin with one plain batch."""
         data, at, size = self._data, self._at, self._records_bytes
         correlation_ids, ends = self.correlation_ids, self.ends
         available, tags = len(data), _CLOSING_TAGS if self._flexible else b""

@@ -47,7 +47,7 @@ class Bucket:
         return int(self._rate * WINDOW_S)
 
     def take(self, size: int, now: float) -> float:
-        """Take bytes; return how many seconds it takes to refill the debt."""
+        """Use bytes; return the number of seconds until the debt is refilled."""
         filled = self._level + (now - self._at) * self._rate
         self._level = min(filled, self._rate * WINDOW_S) - size
         self._at = now
@@ -89,13 +89,13 @@ class QuotaMeter:
         return throttle_ms
 
     def owed_ms(self, client: ClientInfo) -> int:
-        """Return how many milliseconds a client has to wait for its debt."""
+        """Return the milliseconds that a client has to wait for its debt."""
         bucket = self._find_bucket(client) if self.is_limiting else None
         debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
         return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
 
     def allowance(self, client: ClientInfo, size: int) -> int:
-        """Return how much of `size` to give at once: at most what the bucket holds, so that waits stay short."""
+        """Return the part of `size` to grant at once: at most the bucket's content, so that waits stay short."""
         bucket = self._find_bucket(client) if self.is_limiting else None
         return size if bucket is None else min(size, bucket.size)
 

@@ -158,7 +158,7 @@ class Job(Protocol):
     """Work whose slow half is done in a thread."""
 
     def execute(self) -> None:
-        """Do the slow half; called in a thread."""
+        """Run the slow half; called in a thread."""
 
     def finish(self) -> None:
         """Account for it; called on the loop."""

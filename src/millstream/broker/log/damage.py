@@ -70,7 +70,7 @@ class Damage:
         return self._lost[found]
 
     def next_after(self, offset: int) -> int | None:
-        """Return where the first range beyond an offset begins."""
+        """Return the start of the first range beyond an offset."""
         found = bisect_right(self._lost, offset, key=_start_offset)
         return self._lost[found].start if found < len(self._lost) else None
 

@@ -73,7 +73,7 @@ class EpochHistory:
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH, until
 
     def jumps(self, step: int) -> list[int]:
-        """Return where epochs begin that are later than the one before by at least `step`."""
+        """Return the start offsets of epochs that exceed the previous one by at least `step`."""
         epochs = pairwise((NO_EPOCH, *self._epochs))
         return [start for (before, after), start in zip(epochs, self._starts, strict=True) if after - before >= step]
 

@@ -122,7 +122,7 @@ class Files(Protocol):
         """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
 
     def free_bytes(self, path: str, /) -> int:
-        """Return how much can still be written to the disk that holds the path."""
+        """Return the free space of the disk that holds the path."""
 
     def open_files_max(self) -> int:
         """Return the number of files that the log may hold open at the same time."""

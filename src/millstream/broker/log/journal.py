@@ -105,7 +105,7 @@ class Capture:
 
 
 def unjournaled_bytes(capture: Capture) -> int:
-    """Return how many bytes the journal would write."""
+    """Return the number of bytes that the journal would write."""
     return sum(target.size - target.journaled for target in capture.targets)
 
 

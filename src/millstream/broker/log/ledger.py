@@ -212,7 +212,7 @@ def last_states(content: bytes) -> dict[LogKey, bytes]:
 
 
 def _iterate_groups(content: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where each valid group begins and ends."""
+    """Yield the start and the end of each valid group."""
     position = content.find(_MAGIC)
     while 0 <= position <= len(content) - _GROUP.size:
         _, checksum, length = _GROUP.unpack_from(content, position)
@@ -225,7 +225,7 @@ def _iterate_groups(content: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _places(body: bytes, start: int) -> Iterator[tuple[LogKey, _Place]]:
-    """Yield where in the file the states of a group are."""
+    """Yield the positions of a group's states in the file."""
     at = 0
     while at < len(body):
         topic_id, partition, length = _ENTRY.unpack_from(body, at)

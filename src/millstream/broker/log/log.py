@@ -91,7 +91,7 @@ class LogHealth:
             self.failure = None
 
     def check_space(self, free_bytes: int) -> str | None:
-        """Return how the disk refused a write for lack of space; None from when that write would fit."""
+        """Return the error of a write for which the disk had no space; None once that write would fit."""
         if self.lack is not None and self.lack[0] <= free_bytes:
             self.lack = None
         return None if self.lack is None else self.lack[1]
@@ -120,7 +120,7 @@ class LogHealth:
         self.truncation_failed = False
 
     def end_truncation(self, *, is_done: bool) -> None:
-        """Take writes again, or have the truncation repeated first."""
+        """Accept writes again, or request that the truncation be repeated first."""
         self.truncation_failed = not is_done
         self.is_truncating = not is_done
         self.blocks_writes = self.closed or self.broken or self.is_truncating
@@ -255,7 +255,7 @@ class Log:
         self.producers.transactions.settle(self.acknowledged_offset(default=self.synced_offset))
 
     def end_of_epoch(self, epoch: int) -> tuple[Epoch, Offset]:
-        """Return where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
+        """Return an epoch and its end offset for `OffsetForLeaderEpoch`, or (-1, -1) if it is unknown."""
         return self.epochs.end_of(epoch, self.end_offset)
 
     def change_settings(self, settings: TopicSettings) -> None:
@@ -517,7 +517,7 @@ class Log:
                 self._record_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
-        """Return where to truncate so that nothing at or beyond an offset is left: segment, position, new end."""
+        """Return the segment, the position and the new end that remove everything from an offset on."""
         segment = self.segments.containing(offset)
         while True:
             try:

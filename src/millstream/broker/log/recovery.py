@@ -310,7 +310,7 @@ class Recovery:
     # -- segments -------------------------------------------------------------------------------------------
 
     def _recover_trusted(self, segment: Segment, limit: int) -> None:
-        """Take a segment that the checkpoint knows; only later bytes are scanned."""
+        """Open a segment that the checkpoint knows, and scan only later bytes."""
         size = self._size_of(segment)
         if size < segment.size:
             # The file lost something since, so nothing in it is trusted.

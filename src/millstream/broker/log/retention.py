@@ -61,7 +61,7 @@ def delete_expired(log: Log, now_ms: int) -> int:
 
 
 def held_bytes(log: Log, now_ms: int) -> int:
-    """Return how many bytes are past their retention and kept because they are not delivered or landed yet."""
+    """Return the bytes past their retention that are kept because they are not delivered or landed yet."""
     settings = log.settings
     waits = settings.retention_until_delivered or settings.retention_until_landed
     if not waits or not settings.deletes or log.closed or log.health.broken:

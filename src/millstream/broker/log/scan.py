@@ -295,7 +295,7 @@ class Scan:
         return Bad(start, self.window.end, first, -1), None
 
     def _votes(self, header: BatchHeader, next_offset: int) -> int:
-        """Return how many more of the following batches agree than disagree that a batch ends at an offset."""
+        """Count the following batches that agree that a batch ends at an offset, minus those that disagree."""
         agreed = 0
         for _ in range(_VOTES_MAX):
             following = batch_at(self.window, header.end_position)

@@ -335,7 +335,7 @@ class Segment:
         return position
 
     def readable_from(self, position: int) -> int:
-        """Return how many bytes can be read from a position before the next damaged range or the end."""
+        """Return the number of readable bytes between a position and the next damaged range or the end."""
         return min([self.size, *(start for start in self.holes if start > position)]) - position
 
     def add_batch(

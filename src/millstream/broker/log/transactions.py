@@ -271,7 +271,7 @@ class Transactions:
         return stable
 
     def first_open(self) -> int | None:
-        """Return where the oldest open transaction began."""
+        """Return the first offset of the oldest open transaction."""
         return next((producer.open_from for producer in self.open.values()), None)
 
     def settle(self, acknowledged: int) -> None:

@@ -113,7 +113,7 @@ class Barriers:
         return topic is not None and topic.topic_id == topic_ids[name]
 
     async def hold(self, request: HoldCommitsRequest) -> HoldCommitsResponse:
-        """Hold back decisions here for a while, let them through again, or read groups meanwhile."""
+        """Hold back decisions for a while, release them again, or read groups meanwhile."""
         if request.action == "read groups":
             groups, groups_omitted = self._groups.transactional_groups(request.topics, OFFSETS_MAX)
             return HoldCommitsResponse(held=request.token in self._held, groups=groups, groups_omitted=groups_omitted)

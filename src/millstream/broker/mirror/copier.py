@@ -164,7 +164,7 @@ class Copy:
         return None if self.source_end < 0 or (not self._behind and is_silent) else self._behind
 
     def lag_ms(self, now_ms: int) -> int | None:
-        """Return how long the copy has been behind or the source has been silent; None before its first response."""
+        """Return the time for which the copy has been behind or the source silent; None before its first response."""
         if self.is_gone:
             return 0
         if self.source_end < 0:
@@ -293,7 +293,7 @@ class Copier:
             self._lines.clear()
 
     def _suspended_s(self, since: float) -> float | None:
-        """Return how long until a partition that was suspended then is retried; None if none was.
+        """Return the time until the next retry of a partition suspended after `since`; None if there is none.
 
         Assigning the others takes time, in which the suspension may have ended.
         """
@@ -529,7 +529,7 @@ class Copier:
         return asyncio.get_running_loop().create_task(self._source.fetch(leader, positions, limits, topic_ids))
 
     def _next_positions(self, members: dict[CopyKey, Copy], responses: Fetched) -> dict[CopyKey, Offset]:
-        """Return where each partition continues once these responses are appended."""
+        """Return the next offset of each partition after these responses are appended."""
         positions: dict[CopyKey, Offset] = {}
         for key, copy in members.items():
             response = responses.get(copy.source)

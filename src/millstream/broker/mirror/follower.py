@@ -547,7 +547,7 @@ class Follower:
     async def _reached_offsets(
         self, offsets: Vector, *, is_verified: bool = False, wait_s: float = 0.0, is_readable: bool = False
     ) -> dict[str, dict[int, int]]:
-        """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets.
+        """Return the end offsets of the copies on all nodes; with `is_verified`, expose them up to these offsets.
 
         Nodes respond when their copies have reached the offsets, or after a while. With `is_readable`, clients have to
         be able to read them.
@@ -672,7 +672,7 @@ class Follower:
         return commit.metadata != MIRRORED and where.topic not in self._cuts()
 
     def _cuts(self) -> Vector:
-        """Return where copies were cut by a failover, as far as this node knows."""
+        """Return the offsets at which a failover cut copies, as far as this node knows."""
         return (self._service.mirrors.get(self._run.mirror.name) or self._run.mirror).cuts
 
 

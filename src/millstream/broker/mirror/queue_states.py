@@ -229,7 +229,7 @@ class MirroredQueues:
         return copy.mirror == self._run.mirror.name
 
     async def _letter_ends(self, names: Iterable[str]) -> dict[str, dict[TopicPartition, int]]:
-        """Return where dead letter topics end at the source; those that cannot be copied now are missing."""
+        """Return the end offsets of dead letter topics at the source, except those that cannot be copied now."""
         partitions_of: dict[str, list[TopicPartition]] = {name: [] for name in names}
         for name, original in (await self._source.metadata(partitions_of)).topics.items():
             copy = self._service.topics.get(name)

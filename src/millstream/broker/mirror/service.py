@@ -150,7 +150,7 @@ class MirrorRun:
             await backoff.pause()
 
     def _cut_of(self, partition: Partition) -> int | None:
-        """Return where the source's own records begin, in a copy that was reversed; otherwise None."""
+        """Return the offset of the source's first own record in a copy that was reversed; otherwise None."""
         mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
         return mirror.cuts.get(partition.topic.name, {}).get(partition.index)
 

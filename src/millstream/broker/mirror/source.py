@@ -154,7 +154,7 @@ async def offer_pages(
     topics: Iterable[UUID],
     known: Mapping[QueueKey, int] | None = None,
 ) -> AsyncIterator[OfferResponse]:
-    """Yield what a node has of some topics besides records, page by page, each queue once.
+    """Yield a node's data of some topics other than records, page by page, each queue once.
 
     `known` are queues with their last writes, which are left out unless they were written since.
     """

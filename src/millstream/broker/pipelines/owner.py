@@ -87,7 +87,7 @@ class PipelineOwner:
                 self._notify()
 
     async def resign(self) -> None:
-        """Give up the ownership at once, because this node is about to stop."""
+        """Release the ownership at once, because this node is about to stop."""
         revision, self._has_resigned = self._revision, True
         if revision is None:
             return

@@ -459,7 +459,7 @@ class Partition(Replica):
             await waiting
 
     def aborted_across(self, offset: Offset) -> list[int]:
-        """Return where the aborted transactions began that were open at an offset."""
+        """Return the first offsets of aborted transactions that were open at an offset."""
         aborted = self.log.producers.transactions.aborted.overlapping(offset, offset + 1)
         return [one.first_offset for one in aborted if one.first_offset < offset]
 

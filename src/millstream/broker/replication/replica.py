@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
-    """Return where a follower's history diverges, given the end and last epoch of its log; None if it does not.
+    """Return the point at which a follower's history diverges, given the end and last epoch of its log, or None.
 
     It is the last epoch of the leader's log that is not later than the follower's, and where it ends.
     """
@@ -38,7 +38,7 @@ def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
 
 
 def truncation_point(log: Log, diverging: EpochEnd) -> Offset:
-    """Return where a follower truncates its log so that the rest may agree; it may have to ask again."""
+    """Return the offset to which a follower truncates its log; it may have to ask again afterwards."""
     known, known_end = log.end_of_epoch(diverging.epoch)
     if known == NO_EPOCH:
         return min(diverging.end_offset, log.end_offset)

@@ -27,7 +27,7 @@ class SharedReads:
         self._size = 0
 
     def __len__(self) -> int:
-        """Return how many bytes are kept."""
+        """Return the number of bytes kept."""
         return self._size
 
     def take(self, log: Log, epoch: int, offset: int, max_bytes: int) -> Buffer | None:

@@ -413,7 +413,7 @@ class SchemaRegistry:
         )
 
     async def _with_latest_text(self, subject: QualifiedSubject, new: NewSchema) -> NewSchema:
-        """Take the text of the latest version for a schema without one, which changes only metadata or rules."""
+        """Use the text of the latest version for a schema without one, which changes only metadata or rules."""
         if new.content.text.strip():
             return new
         try:

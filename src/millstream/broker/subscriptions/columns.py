@@ -43,7 +43,7 @@ _LEASED_BYTE: Final = bytes([LEASED])
 
 
 def run_end(column: bytearray, start: int, end: int) -> int:
-    """Return where the run of equal bytes that starts at `start` ends, at most `end`."""
+    """Return the end of the run of equal bytes that starts at `start`, at most `end`."""
     if start + 1 >= end or column[start + 1] != column[start]:
         return start + 1
     value = column[start : start + 1]
@@ -296,7 +296,7 @@ class Stragglers(Columns):
         return self.offsets[index]
 
     def take_from(self, window: Window, first: int, last: int, keys: bytes) -> None:
-        """Take a range over from the window; `keys` holds the hashes of their keys, or is empty."""
+        """Move a range here from the window; `keys` holds the hashes of their keys, or is empty."""
         start = first - window.base
         self.copy_from(window, start, start + last - first + 1)
         self.offsets.extend(range(first, last + 1))
@@ -362,7 +362,7 @@ class Stragglers(Columns):
         return runs
 
     def _contiguous_end(self, start: int, end: int) -> int:
-        """Return where the consecutive offsets that begin at `start` end."""
+        """Return the end of the consecutive offsets that begin at `start`."""
         if self.offsets[end - 1] - self.offsets[start] == end - 1 - start:
             return end
         offset = self.offsets[start]

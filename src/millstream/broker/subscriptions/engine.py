@@ -572,7 +572,7 @@ def _rewind(queue: Queue, partition: Partition, now_ms: int) -> None:
 async def _initial_offset(
     subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int
 ) -> Offset:
-    """Return where a queue that was never opened starts."""
+    """Return the first offset of a queue that was never opened."""
     if subscription.topics:
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         # A partition that was added after the subscription is delivered from its beginning.

@@ -632,7 +632,7 @@ class Queue:
         return self._update_rejecting(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
 
     def drop(self, offset: int, reason: str, *, now_ms: int) -> bool:
-        """Give up a message that cannot be written to the dead letter topic."""
+        """Discard a message that cannot be written to the dead letter topic."""
         return self._update_rejecting(DeltaKind.DROPPED, offset, now_ms, reason, b"")
 
     def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:

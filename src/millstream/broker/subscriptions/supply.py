@@ -114,7 +114,7 @@ class KeyOrder:
         return self._keys[first - self._base : last + 1 - self._base]
 
     def try_enter(self, key: int, offset: int) -> bool:
-        """Give a message its turn, or queue it behind its key; return whether it has its turn."""
+        """Make a message ready, or queue it behind its key; return whether it is ready."""
         if key == NO_KEY:
             return True
         head = self._heads.setdefault(key, offset)
@@ -140,7 +140,7 @@ class KeyOrder:
             insort(waiting, offset, waiting[0])
 
     def set_head(self, key: int, offset: int) -> None:
-        """Give a waiting message its turn."""
+        """Make a waiting message the head of its key."""
         self._heads[key] = offset
 
     def leave(self, key: int, offset: int) -> bool:

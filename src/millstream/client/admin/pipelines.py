@@ -444,7 +444,7 @@ async def ledger_pipeline(client: Client) -> Pipeline | None:
 
 
 async def ledger_lake(client: Client) -> str:
-    """Return where the ledger's table is stored; raise `NotFound` if no pipeline lands one."""
+    """Return the location of the ledger's table; raise `NotFound` if no pipeline lands it."""
     pipeline = await ledger_pipeline(client)
     if pipeline is None:
         raise NotFound("no pipeline lands a ledger; create one with: millstream pipeline create ledger NAME")

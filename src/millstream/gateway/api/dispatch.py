@@ -369,7 +369,7 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def host_of(scope: Scope) -> str:
-    """Return where the caller is, as access rules name it."""
+    """Return the caller's address, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 

@@ -104,7 +104,7 @@ class Leasing:
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
     async def _confirm_leases(self, request: ReceiveRequest, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """Keep the messages whose leases still hold, however long the responses were on their way."""
+        """Keep the messages whose leases are still valid, regardless of the duration of the responses."""
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
         except asyncio.CancelledError:

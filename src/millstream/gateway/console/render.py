@@ -74,7 +74,7 @@ def moment(timestamp_ms: int | None) -> Markup:
 
 
 def since(timestamp_ms: int) -> float:
-    """Return how many seconds ago a time was."""
+    """Return the seconds since a time."""
     return max(0.0, time.time() - timestamp_ms / 1000)
 
 

@@ -87,7 +87,7 @@ class Task:
         return (self.ended_s or time.time()) - self.started_s
 
     def response(self) -> Done:
-        """Go to the page that it was started from if it has ended, otherwise to its own."""
+        """Redirect to the page that started the task if it has ended, otherwise to the task's page."""
         if self.is_running:
             return Done(address("tasks", self.id), "")
         if self.state == FAILED:

@@ -117,7 +117,7 @@ class Endpoint:
 
     @property
     def limit(self) -> int:
-        """Return how many requests may be in flight."""
+        """Return the number of requests that may be in flight."""
         return 1 if self.is_down else int(self._limit)
 
     @property
@@ -135,11 +135,11 @@ class Endpoint:
         return self.is_down and len(self._failed) >= BLAMED_AFTER
 
     def room(self, under_way: int, now: float) -> int:
-        """Return how many more requests may start."""
+        """Return the number of further requests that may start."""
         return 0 if now < self._paused_until else max(0, self.limit - under_way)
 
     def remaining_pause_s(self, now: float) -> float:
-        """Return how much longer requests are paused."""
+        """Return the remaining pause."""
         return max(0.0, self._paused_until - now)
 
     def pause(self, seconds: float, now: float) -> None:

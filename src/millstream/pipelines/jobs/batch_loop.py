@@ -476,7 +476,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def skip_deleted(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
-    """Return where to start after deleted offsets, and how many were skipped."""
+    """Return the first offset after deleted ones, and the number of skipped offsets."""
     moved = {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
         for topic, offsets in start.items()

@@ -360,7 +360,7 @@ class MergeUnit:
 
     @property
     def bytes(self) -> int:
-        """Return how much is read."""
+        """Return the size of the rows to read."""
         return self.new + (0 if self.stored is None else self.stored.bytes)
 
 

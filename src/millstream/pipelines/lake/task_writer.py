@@ -197,7 +197,7 @@ class _Cursor:
         return self._rest.column("partition")[-1].as_py(), self._rest.column("offset")[-1].as_py()
 
     def take(self, reached: tuple[int, int]) -> Iterator[pa.RecordBatch]:
-        """Take the rows up to a partition and offset, which is no later than the last known."""
+        """Return the rows up to a partition and offset, which is no later than the last known."""
         batch = self._rest
         if batch is None:
             return

@@ -167,7 +167,7 @@ class Pipes:
     """The pipes to the process that has started this one."""
 
     def __init__(self, commands: IO[bytes], events: IO[bytes], leave: Callable[[], None]) -> None:
-        """Take the pipes; `leave` ends this process and its children once the other process has ended."""
+        """Use these pipes; `leave` ends this process and its children once the other process has ended."""
         self._leave = leave
         self._commands = commands
         self.send: Callable[[JobEvent], None] = EventWriter(events).send

@@ -284,7 +284,7 @@ class QueryProgress:
 
 
 def _lag_of(sources: Sequence[Any]) -> int | None:
-    """Return how far the sources are behind, by offsets in the form that Kafka's source has too."""
+    """Return the lag of the sources in offsets, in the form that Kafka's source also uses."""
     lag = 0
     try:
         for source in sources:

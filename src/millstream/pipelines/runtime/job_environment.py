@@ -88,7 +88,7 @@ def _make_scratch(root: Path, lock: str) -> Path:
 
 
 def _move_into_place(target: Path, folder: Path) -> None:
-    """Put a whole folder in its place, unless another run has just done so."""
+    """Move a complete folder to its final path, unless another run has just done so."""
     (target / _COMPLETE).touch()
     if not (folder / _COMPLETE).exists():
         shutil.rmtree(folder, ignore_errors=True)

@@ -671,7 +671,7 @@ class _Job:
         self._set_state("running")
 
     def take_report(self, report: PipelineReport) -> None:
-        """Take a report of a transform's driver; a successful batch resets its failures."""
+        """Process a report of a transform's driver; a successful batch resets its failures."""
         self._driver_report = report
         if report.batches:
             self._failing_ms, self._error, self._error_ms = 0, "", 0
@@ -729,7 +729,7 @@ class _AttemptWatch:
         self._killed = ""
 
     def outcome(self, code: int) -> _Outcome:
-        """Return how it ended, given the exit code."""
+        """Return the outcome for an exit code."""
         if code == LOST:
             return _Outcome(is_lost=True)
         if self._ended is not None and self._ended.succeeded:

@@ -135,7 +135,7 @@ class Stalled(MillstreamError):
 
 
 def stall_s_of(pipeline: Pipeline) -> float:
-    """Return how long a step may go without progress; 0 means forever."""
+    """Return the longest time a step may make no progress; 0 means no limit."""
     try:
         return pipeline.settings.stall_ms / 1000
     except MillstreamError:

@@ -134,7 +134,7 @@ class WatchedPipeline(Protocol):
 
     @property
     def stall_s(self) -> float:
-        """Return how long it may go without progress; 0 means forever."""
+        """Return the longest time it may make no progress; 0 means no limit."""
 
     def cancel_step(self, reason: str) -> None:
         """Cancel its work."""

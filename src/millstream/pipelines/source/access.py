@@ -177,7 +177,7 @@ class TokenFiles:
         threading.Thread(target=self._keep_renewing, name="tokens", daemon=True).start()
 
     def access_of(self, owner: str) -> Access:
-        """Return how a pipeline signs in for its owner; without an owner, it uses the credentials of the link."""
+        """Return a pipeline's credentials on behalf of its owner; without an owner, those of the link."""
         with self._lock:
             if owner not in self._made:
                 self._create(owner)
@@ -222,7 +222,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def connection_access(credentials: Credentials) -> Access:
-    """Return how others connect to the same brokers, without these credentials."""
+    """Return the options with which others connect to the same brokers, without these credentials."""
     context = credentials.tls_context
     if context is None:
         return NO_ACCESS

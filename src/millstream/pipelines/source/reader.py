@@ -274,7 +274,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def initialOffset(self) -> dict[str, Any]:
-        """Return where a new query starts."""
+        """Return the first offsets of a new query."""
         options, resolver = self._options, OffsetResolver(self._options)
         partitions = resolver.partitions()
         position = options.starting or LATEST
@@ -297,7 +297,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Return where the next batch ends; everything before its start is done, and committed to the group."""
+        """Return the end of the next batch. The offsets before its start are committed to the group."""
         self._commit_to_group(start)
         begin = from_json(start)
         end = self._end(begin)

@@ -307,7 +307,7 @@ def _fetch_async(link: Link, one: Range, offset: int, options: ReadOptions) -> F
 
 
 def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> int:
-    """Return where to continue after deleted offsets; raise unless the query tolerates that."""
+    """Return the first offset after deleted ones; raise unless the query tolerates the gap."""
     # The error need not contain the log start offset.
     listed = link.call(link.client.list_offsets(one.topic, {one.partition: OFFSET_EARLIEST}))
     start = int(listed[one.partition].offset)

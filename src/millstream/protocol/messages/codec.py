@@ -395,7 +395,7 @@ def response_head(api_key: int, version: int, correlation_id: int, body_bytes: i
 
 
 def response_body_at(api_key: int, version: int, frame: Buffer) -> int:
-    """Return where the body of a response starts, in a frame without its size."""
+    """Return the position of the body of a response, in a frame without its size."""
     reader = Reader(frame, 4, flexible=is_flexible(api_key, version) and api_key != API_VERSIONS_KEY)
     reader.skip_tags()
     return reader.position

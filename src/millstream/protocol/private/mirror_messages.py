@@ -97,7 +97,7 @@ class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missing(self) -> int | None:
-        """Return how many acknowledged offsets of the source are missing here; None if it was unreachable."""
+        """Return the number of acknowledged offsets of the source that are missing here; None if it was unreachable."""
         return None if self.source_end is None else max(0, self.source_end - self.offset)
 
 

@@ -361,7 +361,7 @@ class SubscriptionClient:
         return [subscriptions[name] for name in sorted(subscriptions)]
 
     async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
-        """Find who holds which messages of a subscription."""
+        """Return the held leases of a subscription."""
         (described,) = await self.describe([name], leases_max=limit)
         held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
         leased: int = sum(queue["leased"] for queue in described["queues"])
@@ -652,7 +652,7 @@ async def stored_letters(client: Client, topic: str) -> int:
 
 
 def open_letters_error(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
-    """Return why a dead letter topic is not deleted."""
+    """Return the reason not to delete a dead letter topic."""
     owners = f" of {', '.join(subscriptions)}" if subscriptions else ""
     noun, pronoun = ("letter", "it") if letters == 1 else ("letters", "them")
     return (
@@ -662,7 +662,7 @@ def open_letters_error(topic: str, letters: int, subscriptions: Sequence[str]) -
 
 
 def other_letters_error(subscription: str, topic: str) -> str:
-    """Return why letters of a topic are not redriven in a subscription that they name."""
+    """Return the reason not to redrive letters of a topic to a subscription that they name."""
     return (
         f"topic {topic!r} is not the dead letter topic of subscription {subscription!r}; if the letters are its own, "
         "set its dead letter topic to this one first"

@@ -333,7 +333,7 @@ def _length_error(section: bytes, at: int, length: int) -> CorruptBatch:
 
 
 def _field_at(section: bytes, at: int) -> tuple[int, int]:
-    """Return where a field starts, -1 if it is null, and where it ends."""
+    """Return the start of a field, or -1 if it is null, and its end."""
     length, at = read_varint(section, at)
     if length < 0:
         if length != -1:
@@ -390,7 +390,7 @@ def _check_timestamp(value: int) -> int:
 def record_pieces(
     key: Buffer | None, value: Buffer | None, headers: Headers, timestamp_delta: int, offset_delta: int
 ) -> tuple[int, tuple[Buffer, ...]]:
-    """Return how many bytes a record takes, and the pieces that make it up, in order."""
+    """Return the size of a record, and its pieces in order."""
     time = _SMALL[timestamp_delta] if 0 <= timestamp_delta < _SMALL_MAX else encode_varint(timestamp_delta)
     number = _SMALL[offset_delta] if offset_delta < _SMALL_MAX else encode_varint(offset_delta)
     key_length, key = _field_pieces(key)

@@ -438,7 +438,7 @@ class JsonCodec(Codec):
             raise _mismatch("the JSON Schema cannot be used", error) from error
 
     def invalid_pattern(self) -> str | None:
-        """Return where the schema has a regular expression that no validator reads, and which; None if it has none."""
+        """Describe a regular expression of the schema that no validator reads, or return None."""
         import jsonschema_rs
 
         try:
@@ -542,7 +542,7 @@ class ProtobufCodec(Codec):
         return found
 
     def message_indexes(self) -> dict[str, tuple[int, ...]]:
-        """Return where each message of the file is, by its full name; nested ones come after those around them."""
+        """Return the path of each message by full name; nested messages follow those that contain them."""
         found: dict[str, tuple[int, ...]] = {}
         around: list[tuple[str, tuple[int, ...], Any]] = [(self.file.package, (), self.file.message_type)]
         for place, indexes, declared in around:

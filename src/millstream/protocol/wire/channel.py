@@ -426,7 +426,7 @@ def _new_buffer(size: int) -> memoryview:
 
 
 def _not_kafka(head: bytes, tls: str) -> str:
-    """Return what kind of server responds, judging by the first bytes of a response that no broker sends."""
+    """Describe the server that responds, judging by first bytes that no broker sends."""
     if head == b"HTTP":
         return "an HTTP server responds there; use the Kafka address, which has another port than HTTP"
     if head[:2] in _TLS_HEADS:

@@ -94,7 +94,7 @@ class FetchSession:
                 known.leader_epoch = position.leader_epoch
 
     def move_to_back(self, key: PartitionKey) -> None:
-        """Put a partition that had its turn behind the others, so that none starves."""
+        """Move a partition that was just read behind the others, so that none starves."""
         self.positions[key] = self.positions.pop(key)
 
 
@@ -598,7 +598,7 @@ def _is_follower(replica_id: int) -> bool:
 
 
 def _release_large(results: _ResultsByKey) -> None:
-    """Keep no large verified records during a wait; they are read again when they are sent."""
+    """Drop large verified records during a wait; they are read again when they are sent."""
     for result in results.values():
         found = result.records_slice
         if found is not None and len(found.data) > READ_BYTES_MAX:

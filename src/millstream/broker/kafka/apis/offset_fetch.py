@@ -103,7 +103,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
         )
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
-        """Bring every version into one form."""
+        """Convert every version to one form."""
         asked = request.groups if version >= _FIRST_WITH_MANY else (request,)
         return tuple(
             GroupQuery(

@@ -456,7 +456,7 @@ def _text(value: bytes) -> str | None:
 
 
 def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
-    """Return how to publish the same message again, by other means."""
+    """Return commands that publish the same message again."""
     record = stored.record
     value, key = _text(record.value or b""), _text(record.key or b"")
     if value is None or key is None or len(record.value or b"") > 16 * 1024:

@@ -109,7 +109,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def _try_rules(visit: Visit, described: dict[str, Any]) -> dict[str, str]:
-    """Return how many of the recent messages of its topic each rule matches; nothing is routed."""
+    """Count the recent messages of the topic that each rule matches, without routing them."""
     tried = {}
     for rule in pipeline_of(described).rules[:RULES_TRIED]:
         if rule.subscription:

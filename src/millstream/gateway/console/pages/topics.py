@@ -178,7 +178,7 @@ async def delete(visit: Visit) -> Response:
 
 
 async def consumers(visit: Visit) -> Response:
-    """Show who reads a topic, how far each one is behind, and who has written to it lately."""
+    """Show the readers of a topic with their lag, and its recent producers."""
     name = visit.names["topic"]
     client = visit.services.client
     topic = await find_topic(client, name)

@@ -116,7 +116,7 @@ class ChangeRule:
 
     @property
     def stored_key(self) -> tuple[FieldPath, ...]:
-        """Return where the key is in a row of the table."""
+        """Return the columns of the key in a row of the table."""
         return self.key or (("key",),)
 
     @property

@@ -222,7 +222,7 @@ class TopicBatch:
         self.widened += len(places) - len(refused)
 
     def keep_narrow(self, reason: str) -> None:
-        """Keep columns long that could not be widened."""
+        """Keep the type long for columns that could not be widened."""
         places = [] if self.schema is None else widened_paths(self.schema, self.table_schema())
         refused = {(field_of(place[0]), *place[1:]): reason for place in places}
         self.fixed.update(refused)

@@ -397,7 +397,7 @@ class StreamLoop:
         return rows
 
     def _lost(self, first: Ends, number: int, ends: Ends) -> int:
-        """Return how many offsets of a batch retention deleted unread, which Spark was configured to skip."""
+        """Return the number of offsets of a batch that retention deleted unread and Spark was configured to skip."""
         before = self._checkpoint.ends(number - 1) if number else first
         start = {
             topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}

@@ -13,7 +13,7 @@ INT64_MAX = 2**63 - 1
 
 @compiled
 def _varint_bytes(value: int) -> int:
-    """Return how many bytes the number takes."""
+    """Return the size of the number in bytes."""
     rest = (value << 1) ^ (value >> 63)
     size = 1
     while rest < 0 or rest > 0x7F:
