@@ -1,4 +1,4 @@
-"""What this node's push process reports: by subscription, the state of the endpoint and what was sent."""
+"""Reports of this node's push process: the state of each subscription's endpoint, and the counts of sent messages."""
 
 from __future__ import annotations
 

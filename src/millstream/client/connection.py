@@ -217,7 +217,7 @@ _SPELLED: Final = {
     EXPIRES: "expires",
     LEDGER: "ledger",
 }
-"""What the arguments of settings are called."""
+"""The names of the arguments of settings."""
 
 
 def _start(start: Start) -> str:

@@ -151,7 +151,7 @@ def publish_span(
 
 
 working_on: Final[Callable[[Message], object]] = _origin.set
-"""What `handling` does without spans, for a task that handles one message after another."""
+"""`handling` without spans, for a task that handles one message after another."""
 
 
 class handling:  # noqa: N801

@@ -127,7 +127,7 @@ ROLES: Final[Mapping[str, Mapping[ResourceType, tuple[Operation, ...]]]] = Mappi
         },
     }
 )
-"""What each role may do with each type of resource. Writing a topic, say, implies describing it."""
+"""The operations of each role on each type of resource. Writing a topic, for example, implies describing it."""
 
 EnumT = TypeVar("EnumT", bound=enum.IntEnum)
 

@@ -19,7 +19,7 @@ ONCE: Final = "once"
 SKIP: Final = "skip"
 ALL: Final = "all"
 MISSED: Final = (ONCE, SKIP, ALL)
-"""What to do about missed times: one run for all of them, none, or one for each."""
+"""The reaction to missed times: one run for all of them, none, or one for each."""
 
 _YEARS_MAX: Final = 9
 """A period in which every date of the calendar occurs, including 29 February."""

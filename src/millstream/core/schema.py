@@ -29,7 +29,7 @@ CONFIG_KEYS: Final = (
     *("alias", "normalize", "validateFields", LEVEL, "compatibilityGroup"),
     *("defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet"),
 )
-"""What can be configured for a subject or context."""
+"""Configuration keys of a subject or context."""
 MODES: Final = ("READWRITE", "READONLY", "READONLY_OVERRIDE", "IMPORT", "FORWARD")
 READWRITE, READONLY, READONLY_OVERRIDE, IMPORT, FORWARD = MODES
 

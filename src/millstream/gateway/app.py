@@ -1,10 +1,10 @@
-"""What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
+"""The gateway's routes: health, readiness and metrics of its node, and the API.
 
-GET /         what is served here
+GET /         the list of these routes
      /registry/…  Confluent Schema Registry's API, also at the root of its own port
      /console/…  the web console, with the rights of the signed-in user
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
-GET /openapi.json  what the API takes and gives
+GET /openapi.json  the description of the API
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
               while the broker starts, and when its event loop has not responded for `STUCK_S`
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers

@@ -1,4 +1,4 @@
-"""Which web pages may use the gateway through a browser: those loaded from it, under a name that is its own.
+"""The check that only web pages loaded from the gateway, under one of its own names, use it through a browser.
 
 A page of another site is recognized by its origin. One that has pointed its own name at this machine (DNS rebinding)
 looks like a page of the gateway except for the name. Requests that a browser sends over plain HTTP therefore have to

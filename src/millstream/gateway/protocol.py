@@ -75,8 +75,8 @@ CONNECTIONS_MAX: Final = 2048
 SURPLUS_MAX: Final = 256
 
 STALLED_S: Final = 5.0
-"""When all connections are taken, one is closed whose request is incomplete or idle and whose client has sent nothing
-for this long."""
+"""At the limit of connections, one whose client has sent nothing for this long, and whose request is incomplete or
+idle, is closed for a new one."""
 
 REPLACED_MAX: Final = 32
 """The number of connections that are closed at once, so that not every new connection examines all others."""

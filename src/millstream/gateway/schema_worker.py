@@ -28,8 +28,8 @@ CODECS_CHARACTERS_MAX: Final = 8 * 1024 * 1024
 CONVERTED_BYTES_MAX: Final = 16 * 1024 * 1024
 CONVERTED_BYTES_MIN: Final = 64 * 1024
 CONVERTED_RATIO_MAX: Final = 100
-"""How much longer a value may become, beyond `CONVERTED_BYTES_MIN`: JSON has names of fields, and what JSON leaves out
-is encoded as the schema's default."""
+"""The factor by which a value may grow beyond `CONVERTED_BYTES_MIN`: JSON includes the names of fields, and fields that
+JSON omits are encoded as the schema's default."""
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,4 +1,4 @@
-"""What a data folder records about the last node on it, to decide whether its log may have a hole.
+"""The record of the last node on a data folder, which decides whether its log may have a hole.
 
 Under `flush=os` a machine crash loses records that were not written back, while a killed process loses nothing.
 The folder therefore holds the boot id of the machine, and the incarnations under which it was last admitted to the

@@ -1,4 +1,4 @@
-"""Which nodes belong to the cluster. A single node is a cluster of one and its own controller."""
+"""The nodes that belong to the cluster. A single node is a cluster of one and its own controller."""
 
 from __future__ import annotations
 

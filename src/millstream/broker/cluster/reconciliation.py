@@ -116,7 +116,7 @@ def _rack(node: Node) -> str | tuple[NodeId]:
 
 
 Declared = Topic | UUID | None
-"""What this process has declared: a topic, the deletion of one, or settings of nodes."""
+"""Declarations of this process: a topic, the deletion of a topic, or settings of nodes."""
 
 _CHANGES_OF_TOPIC = 2
 """Further changes when a topic is published."""

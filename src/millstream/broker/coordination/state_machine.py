@@ -86,7 +86,7 @@ def record_key(kind: int, *names: str) -> bytes:
 
 
 Outcome = tuple[Sequence[StateRecord], T | Deferred[T]]
-"""What an operation returns: the records that make it durable, and its response, immediate or deferred."""
+"""The result of an operation: the records that make it durable, and its response, immediate or deferred."""
 
 Operation = Callable[[S], Outcome[T]]
 """A synchronous function of the state. It raises a `MillstreamError` only before it has changed anything."""
@@ -138,7 +138,7 @@ class StateMachine(Protocol):
 
 
 Action = Callable[[], Sequence[StateRecord]]
-"""What to do when a timer is due: an operation without a response."""
+"""An operation without a response, which runs when a timer is due."""
 
 _STALE_ENTRIES_MAX = 64
 

@@ -1,4 +1,4 @@
-"""Which replicas are in sync with the leader of a partition, and what may be acknowledged because of it.
+"""The replicas in sync with the leader of a partition, and the high watermark that follows from them.
 
 A leader has one of these for each epoch in which it leads with followers. It holds no clock, no log and no connection:
 from the positions of followers and the states of the coordination store, it computes how far the high watermark may

@@ -38,7 +38,7 @@ MODULE: Final = "millstream.broker.schemas.record_worker"
 RULES_MAX: Final = 4096
 LOOP_RECORDS_MAX: Final = 50_000
 LOOP_BYTES_MAX: Final = 4 * 1024 * 1024
-"""What is checked on the loop; compiled code takes a millisecond for it."""
+"""The size of batches that are checked on the loop; compiled code takes a millisecond for it."""
 ROUNDS_MAX: Final = 3
 """How often a batch is checked again with schemas that the child lacks, or that this node did not know."""
 _LISTED_MAX: Final = 5

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 Decode = Literal["schema"]
-"""How values can be decoded, in addition to being sent as they are stored."""
+"""Forms of decoding, in addition to sending values as they are stored."""
 
 _RAW = msgspec.json.Decoder(msgspec.Raw)
 _CONTROLS = bytes(range(0x20))

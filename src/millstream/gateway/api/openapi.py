@@ -53,7 +53,7 @@ _SECURITY: Final = {
         "description": "A JSON web token of an issuer that the node trusts, or an API token.",
     },
 }
-"""What a caller may show; a node without authentication needs nothing."""
+"""Credentials that callers may send; a node without authentication needs none."""
 
 _BODY_REFUSALS: Final = {
     HTTPStatus.REQUEST_TIMEOUT: "The body did not arrive in time.",

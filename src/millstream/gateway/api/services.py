@@ -41,7 +41,7 @@ PAUSE_S: Final = 0.1
 RESPONSE_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
 HUNG_S: Final = 10.0
-"""How long a node that did not respond in time is asked after all others."""
+"""How long a node that did not respond in time is tried only after all others."""
 _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 

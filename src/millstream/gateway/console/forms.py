@@ -18,7 +18,7 @@ _OPTION: Final = re.compile(r"(<option\b[^>]*?)(?: selected)?>([^<]*)")
 _DETAILS: Final = re.compile(r"<(/?)details\b[^>]*>")
 _MAIN: Final = re.compile(r"<main\b[^>]*>")
 _OWN: Final = frozenset({"csrf", "back", "only"})
-"""What a form sends besides its fields: its token, the address of its page, and which button was clicked."""
+"""Values that a form sends besides its fields: its token, the address of its page, and the clicked button."""
 
 OUTCOME: Final = "outcome"
 """The id of the element that shows the outcome."""

@@ -75,7 +75,7 @@ _REMEDIES: Final = {
         "them: on.violation=count; or correct the expectations: millstream pipeline update {0} --set expect=…"
     ),
 }
-"""What the owner of a pipeline can do, with its name in place of the braces, by what the error itself says."""
+"""Advice for the owner of a pipeline, by a part of the error's text; the pipeline's name replaces the braces."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 
@@ -120,7 +120,7 @@ def _without_traces(text: str) -> str:
 
 HEADLINE_LENGTH_MAX: Final = 240
 _ENDS: Final = ("; ", ". ", ", ", " ")
-"""Where a line may be cut, best first."""
+"""Separators at which a line may be cut, best first."""
 
 
 def headline(reason: str) -> str:

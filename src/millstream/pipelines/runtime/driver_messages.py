@@ -95,7 +95,7 @@ LOST: Final = 72
 
 ROWS_READ: Final = "rows read"
 LAG: Final = "lag"
-"""What the streaming queries of a run have read so far, and not yet, among the run's progress."""
+"""Entries of a run's progress: the rows that its streaming queries have read so far, and their lag."""
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):

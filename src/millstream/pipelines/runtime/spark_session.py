@@ -211,7 +211,7 @@ HOW: Final = "install them with `make spark`, or with pip install '.[spark]' in 
 """How to install them."""
 _PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
 _PACKAGES_WITHOUT_SPARK: Final = ("pyspark", "pyarrow", "deltalake")
-"""What reads topics and tables in one process: of pyspark only the types, which need neither Java nor pandas."""
+"""Packages that read topics and tables in one process; the types of pyspark need neither Java nor pandas."""
 
 
 def missing_packages(*, starts_spark: bool = True) -> str:

@@ -118,7 +118,7 @@ _SUBMITTED: Final = {"PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"}
 """Variables that are set when spark-submit was called with the user's arguments."""
 
 _FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgress", "true")}
-"""What Spark's launcher adds to the configuration of a program that was not submitted."""
+"""Settings that Spark's launcher adds to a program that was not submitted."""
 
 
 _CREDENTIALS: Final = re.compile(r"secret|password|token|access[.]?key", re.IGNORECASE)

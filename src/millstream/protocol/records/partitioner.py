@@ -1,4 +1,4 @@
-"""Which partition a key goes to, for whole columns of keys."""
+"""The partitions of keys, for whole columns of keys."""
 
 from __future__ import annotations
 

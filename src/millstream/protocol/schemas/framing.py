@@ -1,4 +1,4 @@
-"""Where a message names its schema: in front of the content, or in a header of its record, as Confluent's clients do.
+"""Schema ids of messages: in front of the content, or in a header of the record, as Confluent's clients write them.
 
     content:  0, the id in 4 bytes, message indexes (Protobuf only), the encoded value
     header:   0, the id in 4 bytes, message indexes; or 1, the guid in 16 bytes, message indexes

@@ -1,4 +1,4 @@
-"""Which records of a batch do not conform to a topic's schema rule, in two depths: their ids, or their content.
+"""The check of a batch's records against a topic's schema rule, of either their ids or their content.
 
 Ids in front of keys and values are compared in compiled code, all at once. If some records name their schema in a
 header, or fail, all are examined one by one. A record without a value, or without a key, conforms.

@@ -33,7 +33,7 @@ STUCK_S = 30.0
 """A broker whose event loop has not responded for this long is stuck and should be restarted."""
 
 QUESTION = b"?\n"
-"""What the gateway writes to the private socket to request the broker's state."""
+"""The request for the broker's state, which the gateway writes to the private socket."""
 
 
 class BrokerStarting(MillstreamError):

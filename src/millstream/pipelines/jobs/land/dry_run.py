@@ -1,4 +1,4 @@
-"""What landing would make of the newest messages: the columns, some rows, and what would be quarantined."""
+"""The preview of landing the newest messages: the columns, some rows, and the messages to be quarantined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transform would do: its plan, its columns, and the rows it makes of the newest messages.
+"""The preview of a transform: its plan, its columns, and its rows for the newest messages.
 
 Nothing is written or committed.
 """

@@ -22,7 +22,7 @@ SCAN_FAULTS = {
     NEGATIVE_COUNT: "its record count or its last offset delta is negative",
     OFFSET_OVERFLOW: "its offsets are negative or overflow 64 bits",
 }
-"""What each fault means, as the end of a sentence. Kernels return faults, callers raise."""
+"""The meaning of each fault, as the end of a sentence. Kernels return faults, callers raise."""
 
 
 @compiled
@@ -174,7 +174,7 @@ FAULTS = {
     BYTES_LEFT_OVER: "bytes follow its last record",
     TOO_MANY_RECORDS: "it declares more records than its bytes can hold",
 }
-"""What each fault means, as the end of a sentence. Faults are negative, unlike the positions that are returned."""
+"""The meaning of each fault, as the end of a sentence. Faults are negative, unlike the positions that are returned."""
 
 
 @compiled
