@@ -222,7 +222,7 @@ class Replica:
         await self._store.repair_range(RangeRepair(self.log, lost, fitted, next_offset))
 
     def truncate_diverged(self, lost: LostRange) -> asyncio.Future[None] | None:
-        """Truncate at a lost range in whose place the leader has later epochs: nothing behind it is in its log.
+        """Truncate at a lost range where the leader has later epochs: it has none of the records that follow here.
 
         The future is that of `truncate`.
         """

@@ -115,7 +115,7 @@ class Gate:
         self.takes_assertions = takes_assertions
         """Whether gateways act for their callers here; where clients authenticate by certificate, with their node's."""
         self.admits_nodes = admits_nodes
-        """Whether certificates may identify nodes here: the authority is the one that nodes trust."""
+        """Whether certificates may identify nodes: they are of the authority that nodes trust."""
         self.offered: Sequence[str] = (
             (PLAIN,) if is_internal else authentication.authenticator.offered(is_plaintext=is_plaintext)
         )

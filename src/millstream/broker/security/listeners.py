@@ -166,7 +166,7 @@ class Listeners:
         return next(one for one in self._config.all_listeners if one.name == self._config.node_listener)
 
     def _admits_nodes(self, listener: ListenerConfig) -> bool:
-        """Whether certificates may identify nodes on a listener; another authority's could be those of any client.
+        """Whether certificates may identify nodes on a listener; those of another authority could be any client's.
 
         While a cluster moves to another listener, nodes that were restarted already use that one.
         """

@@ -58,7 +58,7 @@ class Task:
         self.id = secrets.token_urlsafe(12)
         self.user = user
         self.session = session
-        """Shows the task; other sessions of the user may have fewer rights."""
+        """The session to which the task is shown; the user's other sessions may have fewer rights."""
         self.title = title
         self.back = back
         """The page that it was started from."""
@@ -83,7 +83,7 @@ class Task:
 
     @property
     def took_s(self) -> float:
-        """How long it has taken so far, or took."""
+        """The duration of the task so far."""
         return (self.ended_s or time.time()) - self.started_s
 
     def response(self) -> Done:

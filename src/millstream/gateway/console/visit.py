@@ -151,7 +151,7 @@ class Visit:
 
     @property
     def session(self) -> str:
-        """The key by which tasks are shown: a token of the same user may have fewer rights."""
+        """The key of the session, to which its tasks are shown; a token of the same user may have fewer rights."""
         return self.csrf if self.principal else self.host
 
     async def note_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:

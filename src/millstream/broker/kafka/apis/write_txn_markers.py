@@ -82,4 +82,4 @@ def _check(marker: Marker, partition: TopicPartition) -> None:
     if marker.producer_id < 0 or marker.producer_epoch < 0:
         raise InvalidRequest(f"no producer has the id {marker.producer_id} and the epoch {marker.producer_epoch}")
     if partition.topic in INTERNAL_TOPICS and partition.topic != CONSUMER_OFFSETS:
-        raise InvalidTopicName(f"topic {partition.topic!r} takes no part in transactions")
+        raise InvalidTopicName(f"topic {partition.topic!r} cannot be part of a transaction")

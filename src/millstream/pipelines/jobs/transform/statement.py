@@ -68,7 +68,7 @@ def _check_programs(text: str, spark: SparkSession) -> None:
     kinds = [token.getType() for token in lexer.getAllTokens() if not token.getChannel()]
     quoted = (parsing.SqlBaseLexer.STRING_LITERAL, parsing.SqlBaseLexer.DOUBLEQUOTED_STRING)
     if any(before == parsing.SqlBaseLexer.USING and after in quoted for before, after in pairwise(kinds)):
-        raise InvalidSetting("a statement cannot run a program: leave out TRANSFORM … USING")
+        raise InvalidSetting("a statement cannot run a program: remove TRANSFORM … USING")
 
 
 def elements(listed: Any) -> list[Any]:
