@@ -92,6 +92,11 @@ def test_a_barrier_is_valid_if_every_coordinator_was_held() -> None:
     assert barrier(held((1, 2), (2, 2)), held((1, 2), (2, 2))) == BarrierResponse(offsets=OFFSETS)
 
 
+async def test_a_request_without_topics_holds_back_nothing() -> None:
+    unused: Any = None
+    assert await barriers.Barriers(unused, unused, unused).take(BarrierRequest(topics=[])) == BarrierResponse()
+
+
 def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -> None:
     peer, read = held((1, 2), (2, 2)), held(groups={0: {"a": {"orders": {0: 5}, "other": {0: 1}}}, 2: {}})
     found = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})

@@ -49,8 +49,11 @@ class Barriers:
     async def take(self, request: BarrierRequest) -> BarrierResponse:
         """Return the high watermarks of a moment at which no transaction is half committed.
 
-        Decisions of all coordinators are held back for that moment; records and offsets are not.
+        Decisions of all coordinators are held back for that moment; records and offsets are not. Without topics, none
+        are held back, since a client that may read no topic needs no barrier.
         """
+        if not request.topics:
+            return BarrierResponse()
         token = uuid.uuid4().hex
         others = self._service.others
         try:
