@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 from collections.abc import AsyncIterator
@@ -282,6 +283,45 @@ async def test_offsets_of_a_transaction(broker: Broker, version: int) -> None:
     await broker.coordinator._run(ID, lambda shard: shard.wait_ended(ID))
     fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
     assert (fetched.offset, fetched.is_stable) == (5, True)
+
+
+async def test_a_decision_that_was_held_back_is_not_made_during_the_next_hold(broker: Broker) -> None:
+    begun = await broker.begin()
+    assert await broker.add_to(begun.producer_id, 0) is ErrorCode.none
+    async with broker.coordinator.hold_decisions():
+        ending = asyncio.create_task(broker.end_it(begun.producer_id, 0))
+        await turns()
+        assert not ending.done()
+    async with broker.coordinator.hold_decisions():
+        before = await broker.coordinator.describe(ID), list(broker.topics.marked)
+        await turns()
+        assert (await broker.coordinator.describe(ID), list(broker.topics.marked)) == before
+    assert (await ending).error_code is ErrorCode.none
+
+
+async def test_holds_that_overlap_do_not_delay_a_decision_forever(broker: Broker) -> None:
+    begun = await broker.begin()
+    assert await broker.add_to(begun.producer_id, 0) is ErrorCode.none
+
+    async def hold_repeatedly() -> None:
+        while True:
+            async with broker.coordinator.hold_decisions():
+                await turns(5)
+
+    holding = [asyncio.create_task(hold_repeatedly()) for _ in range(3)]
+    await turns()
+    ending = asyncio.create_task(broker.end_it(begun.producer_id, 0))
+    await turns(1000)
+    assert ending.done()
+    for task in holding:
+        task.cancel()
+    await asyncio.wait(holding)
+
+
+async def turns(count: int = 50) -> None:
+    """Let other tasks run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("version", [1, 2])

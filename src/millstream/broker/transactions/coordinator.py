@@ -81,6 +81,11 @@ ID_CHARACTERS_MAX: Final = 4096
 ENDING_WAIT_S: Final = 0.5
 """How long a producer waits for its previous transaction to end before it must ask again."""
 
+OVERLAP_WAIT_S: Final = 0.5
+"""How long a hold of decisions waits for other holds to end if decisions wait for them. Holds of two nodes may wait for
+each other.
+"""
+
 MARKERS_WAIT_S: Final = 5.0
 """How long the commit of a batch waits for its markers, which may be on other nodes."""
 
@@ -112,6 +117,8 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         self.mirror_of: Callable[[str], str] = lambda _topic: ""
         """Returns the mirror that writes a topic; empty for one that clients write."""
         self._holds = 0
+        self._delayed = 0
+        """How many decisions wait for holds to end."""
         self._may_decide = asyncio.Event()
         self._may_decide.set()
         topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=COMPACTED)
@@ -127,6 +134,12 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     @asynccontextmanager
     async def hold_decisions(self) -> AsyncIterator[None]:
         """Hold back decisions once every decided transaction has its markers, so that none is half committed."""
+        if self._delayed:
+            # Decisions that wait for other holds are made first, so that holds that overlap cannot delay them forever.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OVERLAP_WAIT_S):
+                    await self._may_decide.wait()
+            await asyncio.sleep(0)
         self._holds += 1
         self._may_decide.clear()
         try:
@@ -138,6 +151,15 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
             self._holds -= 1
             if not self._holds:
                 self._may_decide.set()
+
+    async def _wait_for_holds(self) -> None:
+        """Wait until decisions may be made; the caller makes its decision without waiting for anything else."""
+        while self._holds:
+            self._delayed += 1
+            try:
+                await self._may_decide.wait()
+            finally:
+                self._delayed -= 1
 
     def led(self) -> list[tuple[int, int]]:
         """Return which shards this node runs, as partition and leader epoch."""
@@ -197,7 +219,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """Commit or abort; return when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
         await self._reserve.fill()
-        await self._may_decide.wait()
+        await self._wait_for_holds()
 
         def ended(shard: TransactionShard) -> Outcome[InitResponse]:
             if commit:
@@ -234,7 +256,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """
         _check_id(query)
         await self._reserve.fill()
-        await self._may_decide.wait()
+        await self._wait_for_holds()
 
         def completed(shard: TransactionShard) -> Outcome[bool]:
             for member in members:
