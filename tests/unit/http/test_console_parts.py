@@ -7,7 +7,9 @@ import dataclasses
 import itertools
 import shlex
 import socket
+import sys
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
@@ -20,8 +22,9 @@ from hypothesis import strategies as st
 from millstream.core.config import Config
 from millstream.core.ids import Offset
 from millstream.core.setting import HIDDEN
+from millstream.gateway.api.problem import Refused
 from millstream.gateway.child import HttpChild
-from millstream.gateway.console.app import _Exchange, _run_while_connected
+from millstream.gateway.console.app import _Exchange, _refusal, _run_while_connected
 from millstream.gateway.console.history import (
     COST_MAX,
     HOUR_S,
@@ -36,7 +39,8 @@ from millstream.gateway.console.history import (
 from millstream.gateway.console.pages import messages
 from millstream.gateway.console.pages.overview import _push_warnings
 from millstream.gateway.console.pages.pipelines import dry_run_refusal
-from millstream.gateway.console.render import age, chart, number, size
+from millstream.gateway.console.render import age, chart, number, size, static_file
+from millstream.gateway.console.session import Sessions, SignedIn
 from millstream.gateway.console.visit import ConsoleSettings, Page, PageRoute, Visit, command
 from millstream.gateway.pressure import ClientDisconnected
 from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSummaryResponse
@@ -398,3 +402,35 @@ def test_messages_have_their_equivalent_command(starts_at: str, filter_: str, wo
     topic: Any = SimpleNamespace(name="orders", partitions={0: None})
     form = messages._SearchForm(topic=topic, partitions=[0], starts_at=starts_at, key="", filter=filter_)
     assert messages._words(form) == words
+
+
+def test_a_name_of_no_static_file_is_neither_kept_nor_looked_up_on_disk() -> None:
+    assert static_file("console.css") is not None
+    for name in ("x" * 1000, "x" * 1000 + ".css", "../render.py", "\0.css"):
+        before = sys.getrefcount(name)
+        assert static_file(name) is None
+        assert sys.getrefcount(name) == before
+
+
+def read_cookies(header: str, *, is_tls: bool = False) -> SignedIn:
+    sessions = Sessions(cast("Any", None), cast("Any", object()), ConsoleSettings(), is_tls=is_tls)
+    return sessions.read({b"cookie": header.encode("latin-1")})
+
+
+def test_cookies_are_read_by_their_whole_name() -> None:
+    quoted = '"\\\\"'
+    assert read_cookies(f"millstream-form={quoted}").form_key == quoted
+    read = read_cookies('a="b; millstream-session=x+/=; millstream-form=f ; millstream-notice=two%20words%3B; c')
+    assert (read.cookie, read.form_key, read.notice, read.is_new) == ("x+/=", "f", "two words;", False)
+    tossed = "millstream-session=x; session=x; \xa0__Host-millstream-session=x; __Host-millstream-form=f"
+    assert read_cookies(tossed, is_tls=True).cookie == ""
+
+
+def test_the_advice_of_an_error_is_left_out_however_long_the_error_is() -> None:
+    def shown(detail: str) -> str:
+        return _refusal(Refused(HTTPStatus.NOT_FOUND, detail), "/console/x").detail
+
+    assert shown("there is no x; `millstream topic list` lists them") == "there is no x"
+    # A search that tries each of these words up to the end would take hours.
+    for detail in ("there is no x; try y", "x; " + "millstream a " * 300_000 + "; the menu leads to every page"):
+        assert shown(detail) == detail

@@ -67,8 +67,8 @@ HEADERS: Final = (
 _NO_STORE: Final = (b"cache-control", b"no-store")
 _HTML: Final = (b"content-type", b"text/html; charset=utf-8")
 
-_ADVICE: Final = re.compile(r"; [^;]*\bmillstream [a-z]+ [^;]*$")
-"""The command at the end of an error message."""
+_ADVICE: Final = re.compile(r"\bmillstream [a-z]+ ")
+"""The beginning of a command; one at the end of an error message is advice."""
 LISTS: Final = {
     "topics": "Topics",
     "subscriptions": "Subscriptions",
@@ -455,7 +455,8 @@ def _refusal(error: Exception, path: str) -> Refused:
         _logger.error("a page failed", extra={"path": path}, exc_info=error)
         return Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed; see its log for the reason")
     if error.status is HTTPStatus.NOT_FOUND:
-        error.detail = _ADVICE.sub("", error.detail)
+        detail, _, advice = error.detail.rpartition("; ")
+        error.detail = detail if detail and _ADVICE.search(advice) else error.detail
     return error
 
 

@@ -201,11 +201,14 @@ def render(template: str, context: dict[str, Any]) -> bytes:
     return environment().get_template(template).render(context).encode()
 
 
-@cache
 def static_file(name: str) -> tuple[bytes, str] | None:
     """Return a file that pages use, and its content type; None if there is none."""
-    if "/" in name or name.startswith("."):
-        return None
-    file = files("millstream.gateway.console").joinpath("static", name)
-    kind = _TYPES.get(name.rpartition(".")[2])
-    return (file.read_bytes(), kind) if kind is not None and file.is_file() else None
+    return _static_files().get(name)
+
+
+@cache
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    # All at once: names that clients send must neither stay in memory nor reach the disk.
+    found = files("millstream.gateway.console").joinpath("static").iterdir()
+    kinds = {file: _TYPES.get(file.name.rpartition(".")[2]) for file in found}
+    return {file.name: (file.read_bytes(), kind) for file, kind in kinds.items() if kind is not None}
