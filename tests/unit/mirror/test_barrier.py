@@ -97,6 +97,28 @@ async def test_a_request_without_topics_holds_back_nothing() -> None:
     assert await barriers.Barriers(unused, unused, unused).take(BarrierRequest(topics=[])) == BarrierResponse()
 
 
+async def test_a_node_takes_one_barrier_after_the_other() -> None:
+    """Otherwise clients that ask all the time would leave no gap for decisions."""
+    holds: list[int] = [0]
+
+    @asynccontextmanager
+    async def hold_decisions() -> AsyncIterator[None]:
+        holds.append(holds[-1] + 1)
+        yield
+        holds.append(holds[-1] - 1)
+
+    async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
+        await asyncio.sleep(0)
+        return OFFSETS
+
+    coordinator: Any = SimpleNamespace(hold_decisions=hold_decisions, led=lambda: [(0, 4)], partitions=1)
+    service: Any = SimpleNamespace(others=(), high_watermarks=high_watermarks)
+    taken = barriers.Barriers(service, coordinator, service)
+    request = BarrierRequest(topics=["orders"])
+    assert await asyncio.gather(*(taken.take(request) for _ in range(3))) == [BarrierResponse(offsets=OFFSETS)] * 3
+    assert max(holds) == 1
+
+
 def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -> None:
     peer, read = held((1, 2), (2, 2)), held(groups={0: {"a": {"orders": {0: 5}, "other": {0: 1}}}, 2: {}})
     found = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})

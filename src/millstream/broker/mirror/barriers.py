@@ -38,6 +38,8 @@ class Barriers:
         self._service = service
         self._transactions = transactions
         self._groups = groups
+        self._taking = asyncio.Lock()
+        """Held while this node takes a barrier, so that clients that ask all the time get one after the other."""
         self._held: dict[str, asyncio.Task[None]] = {}
         """The tasks that delay commits and aborts for a barrier, by its token."""
 
@@ -57,7 +59,7 @@ class Barriers:
         token = uuid.uuid4().hex
         others = self._service.others
         try:
-            async with asyncio.timeout(HOLD_S), self._transactions.hold_decisions():
+            async with asyncio.timeout(HOLD_S), self._taking, self._transactions.hold_decisions():
                 own = self._transactions.led()
                 hold = HoldCommitsRequest(token=token, action="hold", hold_ms=int(HOLD_S * 1000))
                 began = await gather_or_cancel(self._service.ask_node(node, hold) for node in others)

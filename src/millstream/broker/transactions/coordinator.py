@@ -81,7 +81,7 @@ ID_CHARACTERS_MAX: Final = 4096
 ENDING_WAIT_S: Final = 0.5
 """How long a producer waits for its previous transaction to end before it must ask again."""
 
-OVERLAP_WAIT_S: Final = 0.5
+OVERLAP_WAIT_S: Final = 0.1
 """How long a hold of decisions waits for other holds to end if decisions wait for them. Holds of two nodes may wait for
 each other.
 """
