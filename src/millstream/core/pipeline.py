@@ -862,7 +862,7 @@ def expectations_of(text: str) -> list[str]:
         return []
     try:
         listed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSetting(f'`{EXPECT}` must be a JSON list, as in ["total >= 0"]: {error}') from None
     if not isinstance(listed, list) or not all(isinstance(one, str) and one.strip() for one in listed):
         raise InvalidSetting(f'`{EXPECT}` must be a JSON list of conditions, as in ["total >= 0"]')
@@ -877,7 +877,7 @@ def named_texts(setting_name: str, text: str) -> dict[str, str]:
         return {}
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSetting(f"{setting_name} must be a JSON object: {error}") from None
     if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
         raise InvalidSetting(f"{setting_name} must be a JSON object whose values are strings")

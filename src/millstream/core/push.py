@@ -75,7 +75,7 @@ def headers_of(text: str) -> dict[str, str]:
         raise InvalidSetting(f"{HEADERS} has at most {HEADERS_LENGTH_MAX} characters, not {len(text)}")
     try:
         headers = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         headers = None
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise InvalidSetting(f'{HEADERS} must be a JSON object of strings, as in {{"Authorization": "Bearer …"}}')

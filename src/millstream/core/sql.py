@@ -129,11 +129,17 @@ class SelectStatement:
 
 def check_calls(text: str, own: Collection[str]) -> None:
     """Raise `InvalidSetting` if a statement calls a forbidden function, unless it is one of the user's own."""
-    tokens = sql_tokens(ABOUT, text)
-    for token, after in pairwise(tokens):
-        name = token.text.lower()
-        is_call = token.kind in (Kind.WORD, Kind.NAME) and name in FORBIDDEN and after.is_sign("(")
-        if is_call and name not in own and token.start not in _query_names(text):
+    calls = [
+        (token, name)
+        for token, after in pairwise(sql_tokens(ABOUT, text))
+        if token.kind in (Kind.WORD, Kind.NAME)
+        and after.is_sign("(")
+        and (name := token.text.lower()) in FORBIDDEN
+        and name not in own
+    ]
+    queries = _query_names(text) if calls else set()
+    for token, name in calls:
+        if token.start not in queries:
             reason = f"{name} is forbidden, since it {FORBIDDEN[name]}; use a Python function (--udf) or a job"
             raise setting_error_at(ABOUT, text, token.start, token.end, reason)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.core import sql
 from millstream.core.errors import InvalidSetting
-from millstream.core.sql import read_select
+from millstream.core.sql import check_calls, read_select
 
 READS = {
     "SELECT * FROM a": "a",
@@ -100,3 +103,13 @@ def test_arbitrary_statements_raise_nothing_else(words: list[str]) -> None:
         read_select(" ".join(words))
     except InvalidSetting:
         return
+
+
+def test_a_statement_is_parsed_once_however_often_it_names_a_forbidden_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parse = Mock(wraps=sql._parse)
+    monkeypatch.setattr(sql, "_parse", parse)
+    queries = ", ".join(f"reflect (a{number}) AS (SELECT 1)" for number in range(3))
+    check_calls(f"WITH {queries} SELECT * FROM orders", ())
+    parse.assert_called_once()
