@@ -347,7 +347,7 @@ def append_fast(log: Log, data: memoryview, ranges: ByteRanges, leader_epoch: in
     batches: list[memoryview] = []
     base_offsets: list[int] = []
     entries: list[tuple[int, int, int]] = []
-    headers: list[BatchHeader] = []
+    headers: list[tuple[BatchHeader, int]] = []
     for start, end in ranges:
         size = end - start
         if size < HEADER_BYTES:
@@ -373,7 +373,7 @@ def append_fast(log: Log, data: memoryview, ranges: ByteRanges, leader_epoch: in
             header = BatchHeader(0, *fields)
             if not (_continues(headers, header) if batches else _is_next(log.producers, header, now_ms)):
                 break
-            headers.append(header)
+            headers.append((header, offset))
         elif attributes & TRANSACTIONAL_FLAG or headers:
             break
         OFFSET_LENGTH_EPOCH.pack_into(data, start, offset, length, leader_epoch)
@@ -388,7 +388,7 @@ def append_fast(log: Log, data: memoryview, ranges: ByteRanges, leader_epoch: in
         return [], 0
     _write_placed(log, segment, batches)
     size = segment.extend_to(position, offset, newest_ms, entries, index, now_ms)
-    for header, base in zip(headers, base_offsets, strict=False):
+    for header, base in headers:
         log.producers.record(header, base, now_ms)
     log.advance_end(offset, size)
     return base_offsets, size
@@ -414,11 +414,11 @@ def _is_next(producers: Producers, header: BatchHeader, now_ms: int) -> bool:
     return header.base_sequence >= 0 and header.producer_epoch >= 0 and producers.check(header, now_ms) is None
 
 
-def _continues(headers: Sequence[BatchHeader], header: BatchHeader) -> bool:
+def _continues(headers: Sequence[tuple[BatchHeader, int]], header: BatchHeader) -> bool:
     """Return whether a batch follows the last one, which its producer sent in the same way."""
     if not headers:
         return False
-    before = headers[-1]
+    before, _ = headers[-1]
     return (
         header.producer_id == before.producer_id
         and header.producer_epoch == before.producer_epoch
