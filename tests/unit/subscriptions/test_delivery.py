@@ -128,6 +128,22 @@ async def test_a_burst_is_distributed_among_waiting_workers(bench: Workbench) ->
     assert [len(one) for one in given] == [10, 10, 10]
 
 
+async def test_waiting_workers_share_what_one_scan_has_read(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = await bench.open()
+    waiting = [waits(delivery, f"w{number}", 100) for number in range(4)]
+    await turns()
+    for number in range(100):
+        bench.publish(str(number) + "x" * 1000)
+    monkeypatch.setattr(driver, "read_batches", None)
+    received = [one.received for given in [await one for one in waiting] for one in given]
+    assert sorted(chain.from_iterable(map(offsets, received))) == list(range(100))
+    for one in received:
+        stored = [record.offset for piece in one.batches for record in decode_records(bytes(piece))]
+        assert stored == offsets(one)
+        # None of them keeps everything that was read in memory.
+        assert sum(memoryview(piece.obj).nbytes for piece in one.batches) < 50_000
+
+
 async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.store.holds_writes = True

@@ -56,16 +56,16 @@ def test_the_oldest_messages_come_first_in_ranges_of_equal_attempts() -> None:
 
 def test_the_batch_at_the_limit_is_completed() -> None:
     queue = make_queue(30)
-    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, batch_ends=[9, 19, 29])) == list(range(10))
-    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=10, batch_ends=[9, 19, 29])) == list(range(10, 20))
-    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, until=25, batch_ends=[29])) == list(range(20, 25))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, batch_ends=[10, 20, 30])) == list(range(10))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=10, batch_ends=[10, 20, 30])) == list(range(10, 20))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, until=25, batch_ends=[30])) == list(range(20, 25))
 
 
 def test_an_ordered_queue_delivers_one_message_per_key_even_if_settled_at_once() -> None:
     queue = make_queue(ordered=True, delivery=AT_MOST_ONCE)
     queue.add_scanned(0, 4, now_ms=NOW_MS, keys=np.array([1, 1, 1, 0], np.int64))
-    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [0, 3]
-    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [1]
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[4])) == [0, 3]
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[4])) == [1]
 
 
 def test_the_limits_of_a_worker_and_of_the_partition() -> None:

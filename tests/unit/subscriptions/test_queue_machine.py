@@ -290,7 +290,7 @@ class QueueHistory(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), count=st.sampled_from([1, 2, 5, HUGE]), ends=st.booleans(), data=st.data())
     def acquire(self, worker: str, count: int, ends: bool, data: st.DataObject) -> None:
         until = data.draw(st.integers(0, len(self.log))) if data.draw(seldom) else None
-        batch_ends = list(range(2, len(self.log) + 3, 3)) if ends else None
+        batch_ends = list(range(3, len(self.log) + 4, 3)) if ends else None
         self.model.tick(self.now_ms)
         model, limit = self.model, len(self.log) if until is None else until
         room = min(count, self.settings.in_flight_max - self.held_by(worker))

@@ -32,7 +32,7 @@ LIGHT_RECORDS_MAX: Final = 2_000
 COMPILED_RECORDS_MIN: Final = 20_000
 """From this many records on, compiled code is worth the seconds that it takes to load."""
 
-_DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
+DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
 _TIME_DIGITS_MAX: Final = 15
 
 Ranges = list[tuple[int, int]]
@@ -72,7 +72,7 @@ def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
         if not (light and is_compressed):
             raise
         raise BatchTooHeavy from None
-    has_delays = section.find(_DELIVER_AT_BYTES) >= 0
+    has_delays = section.find(DELIVER_AT_BYTES) >= 0
     if is_dense and not has_delays and not with_keys:
         return BatchScan([], [], None, len(section))
     if light and header.record_count > LIGHT_RECORDS_MAX:
@@ -127,7 +127,7 @@ def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Rang
     delayed: Ranges = []
     for offset, (begin, end) in zip(offsets.tolist(), pairwise(headers.offsets.tolist()), strict=True):
         for position in range(begin, end):
-            if names[name_ends[position] : name_ends[position + 1]] == _DELIVER_AT_BYTES:
+            if names[name_ends[position] : name_ends[position + 1]] == DELIVER_AT_BYTES:
                 time_ms = _time_ms(values[value_ends[position] : value_ends[position + 1]])
                 if time_ms is not None:
                     delayed.append((offset, time_ms))

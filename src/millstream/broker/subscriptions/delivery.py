@@ -52,7 +52,7 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, Offset
 from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings, Verb
-from millstream.protocol.records.batch import Buffer, iterate_whole_headers
+from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.receiving import Wait
@@ -536,21 +536,20 @@ class Delivery:
         queue = self.queue
         # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
-        oldest_records = self._read_oldest(demand, max_records)
-        if oldest_records is None:
+        found = self._read_oldest(demand, max_records)
+        if found is None:
             return NOTHING
-        oldest, records = oldest_records
-        headers = [header for header in iterate_whole_headers(records) if header.next_offset > oldest]
+        oldest, records, headers, ends = found
         if not headers:
             return NOTHING
         until = headers[-1].next_offset
-        self._message_bytes = (len(records) - headers[0].position) // (until - oldest) + 1
+        self._message_bytes = (headers[-1].end_position - headers[0].position) // (until - oldest) + 1
         leases = queue.acquire(
             demand.worker,
             now_ms=now_ms,
             max_records=max_records,
             until=until,
-            batch_ends=[header.last_offset for header in headers] if demand.whole_batches else None,
+            batch_ends=ends if demand.whole_batches else None,
         )
         if leases:
             self.record_origin(demand.worker, demand.origin)
@@ -558,14 +557,24 @@ class Delivery:
         if leases and leases[-1].attempt == 1:
             for batch in batches:
                 self.latency.observe(max(0, now_ms - batch.max_timestamp_ms) / 1000)
-        return ReceivedMessages(leases, join_adjacent(records, batches))
+        pieces = join_adjacent(records, batches)
+        if 2 * sum(map(len, pieces)) < len(records):
+            # The response must not keep a much larger buffer in memory.
+            pieces = [memoryview(bytes(piece)) for piece in pieces]
+        return ReceivedMessages(leases, pieces)
 
-    def _read_oldest(self, demand: Demand, max_records: int) -> tuple[Offset, Buffer] | None:
-        """Read the log from the oldest available message, skipping offsets that the disk has lost."""
+    def _read_oldest(
+        self, demand: Demand, max_records: int
+    ) -> tuple[Offset, Buffer, Sequence[BatchHeader], Sequence[int]] | None:
+        """Read the log from the oldest available message, skipping offsets that the disk has lost.
+
+        Returned are its offset, records from there on, the headers of their batches, and the offsets after batches.
+        """
         while (oldest := self.queue.next_available) is not None:
             scanned, limit = self._scanned, self._read_limit(demand.max_bytes, max_records)
-            if scanned is not None and scanned.first <= oldest < scanned.next_offset and len(scanned.records) <= limit:
-                return oldest, scanned.records
+            if scanned is not None and scanned.first <= oldest < scanned.next_offset:
+                headers = scanned.headers_from(oldest, limit, at_least_one=demand.at_least_one)
+                return oldest, scanned.records, headers, scanned.ends
             try:
                 records, _ = read_batches(
                     self.partition,
@@ -584,7 +593,8 @@ class Delivery:
                 if not self._reject_damaged(oldest, damage):
                     return None
             else:
-                return oldest, records
+                headers = [header for header in iterate_whole_headers(records) if header.next_offset > oldest]
+                return oldest, records, headers, [header.next_offset for header in headers]
         return None
 
     def _read_limit(self, max_bytes: int, max_records: int) -> int:

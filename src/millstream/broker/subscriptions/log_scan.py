@@ -6,8 +6,10 @@ Batches for which none of this matters are not decoded.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from millstream.broker.log.log import Log
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.batch_scan import BatchScan, BatchTooHeavy, Ranges, scan_batch
+from millstream.broker.subscriptions.batch_scan import DELIVER_AT_BYTES, BatchScan, BatchTooHeavy, Ranges, scan_batch
 from millstream.broker.subscriptions.frame import PUBLISHED
 from millstream.core.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
@@ -48,11 +50,23 @@ class ScannedRange(NamedTuple):
     """The damage because of which the whole range is absent."""
     published: bytes = b""
     """The times of the batches for the ledger: pairs of the offset after a batch and its time."""
+    headers: Sequence[BatchHeader] = ()
+    ends: Sequence[int] = ()
+    """The offset after each of the batches of these headers."""
 
     @property
     def batch_first(self) -> int:
         """The first offset to scan in the heavy batch."""
         return max(int(self.first), read_header(self.records).base_offset)
+
+    def headers_from(self, offset: int, bytes_max: int, *, at_least_one: bool) -> Sequence[BatchHeader]:
+        """Return the headers of the batches from an offset on that fit into some bytes, or of one batch."""
+        start = bisect_right(self.ends, offset)
+        if start == len(self.headers):
+            return ()
+        position_max = self.headers[start].position + bytes_max
+        end = bisect_right(self.headers, position_max, lo=start, key=attrgetter("end_position"))
+        return self.headers[start : max(end, start + at_least_one)]
 
     def without(self, unreadable: Sequence[tuple[int, int, str]]) -> ScannedRange:
         """Return the range without batches that turned out to be unreadable, unless their offsets are absent anyway."""
@@ -134,18 +148,41 @@ def scan_log(
     except RepairPending:
         # Waiting workers are woken when the range is repaired, or when no replica has it.
         return None
+    return _scan_batches(
+        records,
+        AbortedBatches(aborted),
+        offset,
+        offsets_max=offsets_max,
+        with_keys=with_keys,
+        with_times=with_times,
+    )
+
+
+def _scan_batches(
+    records: Buffer,
+    aborted_batches: AbortedBatches,
+    offset: Offset,
+    *,
+    offsets_max: int,
+    with_keys: bool,
+    with_times: bool,
+) -> ScannedRange | None:
     absent: Ranges = []
     delayed: Ranges = []
     keys: list[tuple[int, npt.NDArray[np.int64]]] = []
     unreadable: list[tuple[int, int, str]] = []
-    aborted_batches = AbortedBatches(aborted)
+    # One search costs less than one for each of many small batches.
+    is_plain = not with_keys and DELIVER_AT_BYTES not in bytes(records)
     position = offset
     scanned_bytes = 0
     times: list[bytes] = []
+    headers: list[BatchHeader] = []
+    ends: list[int] = []
     for header in iterate_whole_headers(records):
-        if header.next_offset <= position:
+        next_offset = header.next_offset
+        if next_offset <= position:
             continue
-        if position > offset and (header.next_offset - offset > offsets_max or scanned_bytes > SCANNED_BYTES_MAX):
+        if position > offset and (next_offset - offset > offsets_max or scanned_bytes > SCANNED_BYTES_MAX):
             break
         first = max(position, header.base_offset)
         gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
@@ -155,7 +192,11 @@ def scan_log(
             absent += [*gap, (first, header.last_offset)]
         else:
             try:
-                scan = scan_batch(records, header, first, with_keys=with_keys)
+                scan = (
+                    BatchScan([], [], None, header.length)
+                    if is_plain and not header.compression and header.record_count == header.last_offset_delta + 1
+                    else scan_batch(records, header, first, with_keys=with_keys)
+                )
             except BatchTooHeavy:
                 if position > offset:
                     break
@@ -175,7 +216,9 @@ def scan_log(
                     keys.append((first, scan.keys))
                 if with_times:
                     times.append(PUBLISHED.pack(header.next_offset, header.max_timestamp_ms))
-        position = header.next_offset
+        headers.append(header)
+        ends.append(next_offset)
+        position = next_offset
     if position == offset:
         return None
     all_keys = np.zeros(position - offset, np.int64) if with_keys else None
@@ -183,7 +226,7 @@ def scan_log(
         for begin, batch_keys in keys:
             all_keys[begin - offset : begin - offset + batch_keys.size] = batch_keys
     result = ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
-    return result._replace(published=b"".join(times)) if times else result
+    return result._replace(published=b"".join(times), headers=headers, ends=ends)
 
 
 def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:

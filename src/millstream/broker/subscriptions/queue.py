@@ -346,7 +346,7 @@ class Queue:
     ) -> list[Lease]:
         """Lease the oldest available messages before `until` to a worker.
 
-        With `batch_ends`, the batch in which the limit falls is leased to its end, since it is sent as a whole. An
+        With `batch_ends` (exclusive), the batch in which the limit falls is leased to its end, as it is sent whole. An
         ordered queue does not do so: a message must not be delivered together with an earlier one of its key.
         """
         if self._dues.next_ms <= now_ms:
@@ -367,10 +367,11 @@ class Queue:
         leases: list[Lease] = []
         taken = self._lease(worker, room, end, deadline_ms, now_ms, leases)
         if batch_ends and self._order is None and taken >= max_records:
-            place = bisect_left(batch_ends, leases[-1].last)
-            if place < len(batch_ends) and batch_ends[place] > leases[-1].last:
-                more = batch_ends[place] - leases[-1].last
-                self._lease(worker, more, min(end, batch_ends[place] + 1), deadline_ms, now_ms, leases)
+            first = leases[-1].last + 1
+            place = bisect_left(batch_ends, first)
+            if place < len(batch_ends) and batch_ends[place] > first:
+                more, until = batch_ends[place] - first, min(end, batch_ends[place])
+                self._lease(worker, more, until, deadline_ms, now_ms, leases)
         return leases
 
     def _lease(self, worker: str, count: int, until: int, due_ms: int, now_ms: int, leases: list[Lease]) -> int:
