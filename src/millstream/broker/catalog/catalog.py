@@ -54,7 +54,7 @@ from millstream.broker.catalog.pipeline_store import (
     update_run,
 )
 from millstream.broker.catalog.schema_store import SchemaTransaction, read_schema_changes
-from millstream.broker.catalog.sealing import Sealable, SealedSecret, Sealing
+from millstream.broker.catalog.sealing import N, Sealable, SealedSecret, Sealing
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -115,7 +115,6 @@ from millstream.core.setting import with_changes
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
 
-N = TypeVar("N", bound=Sealable)
 V = TypeVar("V", Pipeline, Mirror)
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.topics import Topics
@@ -13,7 +13,7 @@ from millstream.core.errors import BatchRejected, BrokerUnreachable, NotLeader, 
 from millstream.core.ids import NodeId, Offset
 from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
 from millstream.protocol.messages.shape import reshape
-from millstream.protocol.private.message import HasError, Request, decode_response, encode, response_type
+from millstream.protocol.private.message import R, Request, decode_response, encode, response_type
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
 
@@ -75,9 +75,6 @@ class Peers(Protocol):
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Send a private request; return the body of the response. Raise a `MillstreamError` if there is none."""
-
-
-R = TypeVar("R", bound=HasError)
 
 
 async def ask_peer(peers: Peers, node: NodeId, request: Request[R], *, about: str = "") -> R:

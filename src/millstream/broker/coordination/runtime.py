@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol
 
-from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Retention, Shard, StateLog
-from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine, Timers
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Retention, S, Shard, StateLog, T
+from millstream.broker.coordination.state_machine import Confirmation, Operation, Timers
 from millstream.core.clock import Clock
 from millstream.core.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
 from millstream.core.ids import NodeId, PartitionIndex
@@ -38,11 +38,6 @@ def partition_for(name: str, partitions: int) -> PartitionIndex:
     hashed = java_hash(name)
     # Kafka takes the absolute value, and zero for the minimum, which has none.
     return PartitionIndex((0 if hashed == _MINIMUM else abs(hashed)) % partitions)
-
-
-S = TypeVar("S", bound=StateMachine)
-
-T = TypeVar("T")
 
 
 COMPACTED: Final = {

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.kafka.api import ClientInfo, error_code
+from millstream.broker.kafka.api import ClientInfo, PrivateApi, error_code
 from millstream.broker.kafka.apis.subscription_apis import (
     AT_OFFSET,
     SubscriptionForget,
@@ -26,9 +26,10 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.crowding import is_crowding
 from millstream.core.errors import InvalidRequest, MillstreamError, NotLeader, UnknownTopicId
-from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription, Verb
 from millstream.core.topic import Topic
+from millstream.protocol.private.message import R, Request
 from millstream.protocol.private.subscription_messages import (
     ForgetSubscriptionRequest,
     ListSubscriptionsRequest,
@@ -74,10 +75,7 @@ class ShareOffsets:
         stored: set[tuple[str, int]] = set()
         request = ListSubscriptionsRequest([name], sorted(to_open))
         for node in self._membership.nodes():
-            if node.node_id == self._membership.me.node_id:
-                response = await self._list.handle(request)
-            else:
-                response = await self._service.ask_node(node.node_id, request)
+            response = await self._ask(node.node_id, self._list, request)
             for subscription in response.subscriptions:
                 stored |= {(topic, partition) for topic, partition in subscription["stored_queues"]}
                 for queue in subscription["queues"]:
@@ -92,10 +90,7 @@ class ShareOffsets:
         if state is None or not state.has_leader:
             raise NotLeader(f"{topic.name}-{partition} has no leader")
         request = SeekSubscriptionRequest(name, f"{AT_OFFSET}{offset}", topic.name, partition)
-        if state.leader == self._membership.me.node_id:
-            await self._seek.handle(request)
-        else:
-            await self._service.ask_node(state.leader, request)
+        await self._ask(state.leader, self._seek, request)
 
     async def forget(self, name: str, topic: Topic) -> None:
         """Discard a group's state on a topic, so that it starts as if for the first time."""
@@ -103,10 +98,11 @@ class ShareOffsets:
         for only_close in (True, False):
             request = ForgetSubscriptionRequest(name, topic.name, only_close)
             for node in self._membership.nodes():
-                if node.node_id == self._membership.me.node_id:
-                    await self._forget.handle(request)
-                else:
-                    await self._service.ask_node(node.node_id, request)
+                await self._ask(node.node_id, self._forget, request)
+
+    async def _ask(self, node: NodeId, api: PrivateApi[Any, R], request: Request[R]) -> R:
+        is_me = node == self._membership.me.node_id
+        return await (api.handle(request) if is_me else self._service.ask_node(node, request))
 
 
 OPENS: Final = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from random import SystemRandom
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from millstream.broker.cluster.declarations import ProducerIds
@@ -56,7 +56,7 @@ from millstream.core.subscription import (
 )
 from millstream.core.tasks import Supervise, cancel_and_wait
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.message import HasError, Request
+from millstream.protocol.private.message import R, Request
 from millstream.protocol.private.subscription_messages import ListSubscriptionsRequest
 from millstream.protocol.wire.client import Client
 
@@ -71,8 +71,6 @@ KNOWN_S: Final = 1.0
 """How long the topics of a share group are cached."""
 
 KNOWN_MAX: Final = 1000
-
-R = TypeVar("R", bound=HasError)
 
 
 class ShareTopics:

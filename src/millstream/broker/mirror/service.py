@@ -13,7 +13,7 @@ import logging
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from millstream.broker.cluster.membership import Membership
@@ -38,8 +38,8 @@ from millstream.core.setting import HIDDEN
 from millstream.core.tasks import Supervise, cancel_and_wait, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import (
+    R,
     Request,
-    Response,
     decode_response,
     encode,
     request_private,
@@ -76,7 +76,6 @@ NOTICE_RETRY_S: Final = 0.5
 LOAD_RETRY_S: Final = 1.0
 TRUNCATED_AT_ONCE: Final = 32
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
-R = TypeVar("R", bound=Response)
 
 
 class MirrorRun:

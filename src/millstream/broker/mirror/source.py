@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Self, TypeVar
+from typing import Self
 from uuid import UUID
 
 from millstream.core.acl import Acl, AclFilter
@@ -13,7 +13,7 @@ from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.message import Request, Response, request_private
+from millstream.protocol.private.message import R, Request, request_private
 from millstream.protocol.private.mirror_messages import (
     ANY_SEQUENCE,
     OfferRequest,
@@ -26,7 +26,6 @@ from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
 
 Fetched = dict[TopicPartition, FetchedPartition | MillstreamError]
-R = TypeVar("R", bound=Response)
 
 TIMEOUT_S = 30.0
 

@@ -14,7 +14,7 @@ from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import SWITCH_S, adopt, fail_over, reverse, switch
-from millstream.broker.mirror.service import MirrorService, R
+from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
@@ -22,7 +22,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import CoordinatorUnavailable, InvalidMirror, MillstreamError
 from millstream.core.mirror import MirrorSettings
 from millstream.core.subscription import topic_of_start
-from millstream.protocol.private.message import Response
+from millstream.protocol.private.message import R, Response
 from millstream.protocol.private.mirror_messages import (
     AdoptRequest,
     AdoptResponse,
