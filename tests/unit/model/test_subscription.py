@@ -95,7 +95,7 @@ def test_a_start_is_a_position_or_a_time() -> None:
 @pytest.mark.parametrize(
     ("name", "topics", "overrides", "error", "output"),
     [
-        ("", ["a"], {}, InvalidSubscription, "needs a name"),
+        ("", ["a"], {}, InvalidSubscription, "must not be empty"),
         (" x", ["a"], {}, InvalidSubscription, "space"),
         ("a\nb", ["a"], {}, InvalidSubscription, "one line"),
         ("x" * 250, ["a"], {}, InvalidSubscription, "249"),
