@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream.cli.exit_code import CommandFailed
 from millstream_testing.cluster_faults import KINDS
@@ -34,29 +33,23 @@ def main() -> int:
     """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
     plan = Plan(faults=arguments.faults, minutes_max=arguments.minutes)
-    if arguments.seed is not None:
-        plan.seed = arguments.seed
+    plan.seed = seed_of(arguments)
     if arguments.kinds:
         plan.kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
     network = _network(plan, arguments.network)
     print_line(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
     if "disk" in plan.kinds and not can_mount():
         print_line("skipped: full disks, because mounting a file system requires root")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if arguments.keep is not None:
-        return trial(plan, network, arguments.keep, arguments.json)
-    with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
-        return trial(plan, network, Path(folder), arguments.json)
+    with trial_folder(arguments) as folder:
+        return trial(plan, network, folder, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_cluster", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_cluster", __doc__)
     parser.add_argument("--faults", type=int, default=200, help="the number of faults (default: 200)")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop injecting faults after this long")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     parser.add_argument("--kinds", default="", help=f"only these kinds of faults, some of {','.join(KINDS)}")
     parser.add_argument("--network", choices=("namespaces", "relays"), help="default: namespaces where allowed")
-    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the history in this folder")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args()
 
@@ -69,13 +62,12 @@ def _network(plan: Plan, wanted: str | None) -> Network:
 
 def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> int:
     """Run in a folder and print the outcome."""
-    folder.mkdir(parents=True, exist_ok=True)
     running = ClusterTrial(folder, network, plan, print_line)
     try:
         with running:
             outcome = running.run()
             if not outcome.ok:
-                running.save_history(folder / "history.jsonl")
+                running.load.save_history(folder / "history.jsonl")
     except (TrialFailed, ServerFailed, CommandFailed) as error:
         print_line(f"{running.cluster.logs()}\nthe trial failed: {error}\nseed {plan.seed}")
         return 1
@@ -102,7 +94,6 @@ def summarize(injected: Sequence[InjectedFault]) -> list[str]:
 
 
 def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
-    """Return the outcome as JSON."""
     return {
         "seed": plan.seed,
         "network": network.kind,
@@ -123,11 +114,6 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
             for one in outcome.injected
         ],
     }
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

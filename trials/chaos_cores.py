@@ -16,17 +16,16 @@ was lost, duplicated or out of order, or when the machine did not recover.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream_testing import kill_trial, subscription_trial, transaction_trial
 from millstream_testing.machine_server import TrialMachine
@@ -47,18 +46,15 @@ MINUTES_MAX = 120.0
 
 def main() -> int:
     """Run the trial; return 0 if it passed, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_cores", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_cores", __doc__)
     parser.add_argument("--kills", type=int, default=50, help="the number of kills (default: 50)")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     parser.add_argument("--load", default=",".join(LOADS), help="the kinds of load (default: all)")
-    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the histories in this folder")
     arguments = parser.parse_args()
-    seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
-    # Without waiting for the threads: all processes of the trial end with this one.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-    with tempfile.TemporaryDirectory(prefix="millstream-chaos-cores-") as folder:
-        kept = Path(folder) if arguments.keep is None else arguments.keep
-        passed = trial(arguments.load.split(","), arguments.kills, seed, kept)
+    seed = seed_of(arguments)
+    with trial_folder(arguments) as folder:
+        # Without waiting for the threads: all processes of the trial end with this one.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        passed = trial(arguments.load.split(","), arguments.kills, seed, folder)
     return int(not passed)
 
 
@@ -110,8 +106,8 @@ def _messages(folder: Path, machine: TrialMachine, kills: int, seed: int, show: 
     try:
         outcome = running.run()
     finally:
-        running.end_clients()
-        running.save_history(folder / "history.jsonl")
+        running.load.end()
+        running.load.save_history(folder / "history.jsonl")
     show(f"{outcome.report}")
     return "" if outcome.report.ok else "FAILED"
 
@@ -162,11 +158,6 @@ LOADS: Mapping[str, Callable[[Path, TrialMachine, int, int, Show], str]] = {
     "transactions": _transactions,
     "subscriptions": _subscriptions,
 }
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ message was lost, duplicated, out of order or accepted twice, when replicas diff
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
+
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream_testing.grow_trial import GrowTrial, Plan
 from millstream_testing.server import ServerFailed
@@ -22,19 +20,15 @@ from millstream_testing.trial_clients import TrialFailed
 
 def main() -> int:
     """Run the trial; return 0 if it passed, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_grow", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_grow", __doc__)
     parser.add_argument(
         "--kills", type=int, default=3, help="the number of node kills while each plan is applied (default: 3)"
     )
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
-    parser.add_argument("--keep", type=Path, help="keep the data and the logs in this folder")
     arguments = parser.parse_args()
     plan = Plan(kills_per_step=arguments.kills)
-    if arguments.seed is not None:
-        plan.seed = arguments.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="millstream-chaos-grow-") as folder:
-        return trial(plan, Path(folder) if arguments.keep is None else arguments.keep)
+    plan.seed = seed_of(arguments)
+    with trial_folder(arguments) as folder:
+        return trial(plan, folder)
 
 
 def trial(plan: Plan, folder: Path) -> int:
@@ -51,11 +45,6 @@ def trial(plan: Plan, folder: Path) -> int:
         print_line(f"VIOLATION {finding}")
     print_line(f"{running.kills} kills: {f'seed {plan.seed}' if findings else 'passed'}")
     return int(bool(findings))
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,6 @@ class Trial:
         await asyncio.gather(*workers)
 
     def check(self) -> list[str]:
-        """Return all violations."""
         lost = sorted(self.acknowledged - self.accepted - self.uncertain)
         duplicated = sorted(name for name, positions in self.positions.items() if len(positions) > 1)
         return [
@@ -185,7 +184,6 @@ def tracebacks(node: Server) -> list[str]:
 
 
 async def run(cluster: ServerGroup, faults: int, seed: int) -> Trial:
-    """Run one trial."""
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as http:
         trial = Trial(cluster, http, seed)

@@ -85,8 +85,6 @@ async def work(brokers: str, name: str, rng: random.Random) -> None:
 
 
 class LedgerTrial:
-    """One trial in a folder."""
-
     def __init__(self, folder: Path, rng: random.Random, nodes: int) -> None:
         self._folder = folder
         self._rng = rng

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
+
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.push_trial import SETTINGS, Plan, PushTrial
@@ -28,23 +26,18 @@ from millstream_testing.trial_single_node import TrialSingleNode
 def main() -> int:
     """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
-    seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="millstream-push-") as folder:
-        kept = Path(folder if arguments.keep is None else arguments.keep)
-        kept.mkdir(parents=True, exist_ok=True)
-        return int(not trial(arguments, seed, kept))
+    seed = seed_of(arguments)
+    with trial_folder(arguments) as folder:
+        return int(not trial(arguments, seed, folder))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_push", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_push", __doc__)
     parser.add_argument("--nodes", choices=("1", "3"), default="3", help="one node or a cluster (default: 3)")
     parser.add_argument("--faults", type=int, default=15, help="the number of faults (default: 15)")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="stop injecting faults after this long (default: 10)"
     )
-    parser.add_argument("--keep", type=Path, help="keep the data and the logs in this folder")
     return parser.parse_args()
 
 
@@ -71,11 +64,6 @@ def cluster_of(nodes: int, folder: Path) -> TrialCluster:
         return TrialSingleNode(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
     return TrialCluster(folder, RelayNetwork(nodes), nodes=nodes, settings=settings)
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
+from trials.command_line import print_line
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.cli.local_process import ReservedPort
@@ -177,7 +178,6 @@ class Trial:
         return Client.connect(first, timeout_s=WAIT_S, credentials=credentials)
 
     def start_producers(self, *, secure: bool) -> list[NumberedProducer]:
-        """Start two producers."""
         name = "secure" if secure else "plain"
         started = [NumberedProducer(f"{name}-{at}", self.client_settings(secure=secure)) for at in range(2)]
         self.producers += started
@@ -282,11 +282,6 @@ class Trial:
                 # The log is removed with the folder of the trial.
                 where = before.rpartition("\n")[0][-_LOGGED_CHARS:]
                 self.findings.append(f"node {number} has logged an unexpected error: {where}\n{rest[:_LOGGED_CHARS]}")
-
-
-def print_line(line: str) -> None:
-    """Print a line without buffering."""
-    print(line, flush=True)
 
 
 def main() -> int:

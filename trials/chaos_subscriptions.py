@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
+
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, can_create_namespaces
 from millstream_testing.planted_serve import BUGS, planted
@@ -35,31 +33,27 @@ FAULTS = {1: 30, CLUSTER: 60}
 def main() -> int:
     """Run the trials; return 0 if all passed, 1 otherwise."""
     arguments = _arguments()
-    seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
-        kept = folder if arguments.keep is None else arguments.keep
+    seed = seed_of(arguments)
+    with trial_folder(arguments) as folder:
         sizes = (1, CLUSTER) if arguments.nodes == "both" else (int(arguments.nodes),)
-        passed = [trial(arguments, seed, nodes, Path(kept) / f"nodes-{nodes}") for nodes in sizes]
+        passed = [trial(arguments, seed, nodes, folder / f"nodes-{nodes}") for nodes in sizes]
     if arguments.plant:
         print_line(f"{arguments.plant} was {'not found' if any(passed) else 'found'}")
     return int(any(passed) if arguments.plant else not all(passed))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_subscriptions", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_subscriptions", __doc__)
     parser.add_argument("--nodes", choices=("1", "3", "both"), default="both", help="one node, a cluster, or both")
     parser.add_argument(
         "--faults", type=int, help="the number of node faults (default: 30 for one node, 60 for a cluster)"
     )
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     parser.add_argument(
         "--minutes", type=float, default=20.0, help="stop injecting faults after this long (default: 20)"
     )
     parser.add_argument("--rate", type=float, default=40.0, help="messages per second (default: 40)")
     parser.add_argument("--kinds", default="", help=f"the kinds of node faults, some of {','.join(NODE_KINDS)}")
     parser.add_argument("--plant", choices=BUGS, help="plant a bug in the nodes, which the checker must find")
-    parser.add_argument("--keep", type=Path, help="keep the data, logs and journals in this folder")
     return parser.parse_args()
 
 
@@ -86,17 +80,11 @@ def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) ->
 
 
 def cluster_of(nodes: int, folder: Path, program: tuple[str, ...]) -> TrialCluster:
-    """Return the nodes of a trial."""
     if nodes == 1:
         return TrialSingleNode(folder, settings=SETTINGS, program=program)
     network = NamespaceNetwork(nodes) if can_create_namespaces() else RelayNetwork(nodes)
     settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
     return TrialCluster(folder, network, nodes=nodes, settings=settings, program=program)
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

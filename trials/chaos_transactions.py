@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from conformance.client import Unavailable
 from conformance.java_client import transaction_program
+from trials.command_line import print_line, seed_of, trial_folder, trial_parser
 
 from millstream.cli.exit_code import CommandFailed
 from millstream_testing.cluster_faults import KINDS
@@ -41,8 +40,7 @@ def main() -> int:
     """Run the trial; return 0 if it passed, 1 otherwise."""
     arguments = _arguments()
     plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes, heal_s_max=arguments.patience)
-    if arguments.seed is not None:
-        plan.seed = arguments.seed
+    plan.seed = seed_of(arguments)
     if arguments.kinds:
         plan.node_kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
     if arguments.java:
@@ -51,18 +49,14 @@ def main() -> int:
         plan.groups = tuple(group for group in plan.groups if group in arguments.groups.split(","))
     if arguments.nodes == 1:
         plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in SINGLE_NODE_KINDS}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if arguments.keep is not None:
-        return trial(plan, arguments.nodes, arguments.keep, arguments.json)
-    with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
-        return trial(plan, arguments.nodes, Path(folder), arguments.json)
+    with trial_folder(arguments) as folder:
+        return trial(plan, arguments.nodes, folder, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trials.chaos_transactions", description=__doc__.splitlines()[0])
+    parser = trial_parser("chaos_transactions", __doc__)
     parser.add_argument("--kills", type=int, default=100, help="how many processes to kill (default: 100)")
     parser.add_argument("--minutes", type=float, default=30.0, help="stop after this long (default: 30)")
-    parser.add_argument("--seed", type=int, help="repeat the random choices of an earlier run")
     parser.add_argument("--nodes", type=int, default=3, help="the number of nodes (default: 3); 1 is a single node")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round (default: 90)")
     parser.add_argument(
@@ -75,7 +69,6 @@ def _arguments() -> argparse.Namespace:
     )
     kinds = ",".join(kind for kind in KINDS if kind != "disk")
     parser.add_argument("--kinds", default="", help=f"the kinds of node faults, some of {kinds}")
-    parser.add_argument("--keep", type=Path, help="keep the data, the logs and the history in this folder")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args()
 
@@ -91,7 +84,6 @@ def add_java(plan: Plan, version: str) -> None:
 
 
 def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
-    """Return the nodes of a trial."""
     if nodes == 1:
         return TrialSingleNode(folder, settings=SETTINGS)
     settings = SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
@@ -101,7 +93,6 @@ def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
 
 def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
     """Run in a folder and print the outcome."""
-    folder.mkdir(parents=True, exist_ok=True)
     running = TransactionTrial(folder, cluster_of(plan, nodes, folder), plan, print_line)
     print_line(f"{plan.kills} kills of {nodes} nodes and {plan.workers * len(plan.groups)} programs, seed {plan.seed}")
     began = time.monotonic()
@@ -135,11 +126,6 @@ def summarize(rounds: Sequence[Round]) -> list[str]:
         waits = [one.healed_s for one in rounds if kind in one.kinds]
         lines.append(f"{kind:20} {counts[kind]:5} {statistics.median(waits):16.1f} s {max(waits):6.1f} s")
     return lines
-
-
-def print_line(line: str) -> None:
-    """Print a line with the time."""
-    print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,6 @@ def make_hostile_batch(rng: random.Random) -> bytearray:
 
 
 def fix_length(batch: bytearray) -> None:
-    """Correct the length of the batch."""
     batch[8:12] = (len(batch) - LOG_OVERHEAD_BYTES).to_bytes(4, "big", signed=True)
 
 

@@ -41,7 +41,6 @@ class Echo:
         self.seen: list[int] = []
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
-        """Respond to one frame."""
         _, kind, _ = _HEAD.unpack_from(frame)
         self.seen.append(zlib.crc32(frame))
         response = reply_to(frame)
@@ -53,7 +52,6 @@ class Echo:
 
 
 def reply_to(frame: bytes | memoryview) -> Buffers:
-    """Return the response to a frame."""
     number, _, times = _HEAD.unpack_from(frame)
     body = struct.pack(">II", number, zlib.crc32(frame)) * times
     return [_LENGTH.pack(len(body)), body]

@@ -66,7 +66,6 @@ def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
 
 
 def open_logs(store: LogStore) -> list[Log]:
-    """Open every log of the folder."""
     return [
         store.open_log(UUID(int=1), TopicPartition("orders", PartitionIndex(index)), SETTINGS) for index in range(LOGS)
     ]
@@ -82,7 +81,6 @@ class Writer:
         self.written: list[list[Written]] = [[] for _ in range(LOGS)]
 
     def append(self, number: int, log: Log) -> None:
-        """Append one batch."""
         rng = self._chance
         records = [
             NewRecord(None, rng.randbytes(rng.choice((1, 20, 200))), (), self._clock.now_ms())
@@ -131,7 +129,6 @@ def build(rng: random.Random, files: MemoryFiles, clock: ManualClock) -> tuple[l
 
 
 def damage_files(rng: random.Random, files: MemoryFiles) -> Damage:
-    """Damage some files."""
     damage = Damage()
     paths = [path for path in files.walk() if not path.endswith(_UNTOUCHED)]
     for _ in range(rng.choice((1, 1, 2, 5))):
@@ -168,7 +165,6 @@ def overwrite(files: MemoryFiles, path: str, position: int, data: bytes) -> None
 
 
 def cut(files: MemoryFiles, path: str, size: int) -> None:
-    """Truncate a file."""
     descriptor = files.open(path)
     files.truncate(descriptor, size)
     files.close(descriptor)

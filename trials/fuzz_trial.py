@@ -41,7 +41,6 @@ class LogCollector(logging.Handler):
             self.unexpected.append(logging.Formatter().format(record))
 
     def check(self) -> None:
-        """Raise a finding if there are unexpected lines."""
         if self.unexpected:
             collected, self.unexpected = self.unexpected, []
             raise Finding("unexpected log lines:\n" + "\n".join(collected))

@@ -109,7 +109,6 @@ def print_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
 
 
 def describe(name: str, outcome: Outcome) -> str:
-    """Describe the outcome of a seed in one line."""
     return (
         f"{name}, seed {outcome.seed}: {outcome.failure or 'passed'}; {outcome.steps} steps, "
         f"{outcome.virtual_s:.0f} s, {outcome.batches} batches, digest {outcome.digest:08x}"

@@ -63,11 +63,9 @@ class Samples:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, series: list[tuple[float, int, float]], value: float) -> None:
-        """Add a sample."""
         series.append((time.monotonic() - self.began, self.interval, value))
 
     def count(self, what: str) -> None:
-        """Count an operation."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
@@ -98,7 +96,6 @@ class Background:
         self._threads[-1].start()
 
     def stop(self) -> None:
-        """Stop all threads."""
         self.stopping.set()
         for thread in self._threads:
             thread.join(60)
@@ -267,7 +264,6 @@ def evaluate(samples: Samples) -> list[str]:
 
 
 def table(samples: Samples) -> list[str]:
-    """Return a table of the samples by minute."""
     lines = ["minute  interval  memory MB  handles  p50 ms  p99 ms"]
     for minute in range(int(samples.resident_mb[-1][0] // 60) + 1) if samples.resident_mb else ():
         memory = [point for point in samples.resident_mb if point[0] // 60 == minute]

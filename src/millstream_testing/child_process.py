@@ -1,10 +1,11 @@
-"""A process of a test that exits on its own, or is killed if the test fails."""
+"""Processes of tests: one that exits on its own or is killed if the test fails, and whether one runs."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -17,3 +18,11 @@ def child_process(command: Sequence[str], **options: Any) -> Iterator[subprocess
         except BaseException:
             process.kill()
             raise
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -19,22 +19,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.cluster_faults import KINDS, Fault, FaultContext, draw
 from millstream_testing.cluster_network import Network
 from millstream_testing.history import Report
 from millstream_testing.replica_bytes import differing_replicas
-from millstream_testing.trial_clients import (
-    SETTLE_S_MAX,
-    Auditor,
-    GroupMember,
-    LoadProducer,
-    PartitionKey,
-    TrialFailed,
-    TrialState,
-)
+from millstream_testing.trial_clients import COMPRESSIONS, SETTLE_S_MAX, TrialFailed, TrialLoad, create_topics
 from millstream_testing.trial_cluster import TrialCluster
 
 TOPICS = {"trial-os": "os", "trial-always": "always"}
@@ -51,7 +42,6 @@ _TOPIC_SETTINGS = {
     # Otherwise a node whose clock is hours behind would correctly reject records.
     "message.timestamp.after.max.ms": str(2**63 - 1),
 }
-_COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 _SETTINGS: dict[str, object] = {
     "leader-balance-ms": 3000,
     "group-initial-delay-ms": 100,
@@ -63,8 +53,6 @@ _SETTINGS: dict[str, object] = {
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """The size of the trial."""
-
     faults: int = 200
     minutes_max: float = 0.0
     """Stop injecting faults after this long; 0 means never."""
@@ -108,8 +96,6 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Outcome:
-    """The findings of the trial."""
-
     report: Report
     injected: list[InjectedFault]
     differing: list[str] = field(default_factory=list)
@@ -123,7 +109,6 @@ class Outcome:
 
     @property
     def faults(self) -> int:
-        """The number of faults."""
         return sum(len(injected.kinds) for injected in self.injected)
 
     def findings(self) -> str:
@@ -144,11 +129,7 @@ class ClusterTrial:
         self._plan = plan
         self._print_line = print_line
         self._random = random.Random(plan.seed)
-        self._state = TrialState()
-        self._topics = dict.fromkeys(TOPICS, plan.partitions)
-        self._producers: list[LoadProducer] = []
-        self._members: list[GroupMember] = []
-        self._auditor: Auditor
+        self.load = TrialLoad(dict.fromkeys(TOPICS, plan.partitions), seed=plan.seed)
         self._injected: list[InjectedFault] = []
 
     def __enter__(self) -> Self:
@@ -166,7 +147,7 @@ class ClusterTrial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end_clients()
+        self.load.end(_CLOSE_S_MAX)
         self.cluster.__exit__(kind, error, trace)
 
     def run(self) -> Outcome:
@@ -181,18 +162,13 @@ class ClusterTrial:
             done = self._fault_count()
             if unchecked >= self._plan.check_every:
                 unchecked = 0
-                report = self._settle_and_check()
+                report = self.load.settle_and_check()
                 self._print_line(f"  {done} faults: {str(report).splitlines()[0]}")
                 if not report.ok:
                     return Outcome(report, self._injected)
             if done >= self._plan.faults or time.monotonic() > deadline:
                 break
         return self._check_everything()
-
-    def save_history(self, path: Path) -> None:
-        """Save the history for inspection."""
-        with self._state.lock:
-            self._state.history.save(path)
 
     def _fault_count(self) -> int:
         return sum(len(injected.kinds) for injected in self._injected)
@@ -210,26 +186,23 @@ class ClusterTrial:
 
     def _inject(self, faults: Sequence[tuple[str, Fault]]) -> None:
         """Inject one or two faults under load, repair them, and wait until the cluster is healthy."""
-        self._state.loading.set()
-        self._wait_for_acknowledgements("under load")
+        state = self.load.state
+        state.loading.set()
+        self.load.wait_for_acknowledgements("under load")
         time.sleep(self._random.uniform(*self._plan.load_s))
         what = " + ".join(str(fault) for _, fault in faults)
-        before = self._state.measure_recovery()
+        before = state.measure_recovery()
         for _, fault in faults:
             fault.begin()
         # Acknowledgements while nodes were still being killed do not count.
-        recovery = self._state.measure_recovery(longest_s=before.longest_s)
+        recovery = state.measure_recovery(longest_s=before.longest_s)
         started = time.monotonic()
         # Faults that start nodes are repaired last, since nodes need everything else.
         for _, fault in sorted(faults, key=lambda each: (each[1].is_repaired_last, each[1].duration_s)):
             time.sleep(max(0.0, started + fault.duration_s - time.monotonic()))
             fault.end()
         repaired = time.monotonic()
-        self._state.wait(
-            lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
-            f"{what}: not every partition acknowledged a message",
-            self._plan.heal_s_max,
-        )
+        self.load.wait_for_acknowledgements(what, self._plan.heal_s_max, recovery)
         self._wait_until_healthy(what)
         recovery_s = time.monotonic() - repaired
         kinds = tuple(kind for kind, _ in faults)
@@ -237,18 +210,11 @@ class ClusterTrial:
         self._injected.append(InjectedFault(kinds=kinds, what=what, recovery_s=recovery_s, **waits))
         self._print_line(f"{self._fault_count():4} {self._injected[-1]}")
 
-    def _wait_for_acknowledgements(self, when: str) -> None:
-        recovery = self._state.measure_recovery()
-        self._state.wait(
-            lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
-            f"{when}, not every partition acknowledged a message",
-        )
-
     def _wait_until_healthy(self, after: str = "the start") -> None:
         deadline = time.monotonic() + self._plan.heal_s_max
         while unhealthy_reason := self.cluster.unhealthy_reason():
-            if self._state.failure is not None:
-                raise TrialFailed(f"{after}: {self._state.failure}")
+            if self.load.state.failure is not None:
+                raise TrialFailed(f"{after}: {self.load.state.failure}")
             if time.monotonic() > deadline:
                 raise TrialFailed(f"{after}: not healthy within {self._plan.heal_s_max:g} s: {unhealthy_reason}")
             time.sleep(_PROBE_S)
@@ -256,8 +222,7 @@ class ClusterTrial:
     # -- clients ---------------------------------------------------------------------------------------------
 
     def _create_topics(self) -> None:
-        admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
-        topics = [
+        topics = (
             NewTopic(
                 name,
                 num_partitions=self._plan.partitions,
@@ -265,18 +230,18 @@ class ClusterTrial:
                 config=_TOPIC_SETTINGS | {"flush": flush},
             )
             for name, flush in TOPICS.items()
-        ]
-        for created in admin.create_topics(topics, operation_timeout=SETTLE_S_MAX).values():
-            created.result(SETTLE_S_MAX)
+        )
+        create_topics(self.cluster.kafka, topics)
 
     def _start_clients(self) -> None:
-        address = {"bootstrap.servers": self.cluster.kafka}
-        self._auditor = self._new_auditor("audit")
-        for number in range(self._plan.producers):
-            settings: dict[str, Any] = address | {
+        load, plan = self.load, self._plan
+        load.brokers = self.cluster.kafka
+        pace = {"messages_per_s": plan.messages_per_s, "steady": True, "message_bytes_max": plan.message_bytes_max}
+        for number in range(plan.producers):
+            settings: dict[str, Any] = {
                 "enable.idempotence": True,
                 "acks": "all",
-                "compression.type": _COMPRESSIONS[number % len(_COMPRESSIONS)],
+                "compression.type": COMPRESSIONS[number % len(COMPRESSIONS)],
                 "linger.ms": number * 3,
                 "message.timeout.ms": int(SETTLE_S_MAX * 5000),
             }
@@ -285,83 +250,29 @@ class ClusterTrial:
                 # a client that sees a gap in one partition starts a new epoch for all, and sends requests that timed
                 # out in another partition twice.
                 settings |= {"request.timeout.ms": 2_000, "max.in.flight": 1}
-            self._producers.append(self._new_producer(f"producer-{number}", settings))
+            load.add_producer(f"producer-{number}", settings, **pace)
         for protocol in PROTOCOLS:
             session = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
-            group_settings = address | {"group.protocol": protocol} | session
-            for number in range(self._plan.members):
-                self._members.append(GroupMember(f"{protocol}/{number}", self._state, group_settings, self._topics))
-        for thread in [*self._producers, *self._members]:
-            thread.start()
-
-    def _new_producer(self, name: str, settings: Mapping[str, Any]) -> LoadProducer:
-        plan = self._plan
-        return LoadProducer(
-            name,
-            self._state,
-            settings,
-            self._topics,
-            seed=plan.seed,
-            messages_per_s=plan.messages_per_s,
-            steady=True,
-            message_bytes_max=plan.message_bytes_max,
-        )
-
-    def _new_auditor(self, name: str) -> Auditor:
-        return Auditor(name, self._state, self.cluster.kafka, self._topics)
-
-    def _end_clients(self) -> None:
-        """End all clients. librdkafka's consumers sometimes hang forever when they close, so the wait is bounded."""
-        self._state.stopping.set()
-        deadline = time.monotonic() + _CLOSE_S_MAX
-        for thread in [*self._producers, *self._members]:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            load.add_members(protocol, plan.members, {"group.protocol": protocol} | session)
+        load.start()
 
     # -- checks ---------------------------------------------------------------------------------------------
 
-    def _settle_and_check(self) -> Report:
-        """Stop the load, wait for messages in flight, read the new messages and check the history."""
-        self._state.loading.clear()
-        for load in self._producers:
-            load.settle()
-        if self._state.failure is not None:
-            raise TrialFailed(self._state.failure)
-        self._auditor.read()
-        return self._state.check(complete=[self._auditor.name])
-
     def _check_everything(self) -> Outcome:
         """Run the final check: all messages, groups, commits, and then the files of the stopped nodes."""
-        report = self._settle_and_check()
+        report = self.load.check_everything()
         if not report.ok:
             return Outcome(report, self._injected)
-        final = self._new_auditor("final")
-        final.read()
-        groups = PROTOCOLS if self._plan.members else ()
-        for group in groups:
-            self._state.wait(
-                lambda group=group: self._positions(group) == final.position,  # type: ignore[misc]
-                f"group {group} did not read everything",
-            )
-        report = self._state.check(complete=[self._auditor.name, final.name, *groups])
-        self._end_clients()
+        self.load.end(_CLOSE_S_MAX)
         self._wait_until_healthy("the end")
-        lost = [one for group in groups for one in self._lost_commits(group)]
+        lost = [one for group in self.load.groups for one in self._lost_commits(group)]
         return Outcome(report, self._injected, self._differing_replicas(), lost)
 
-    def _positions(self, group: str) -> dict[PartitionKey, int]:
-        with self._state.lock:
-            history = self._state.history
-            return {
-                (topic, index): offset
-                for topic in self._topics
-                for index, offset in history.next_offsets(group, topic).items()
-            }
-
     def _lost_commits(self, group: str) -> list[str]:
-        """Find acknowledged commits that are lost."""
         client = Consumer({"bootstrap.servers": self.cluster.kafka, "group.id": group, "log_level": 0})
-        wanted = {partition_key: offset for (of, partition_key), offset in self._state.commits.items() if of == group}
+        wanted = {
+            partition_key: offset for (of, partition_key), offset in self.load.state.commits.items() if of == group
+        }
         try:
             found = client.committed([TopicPartition(*partition_key) for partition_key in wanted], timeout=SETTLE_S_MAX)
         finally:
@@ -374,7 +285,7 @@ class ClusterTrial:
 
     def _differing_replicas(self) -> list[str]:
         metadata = self.cluster.run_request(lambda client: client.metadata())
-        ids = [metadata.topics[name].topic_id for name in self._topics]
+        ids = [metadata.topics[name].topic_id for name in self.load.topics]
         folders = {number: node.data for number, node in self.cluster.nodes.items()}
         self.cluster.stop()
         return differing_replicas(folders, ids, self._plan.partitions)

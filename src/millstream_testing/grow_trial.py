@@ -43,9 +43,10 @@ from millstream_testing import killed_adopt
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.queue_trial import pending_messages
 from millstream_testing.replica_bytes import differing_replicas
 from millstream_testing.server import Server
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, GroupMember, LoadProducer, TrialFailed, TrialState
+from millstream_testing.trial_clients import SETTLE_S_MAX, TrialFailed, TrialLoad, create_topics
 
 TOPIC = "trial"
 PARTITIONS = 4
@@ -61,7 +62,6 @@ SETTINGS: dict[str, object] = {
     "leader-balance-ms": 2000,
     "group-initial-delay-ms": 100,
 }
-PENDING_COUNTS = ("backlog", "leased", "parked", "blocked", "rejecting")
 WAIT_S = 300.0
 _POLL_S = 0.3
 _PORTS = range(20_000, 30_000)
@@ -69,8 +69,6 @@ _PORTS = range(20_000, 30_000)
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """The size of the trial."""
-
     adoption_kills: int = 8
     kills_per_step: int = 3
     """How many nodes are killed while a plan is applied."""
@@ -91,7 +89,6 @@ class Worker(threading.Thread):
         """How often the acceptance of each message, by partition and offset, was confirmed."""
 
     def run(self) -> None:
-        """Work until the trial ends."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -124,16 +121,12 @@ class GrowTrial:
         self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
-        self._state = TrialState()
+        self._load = TrialLoad({TOPIC: PARTITIONS}, seed=plan.seed)
         self._workers_stopping = threading.Event()
         """Set when the workers should stop."""
-        self._producers: list[LoadProducer] = []
-        self._members: list[GroupMember] = []
         self._workers: list[Worker] = []
         self._machine = self._server(1, {"cores": CORES})
         self._nodes: dict[int, Server] = {1: self._machine}
-        self._brokers = ""
-        self._auditor: Auditor
         self.kills = 0
 
     def __enter__(self) -> Self:
@@ -149,18 +142,17 @@ class GrowTrial:
         self._nodes |= {node: self._server(node, {**self._stores, "rack": f"machine-{node}"}) for node in JOINED}
         for server in self._nodes.values():
             self._stack.callback(server.kill)
-        self._brokers = ",".join(server.kafka for server in self._nodes.values())
+        self._load.brokers = ",".join(server.kafka for server in self._nodes.values())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._state.stopping.set()
         self._workers_stopping.set()
-        for thread in [*self._producers, *self._members, *self._workers]:
-            thread.join(15.0)
+        self._load.end(15.0)
+        for worker in self._workers:
+            worker.join(15.0)
         self._stack.close()
 
     def run(self) -> list[str]:
-        """Run all steps and return the findings."""
         self._machine.start()
         self._start_clients()
         self._kill_under_load(self._machine)
@@ -169,7 +161,6 @@ class GrowTrial:
         return self._check_results()
 
     def log_tails(self) -> str:
-        """Return the end of every node's log."""
         return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self._nodes.items())
 
     def _server(self, node: int, settings: dict[str, object]) -> Server:
@@ -186,46 +177,31 @@ class GrowTrial:
     # -- clients -----------------------------------------------------------------------------------------------
 
     def _start_clients(self) -> None:
-        admin = AdminClient({"bootstrap.servers": self._machine.kafka, "log_level": 0})
-        admin.create_topics([NewTopic(TOPIC, PARTITIONS)])[TOPIC].result(SETTLE_S_MAX)
+        create_topics(self._machine.kafka, [NewTopic(TOPIC, PARTITIONS)])
         asyncio.run(self._subscribe())
-        topics = {TOPIC: PARTITIONS}
-        address: dict[str, Any] = {"bootstrap.servers": self._brokers}
+        load = self._load
         for number in range(self._plan.producers):
-            settings = address | {"enable.idempotence": True, "message.timeout.ms": 600_000, "linger.ms": 3 * number}
-            self._producers.append(
-                LoadProducer(
-                    f"producer-{number}",
-                    self._state,
-                    settings,
-                    topics,
-                    seed=self._plan.seed,
-                    messages_per_s=self._plan.messages_per_s,
-                    steady=True,
-                    message_bytes_max=300,
-                )
+            load.add_producer(
+                f"producer-{number}",
+                {"enable.idempotence": True, "message.timeout.ms": 600_000, "linger.ms": 3 * number},
+                messages_per_s=self._plan.messages_per_s,
+                steady=True,
+                message_bytes_max=300,
             )
-        member_settings = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
-        self._members = [GroupMember(f"{GROUP}/{number}", self._state, member_settings, topics) for number in range(2)]
+        load.add_members(GROUP, 2, {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500})
+        load.start()
         self._workers = [
-            Worker(f"worker-{number}", self._brokers, self._workers_stopping) for number in range(self._plan.workers)
+            Worker(f"worker-{number}", load.brokers, self._workers_stopping) for number in range(self._plan.workers)
         ]
-        self._auditor = Auditor("audit", self._state, self._brokers, topics)
-        for thread in [*self._producers, *self._members, *self._workers]:
-            thread.start()
-        self._state.loading.set()
-        self._wait_for_acknowledgements("the start")
+        for worker in self._workers:
+            worker.start()
+        load.state.loading.set()
+        load.wait_for_acknowledgements("the start", WAIT_S)
 
     async def _subscribe(self) -> None:
         async with Client.connect(self._machine.kafka, client_id="trial", timeout_s=30.0) as client:
             settings = {DELIVERY: EXACTLY_ONCE, START: "earliest", LEASE: "5000"}
             await SubscriptionClient(client).create(QUEUE, [TOPIC], settings)
-
-    def _wait_for_acknowledgements(self, after: str) -> None:
-        recovery = self._state.measure_recovery()
-        self._state.wait(
-            lambda: len(recovery.first) == PARTITIONS, f"{after}: not every partition acknowledged a message", WAIT_S
-        )
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -234,7 +210,7 @@ class GrowTrial:
         server.kill()
         self.kills += 1
         server.start()
-        self._wait_for_acknowledgements("a kill")
+        self._load.wait_for_acknowledgements("a kill", WAIT_S)
         self._print_line(f"node {server.settings['node-id']} killed and started again")
 
     def _adopt(self) -> None:
@@ -269,7 +245,7 @@ class GrowTrial:
         self._print_line(f"adopted; killed after each of {killed} steps, and {killed_at_random} times at random")
         self._machine.settings |= {**self._stores, "rack": "machine-1"}
         self._machine.start()
-        self._wait_for_acknowledgements("the adoption")
+        self._load.wait_for_acknowledgements("the adoption", WAIT_S)
 
     def _adopt_step_by_step(self, adopt: Sequence[str]) -> int:
         """Run the command once per step, killed after that step; return the number of steps."""
@@ -294,7 +270,7 @@ class GrowTrial:
         self._check_replicas(lambda replicas: not replicas & {1, 1001})
         self._machine.stop()
         del self._nodes[1]
-        self._wait_for_acknowledgements("the machine left")
+        self._load.wait_for_acknowledgements("the machine left", WAIT_S)
         planned = self._command("cluster", "plan", "balance", "--json").document
         if planned["moves"]:
             self._apply("balance", self._command("cluster", "apply", planned["plan"]))
@@ -319,11 +295,11 @@ class GrowTrial:
             time.sleep(self._random.choice((0.0, 3.0)))
             victim.start()
         self._wait(lambda: _unfinished(self._plan_status()), what)
-        self._wait_for_acknowledgements(what)
+        self._load.wait_for_acknowledgements(what, WAIT_S)
         self._print_line(f"{what}: done after {time.monotonic() - started:.1f} s; {self.kills} kills so far")
 
     def _command(self, *arguments: object) -> Outcome:
-        return CommandLine(self._brokers)(*arguments)
+        return CommandLine(self._load.brokers)(*arguments)
 
     def _status(self) -> dict[str, Any]:
         found = self._command("cluster", "status", "--json")
@@ -340,7 +316,9 @@ class GrowTrial:
         return int(self._status().get("controller") or 1)
 
     def _check_replicas(self, is_right: Callable[[set[int]], bool]) -> None:
-        metadata = AdminClient({"bootstrap.servers": self._brokers, "log_level": 0}).list_topics(timeout=SETTLE_S_MAX)
+        metadata = AdminClient({"bootstrap.servers": self._load.brokers, "log_level": 0}).list_topics(
+            timeout=SETTLE_S_MAX
+        )
         wrong = [
             f"{name}-{index} on {one.replicas}"
             for name, topic in metadata.topics.items()
@@ -353,8 +331,8 @@ class GrowTrial:
     def _wait(self, lacking: Callable[[], str], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while left := lacking():
-            if self._state.failure is not None:
-                raise TrialFailed(f"{what}: {self._state.failure}")
+            if self._load.state.failure is not None:
+                raise TrialFailed(f"{what}: {self._load.state.failure}")
             if time.monotonic() > deadline:
                 raise TrialFailed(f"{what}: after {WAIT_S:g} s, {left}")
             time.sleep(_POLL_S)
@@ -362,44 +340,30 @@ class GrowTrial:
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _check_results(self) -> list[str]:
-        self._state.loading.clear()
-        for load in self._producers:
-            load.settle()
-        self._auditor.read()
-        final = Auditor("final", self._state, self._brokers, {TOPIC: PARTITIONS})
-        final.read()
-        ends = {index: end for (_, index), end in final.position.items()}
-        self._state.wait(lambda: self._group_positions() == ends, "the group did not read everything")
-        self._wait(self._pending_messages, "the queue drained")
-        report = self._state.check(complete=[self._auditor.name, final.name, GROUP])
+        report = self._load.check_everything()
         self._print_line(str(report))
         findings = [] if report.ok else [str(report)]
-        findings += self._check_acceptances(ends)
+        self._wait(self._pending_messages, "the queue drained")
+        findings += self._check_acceptances({index: end for (_, index), end in self._load.ends.items()})
         identity = self._topic_id()
         self._wait(self._unhealthy_partitions, "the replicas are in sync")
-        self._state.stopping.set()
+        self._load.state.stopping.set()
         self._workers_stopping.set()
         folders = {node: server.data for node, server in self._nodes.items()}
         for server in self._nodes.values():
             server.stop()
         return findings + [f"differing replicas: {one}" for one in differing_replicas(folders, [identity], PARTITIONS)]
 
-    def _group_positions(self) -> dict[int, int]:
-        with self._state.lock:
-            return self._state.history.next_offsets(GROUP, TOPIC)
-
     def _pending_messages(self) -> str:
         async def ask() -> Sequence[dict[str, Any]]:
-            async with Client.connect(self._brokers, client_id="trial", timeout_s=30.0) as client:
+            async with Client.connect(self._load.brokers, client_id="trial", timeout_s=30.0) as client:
                 return await SubscriptionClient(client).describe([QUEUE])
 
         try:
             (found,) = asyncio.run(ask())
         except (MillstreamError, OSError, TimeoutError) as error:
             return repr(error)
-        if len(found["queues"]) < PARTITIONS:
-            return f"only {len(found['queues'])} queues"
-        return "; ".join(str(queue) for queue in found["queues"] if any(queue[name] for name in PENDING_COUNTS))
+        return "; ".join(pending_messages(found, PARTITIONS))
 
     def _check_acceptances(self, ends: dict[int, int]) -> list[str]:
         """Compare the confirmed acceptances with the topic; those whose confirmation was lost are not counted."""
@@ -413,7 +377,7 @@ class GrowTrial:
 
     def _topic_id(self) -> UUID:
         async def ask() -> UUID:
-            async with Client.connect(self._brokers, client_id="trial", timeout_s=30.0) as client:
+            async with Client.connect(self._load.brokers, client_id="trial", timeout_s=30.0) as client:
                 return (await client.metadata([TOPIC])).topics[TOPIC].topic_id
 
         return asyncio.run(ask())

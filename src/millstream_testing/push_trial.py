@@ -13,31 +13,17 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from millstream.client.admin.topics import create_topic
-from millstream.core.errors import MillstreamError
-from millstream.core.subscription import (
-    AT_LEAST_ONCE,
-    ATTEMPTS,
-    BACKOFF_MAX,
-    BACKOFF_MIN,
-    DEAD_LETTER_TOPIC,
-    DELIVERY,
-    EXACTLY_ONCE,
-    LEASE,
-    ORDERED,
-    START,
-    Verb,
-)
+from millstream.core.subscription import AT_LEAST_ONCE, BACKOFF_MAX, BACKOFF_MIN, EXACTLY_ONCE, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, Record
-from millstream.protocol.wire.client import Client
+from millstream_testing.queue_trial import Outcome, PrintLine, QueueTrial, cancel
 from millstream_testing.subscription_check import check
 from millstream_testing.subscription_events import now_ms
 from millstream_testing.subscription_history import (
@@ -50,9 +36,8 @@ from millstream_testing.subscription_history import (
     Span,
     Spans,
 )
-from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
-from millstream_testing.trial_topic import TrialPublisher, dead_letters_of, messages_of, published
+from millstream_testing.trial_topic import dead_letters_of, published
 from millstream_testing.webhook import Request, Response, Webhook
 
 TOPIC: Final = "pushed"
@@ -66,16 +51,10 @@ SETTINGS: Final[dict[str, object]] = {
     "leader-balance-ms": 1000,
 }
 KINDS: Final = {"kill-node": 4, "stop-node": 1, "kill-process": 2, "kill-endpoint": 2, "pause-node": 1}
-_PROBE_S: Final = 0.5
-_REQUEST_S: Final = 15.0
-
-PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """The size of the trial."""
-
     seed: int
     faults: int = 15
     minutes_max: float = 10.0
@@ -89,13 +68,6 @@ class Plan:
     drain_s_max: float = 180.0
 
 
-class Outcome(NamedTuple):
-    """The findings of a trial."""
-
-    findings: list[str]
-    summary: str
-
-
 class _Arrival(NamedTuple):
     """One request that the endpoint received."""
 
@@ -107,28 +79,24 @@ class _Arrival(NamedTuple):
     taken: bool
 
 
-class PushTrial:
+class PushTrial(QueueTrial):
     """A run on running nodes."""
 
     def __init__(self, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
-        self._cluster = cluster
+        super().__init__(
+            cluster,
+            TOPIC,
+            print_line,
+            seed=plan.seed,
+            partitions=plan.partitions,
+            messages_per_s=plan.messages_per_s,
+            heal_s_max=plan.heal_s_max,
+            drain_s_max=plan.drain_s_max,
+        )
         self._plan = plan
-        self._print_line = print_line
-        self._random = Random(plan.seed)
         self._hook = Webhook(self._respond)
         self._arrivals: list[_Arrival] = []
         self._unsigned = 0
-        self._fault_spans: list[Span] = []
-        self._faults: Counter[str] = Counter()
-        self._is_well_behaved = False
-        self._publisher = TrialPublisher(
-            self._client,
-            TOPIC,
-            self._make_record,
-            partitions=plan.partitions,
-            per_s=plan.messages_per_s,
-            seed=f"{plan.seed}/publisher",
-        )
         self._subscriptions = {
             "push-loose": _guarantees(plan, AT_LEAST_ONCE, ordered=False),
             "push-ordered": _guarantees(plan, EXACTLY_ONCE, ordered=True),
@@ -147,33 +115,18 @@ class PushTrial:
                 left = await self._drain()
                 return await self._check_results(left)
             finally:
-                publishing.cancel()
-                await asyncio.gather(publishing, return_exceptions=True)
-
-    def _client(self) -> Client:
-        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_REQUEST_S)
+                await cancel([publishing])
 
     # -- load --------------------------------------------------------------------------------------------------
 
-    async def _declare(self) -> None:
-        plan, nodes = self._plan, len(self._cluster.nodes)
-        async with self._client() as client:
-            await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
-            for name, guarantees in self._subscriptions.items():
-                settings = {
-                    DELIVERY: guarantees.delivery,
-                    LEASE: str(plan.lease_ms),
-                    ATTEMPTS: str(plan.attempts),
-                    BACKOFF_MIN: "200",
-                    BACKOFF_MAX: "500",
-                    DEAD_LETTER_TOPIC: f"dead-{name}",
-                    START: "earliest",
-                    ORDERED: str(guarantees.ordered).lower(),
-                    "millstream.push.url": f"{self._hook.url}/{name}",
-                    "millstream.push.secret": SECRET,
-                    "millstream.push.timeout.ms": str(TIMEOUT_MS),
-                }
-                await SubscriptionClient(client).create(name, [TOPIC], settings)
+    def _more_settings(self, name: str) -> dict[str, str]:
+        return {
+            BACKOFF_MIN: "200",
+            BACKOFF_MAX: "500",
+            "millstream.push.url": f"{self._hook.url}/{name}",
+            "millstream.push.secret": SECRET,
+            "millstream.push.timeout.ms": str(TIMEOUT_MS),
+        }
 
     def _make_record(self, random: Random, number: int) -> NewRecord:
         is_poison = random.random() < self._plan.poison_share
@@ -246,38 +199,11 @@ class PushTrial:
             node.kill()
             await asyncio.to_thread(node.start)
 
-    async def _wait_until_healthy(self, after: str) -> None:
-        deadline = time.monotonic() + self._plan.heal_s_max
-        while reason := await asyncio.to_thread(self._cluster.unhealthy_reason):
-            if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {reason}\n{self._cluster.logs()}")
-            await asyncio.sleep(_PROBE_S)
-
     # -- the end -----------------------------------------------------------------------------------------------
-
-    async def _drain(self) -> list[str]:
-        """Wait until every queue is empty; return what is not after a timeout."""
-        deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["no node responds"]
-        while left and time.monotonic() < deadline:
-            await asyncio.sleep(_PROBE_S)
-            try:
-                async with self._client() as client:
-                    described = await SubscriptionClient(client).describe(list(self._subscriptions))
-            except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"no node responds: {error!r}"]
-                continue
-            backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in described}
-            left = [
-                f"{name}: {len(each)} queues with backlogs of {each}"
-                for name, each in backlogs.items()
-                if any(each) or len(each) < self._plan.partitions
-            ]
-        return left
 
     async def _check_results(self, left: list[str]) -> Outcome:
         async with self._client() as client:
-            records = await messages_of(client, TOPIC)
+            records, missing = await self._published(client)
             dead_letters = {
                 name: Counter(position for position, _ in await dead_letters_of(client, f"dead-{name}"))
                 for name in self._subscriptions
@@ -285,9 +211,7 @@ class PushTrial:
             described = {
                 one["name"]: one for one in await SubscriptionClient(client).describe(list(self._subscriptions))
             }
-        findings = list(left)
-        if missing := self._publisher.acknowledged - set(records):
-            findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
+        findings = left + missing
         if self._unsigned:
             findings.append(f"{self._unsigned} requests were not signed")
         expected = {position: published(record) for position, record in records.items()}
@@ -323,11 +247,10 @@ class PushTrial:
         return history
 
     def _summary(self, records: Mapping[Position, Record], dead_letters: Mapping[str, Counter[Position]]) -> str:
-        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         taken = Counter((one.subscription, one.position) for one in self._arrivals if one.taken)
+        again = sum(count > 1 for count in taken.values())
         return (
-            f"{len(records)} messages ({self._publisher.failed} publisher failures), faults: {faults}; "
-            f"{len(self._arrivals)} requests, {sum(count > 1 for count in taken.values())} messages were accepted more "
+            f"{self._summary_of_load(records)}; {len(self._arrivals)} requests, {again} messages were accepted more "
             f"than once, {sum(map(len, dead_letters.values()))} dead letters"
         )
 

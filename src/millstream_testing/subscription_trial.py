@@ -14,31 +14,17 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final
 
-from millstream.client.admin.topics import create_topic
-from millstream.core.errors import MillstreamError
-from millstream.core.subscription import (
-    AT_LEAST_ONCE,
-    AT_MOST_ONCE,
-    ATTEMPTS,
-    BACKOFF_MIN,
-    DEAD_LETTER_TOPIC,
-    DELIVERY,
-    EXACTLY_ONCE,
-    FILTER,
-    LEASE,
-    ORDERED,
-    START,
-)
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, BACKOFF_MIN, EXACTLY_ONCE, FILTER
 from millstream.protocol.records.record import Headers, NewRecord, Record
 from millstream.protocol.wire.client import Client
 from millstream_testing.cluster_faults import KINDS, FaultContext
+from millstream_testing.queue_trial import Outcome, PrintLine, QueueTrial, cancel
 from millstream_testing.server import Server
 from millstream_testing.subscription_check import Finding, check
 from millstream_testing.subscription_events import decode, now_ms
@@ -54,9 +40,8 @@ from millstream_testing.subscription_history import (
 )
 from millstream_testing.subscription_watch import Watch
 from millstream_testing.subscription_worker import POISON, Task
-from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_topic import TrialPublisher, dead_letters_of, messages_of, published
+from millstream_testing.trial_topic import dead_letters_of, published
 from millstream_testing.trial_worker import TrialWorker
 from millstream_testing.worker_faults import WORKER_KINDS, Step
 
@@ -66,7 +51,6 @@ PROGRAM: Final = "millstream_testing.subscription_program"
 DELIVERY_MODES: Final = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
 VARIANTS: Final = ("plain", "ordered", "filtered")
 FILTER_TEXT: Final = "payload.even = TRUE"
-PENDING_COUNTS: Final = ("backlog", "leased", "parked", "blocked", "rejecting")
 WORKER_PROCESSES: Final = {"own": 2, "implicit": 1, "explicit": 1}
 NODE_KINDS: Final = {
     "kill": 6,
@@ -88,19 +72,13 @@ SETTINGS: Final[dict[str, object]] = {
     "leader-balance-ms": 1000,
     "group-initial-delay-ms": 100,
 }
-_PROBE_S: Final = 0.5
 _RESTART_CHECK_S: Final = 0.1
-_REQUEST_S: Final = 15.0
 _AFTERMATH_MS: Final = 1_000
 """The effects of a fault last at most this long after everything is healthy again."""
-
-PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """The size of the trial."""
-
     seed: int
     faults: int = 30
     """The number of node faults."""
@@ -130,42 +108,25 @@ class Plan:
     variants: tuple[str, ...] = VARIANTS
 
 
-class Outcome(NamedTuple):
-    """The findings of a trial."""
-
-    findings: list[Finding]
-    summary: str
-    faults: Counter[str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
-
-
-class SubscriptionTrial:
+class SubscriptionTrial(QueueTrial):
     """A run on running nodes."""
 
     def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
-        self._folder = folder
-        self._cluster = cluster
-        self._plan = plan
-        self._print_line = print_line
-        self._random = Random(plan.seed)
-        self._publisher = TrialPublisher(
-            self._client,
+        super().__init__(
+            cluster,
             TOPIC,
-            self._make_record,
+            print_line,
+            seed=plan.seed,
             partitions=plan.partitions,
-            per_s=plan.messages_per_s,
-            seed=f"{plan.seed}/publisher",
+            messages_per_s=plan.messages_per_s,
+            heal_s_max=plan.heal_s_max,
+            drain_s_max=plan.drain_s_max,
             compressions=(0, 0, 4),
         )
-        self._fault_spans: list[Span] = []
+        self._folder = folder
+        self._plan = plan
         self._stepped: list[Span] = []
-        self._faults: Counter[str] = Counter()
         self._broken: list[Finding] = []
-        self._is_well_behaved = False
         self._subscriptions = {
             f"{mode}-{variant}": self._guarantees(mode, variant)
             for mode in plan.delivery_modes
@@ -195,13 +156,10 @@ class SubscriptionTrial:
                 worker.stop()
             left = await self._drain()
         finally:
-            await _cancel([publishing, watching])
+            await cancel([publishing, watching])
             for worker in self._workers:
                 worker.end()
         return await self._check_results(left)
-
-    def _client(self) -> Client:
-        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_REQUEST_S)
 
     def _guarantees(self, mode: str, variant: str) -> Guarantees:
         plan = self._plan
@@ -228,24 +186,9 @@ class SubscriptionTrial:
 
     # -- load --------------------------------------------------------------------------------------------------
 
-    async def _declare(self) -> None:
-        plan, nodes = self._plan, len(self._cluster.nodes)
-        async with self._client() as client:
-            await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
-            for name, guarantees in self._subscriptions.items():
-                settings = {
-                    DELIVERY: guarantees.delivery,
-                    LEASE: str(plan.lease_ms),
-                    ATTEMPTS: str(plan.attempts),
-                    BACKOFF_MIN: "50",
-                    DEAD_LETTER_TOPIC: f"dead-{name}",
-                    START: "earliest",
-                }
-                if guarantees.ordered:
-                    settings[ORDERED] = "true"
-                if name.endswith("filtered"):
-                    settings[FILTER] = FILTER_TEXT
-                await SubscriptionClient(client).create(name, [TOPIC], settings)
+    def _more_settings(self, name: str) -> dict[str, str]:
+        settings = {BACKOFF_MIN: "50"}
+        return settings | {FILTER: FILTER_TEXT} if name.endswith("filtered") else settings
 
     def _make_record(self, random: Random, number: int) -> NewRecord:
         plan = self._plan
@@ -300,13 +243,6 @@ class SubscriptionTrial:
             found.append((kind, [step._replace(at_s=step.at_s + later_s) for step in fault.steps]))
         return found
 
-    async def _wait_until_healthy(self, after: str) -> None:
-        deadline = time.monotonic() + self._plan.heal_s_max
-        while reason := await asyncio.to_thread(self._cluster.unhealthy_reason):
-            if time.monotonic() > deadline:
-                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {reason}\n{self._cluster.logs()}")
-            await self._sleep(_RESTART_CHECK_S)
-
     async def _sleep(self, seconds: float) -> None:
         """Wait, and restart ended workers meanwhile."""
         deadline = time.monotonic() + seconds
@@ -316,38 +252,13 @@ class SubscriptionTrial:
                 if worker.processes:
                     worker.restart_if_ended()
 
-    async def _drain(self) -> list[Finding]:
-        """Wait until every queue is empty; return what is not after a timeout."""
-        deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["no node responds"]
-        while left and time.monotonic() < deadline:
-            await self._sleep(_PROBE_S)
-            try:
-                async with self._client() as client:
-                    left = self._pending(await SubscriptionClient(client).describe(list(self._subscriptions)))
-            except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"no node responds: {error!r}"]
-        return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
-
-    def _pending(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:
-        left = []
-        for one in found:
-            queues = one["queues"]
-            if len(queues) < self._plan.partitions:
-                left.append(f"{one['name']} has only {len(queues)} queues")
-            left += [f"{one['name']}: {queue}" for queue in queues if any(queue[name] for name in PENDING_COUNTS)]
-        return left
-
     # -- checks -----------------------------------------------------------------------------------------------
 
     async def _check_results(self, left: list[Finding]) -> Outcome:
         async with self._client() as client:
-            records = await messages_of(client, TOPIC)
+            records, missing = await self._published(client)
             dead_letters = {name: await self._dead_letters(client, name, records) for name in self._subscriptions}
-        findings = left + [found for node in self._cluster.nodes.values() for found in _tracebacks(node)]
-        missing = self._publisher.acknowledged - set(records)
-        if missing:
-            findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
+        findings = left + missing + [found for node in self._cluster.nodes.values() for found in _tracebacks(node)]
         disturbed, stepped = Spans([*self._fault_spans, *self._watch.leader_changes]), Spans(self._stepped)
         found = histories(decode(line) for worker in self._workers for line in worker.lines())
         truths: dict[str, GroundTruth] = {}
@@ -362,7 +273,7 @@ class SubscriptionTrial:
             truths[name] = GroundTruth(expected, dead_letters[name], disturbed, stepped, is_single_node)
             broken = check(guarantees, found.setdefault(name, History()), truths[name])
             findings += [f"{name}: {one}" for one in broken]
-        return Outcome(findings + self._broken, self._summary(records, truths, found), self._faults)
+        return Outcome(findings + self._broken, self._summary(records, truths, found))
 
     def _summary(
         self, records: dict[Position, Record], truths: Mapping[str, GroundTruth], found: Mapping[str, History]
@@ -373,12 +284,10 @@ class SubscriptionTrial:
             if guarantees.delivery == AT_MOST_ONCE
         )
         processes = sum(len(worker.processes) for worker in self._workers)
-        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         return (
-            f"{len(records)} messages ({self._publisher.failed} publisher failures), {len(self._fault_spans)} node "
-            f"faults ({faults}), {len(self._watch.leader_changes)} leader changes, {len(self._watch.silences)} "
-            f"silences, {processes} worker processes; {summary(list(found.values()), list(truths.values()))}; {never} "
-            "messages lost at most once"
+            f"{self._summary_of_load(records)}; {len(self._watch.leader_changes)} leader changes, "
+            f"{len(self._watch.silences)} silences, {processes} worker processes; "
+            f"{summary(list(found.values()), list(truths.values()))}; {never} messages lost at most once"
         )
 
     async def _dead_letters(self, client: Client, name: str, records: Mapping[Position, Record]) -> Counter[Position]:
@@ -395,10 +304,3 @@ def _tracebacks(node: Server) -> list[Finding]:
     lines = node.log.read_text(errors="replace").splitlines()
     found = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in found[:3]]
-
-
-async def _cancel(tasks: Iterable[asyncio.Future[None]]) -> None:
-    listed = list(tasks)
-    for task in listed:
-        task.cancel()
-    await asyncio.gather(*listed, return_exceptions=True)

@@ -38,7 +38,7 @@ from millstream_testing.transaction_observers import (
     read_with_aiokafka,
 )
 from millstream_testing.transaction_worker import Task
-from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, LoadProducer, TrialFailed, TrialState
+from millstream_testing.trial_clients import COMPRESSIONS, SETTLE_S_MAX, TrialFailed, TrialLoad, create_topics
 from millstream_testing.trial_cluster import TrialCluster
 from millstream_testing.trial_worker import TrialWorker
 from millstream_testing.worker_faults import WORKER_KINDS, Step, WorkerFault
@@ -69,13 +69,10 @@ _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
 _SINGLE_NODE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
 _JAVA: dict[str, Any] = {"request.timeout.ms": 5_000, "metadata.max.age.ms": 2_000}
-_COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """The size of the trial."""
-
     kills: int = 100
     """Continue until this many processes were killed."""
     rounds: int | None = None
@@ -125,8 +122,6 @@ class Round:
 
 @dataclass(slots=True)
 class Outcome:
-    """The findings of the trial."""
-
     report: Report
     rounds: list[Round]
     source: SourceReport | None = None
@@ -140,7 +135,6 @@ class Outcome:
 
     @property
     def kills(self) -> int:
-        """The number of killed processes."""
         return sum(one.kills for one in self.rounds)
 
     def findings(self) -> str:
@@ -161,10 +155,9 @@ class TransactionTrial:
         self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
-        self._source_state = TrialState()
+        self._source = TrialLoad({SOURCE: plan.partitions}, seed=plan.seed)
         self._state = TransactionTrialState()
         self._topics = {SOURCE: plan.partitions, **OUTPUTS}
-        self._source_producer: LoadProducer
         self._observers: list[Observer] = []
         self._offsets: OffsetObserver
         self._workers: list[TrialWorker] = []
@@ -193,7 +186,7 @@ class TransactionTrial:
 
     def end_clients(self) -> None:
         """End the producer, the readers and the programs."""
-        self._source_state.stopping.set()
+        self._source.state.stopping.set()
         self._state.stopping.set()
         for worker in self._workers:
             worker.end()
@@ -211,7 +204,6 @@ class TransactionTrial:
         return self._check_everything()
 
     def save_history(self, path: Path) -> None:
-        """Save the history for inspection."""
         with self._state.lock:
             self._state.history.save(path)
 
@@ -286,7 +278,7 @@ class TransactionTrial:
     def _restart_ended(self) -> None:
         for worker in self._workers:
             worker.restart_if_ended()
-        for failure in (self._source_state.failure, self._state.failure):
+        for failure in (self._source.state.failure, self._state.failure):
             if failure is not None:
                 raise TrialFailed(failure)
 
@@ -320,13 +312,11 @@ class TransactionTrial:
     def _create_topics(self) -> None:
         nodes = len(self.cluster.nodes)
         more = {"min.insync.replicas": "2"} if nodes > 1 else {}
-        admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
-        topics = [
+        topics = (
             NewTopic(name, partitions, nodes, config={**more, "flush": FLUSH[name]})
             for name, partitions in self._topics.items()
-        ]
-        for created in admin.create_topics(topics, operation_timeout=SETTLE_S_MAX).values():
-            created.result(SETTLE_S_MAX)
+        )
+        create_topics(self.cluster.kafka, topics)
 
     def _commit_start(self) -> None:
         """Commit an initial offset for every group.
@@ -343,12 +333,10 @@ class TransactionTrial:
 
     def _start_clients(self) -> None:
         address, plan = self.cluster.kafka, self._plan
-        self._source_producer = LoadProducer(
+        self._source.brokers = address
+        self._source.add_producer(
             "feeder",
-            self._source_state,
-            {"bootstrap.servers": address, "enable.idempotence": True, "message.timeout.ms": 600_000},
-            {SOURCE: plan.partitions},
-            seed=plan.seed,
+            {"enable.idempotence": True, "message.timeout.ms": 600_000},
             messages_per_s=plan.messages_per_s,
             steady=True,
             message_bytes_max=200,
@@ -363,11 +351,12 @@ class TransactionTrial:
             for group in plan.groups
             for number in range(plan.workers)
         ]
-        for thread in [self._source_producer, *self._observers, self._offsets]:
+        self._source.start()
+        for thread in [*self._observers, self._offsets]:
             thread.start()
         for worker in self._workers:
             worker.start()
-        self._source_state.loading.set()
+        self._source.state.loading.set()
 
     def _tasks(self, group: str, number: int) -> Callable[[str], Task]:
         """Return a factory for the tasks of one program's processes."""
@@ -405,15 +394,13 @@ class TransactionTrial:
 
     def _check_everything(self) -> Outcome:
         """Run the final check: programs have ended, no transaction is open, and all readers have read to the end."""
-        self._source_state.loading.clear()
-        self._source_producer.settle()
+        self._source.settle()
         source_ends = ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)
         self._wait(self._missing_after(source_ends), "the end")
         for worker in self._workers:
             worker.finish()
         self._wait(self._open_transactions, "the end")
-        source = Auditor("source-audit", self._source_state, self.cluster.kafka, {SOURCE: self._plan.partitions})
-        source.read()
+        source_report = self._source.settle_and_check()
         self._observers.append(Observer("from-the-start", self._state, self.cluster.kafka, OUTPUTS, committed=True))
         self._observers[-1].start()
         self._wait(self._unread, "the end")
@@ -422,7 +409,7 @@ class TransactionTrial:
         self._state.stopping.set()
         complete = (*(observer.name for observer in self._observers), "aiokafka-reader")
         report = self._check(complete)
-        return Outcome(report, self._rounds, self._source_state.check(complete=[source.name]), self._other_findings())
+        return Outcome(report, self._rounds, source_report, self._other_findings())
 
     def _open_transactions(self) -> str:
         """Return what is still open, according to partitions and coordinators."""
@@ -512,11 +499,10 @@ def _kills_of(fault: Fault) -> int:
 
 
 def _settings(group: str, number: int, seed: int, *, is_single_node: bool) -> dict[str, dict[str, Any]]:
-    """Return the client settings of one program."""
     if group == "aiokafka":
         compression = None if number == 0 else "lz4"
         return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
-    compression = _COMPRESSIONS[(seed + number) % len(_COMPRESSIONS)]
+    compression = COMPRESSIONS[(seed + number) % len(COMPRESSIONS)]
     if group == JAVA:
         protocol = ("classic", "consumer")[seed % 2]
         return {

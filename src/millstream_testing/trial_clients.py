@@ -9,15 +9,19 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.history import UNKNOWN, History, Report
 
 SETTLE_S_MAX = 120.0
 QUIET_RECONNECT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 0}
+COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 _AT_ONCE = 10
 
 PartitionKey = tuple[str, int]
@@ -72,13 +76,11 @@ class TrialState:
             self.failure = reason
 
     def check(self, *, complete: list[str]) -> Report:
-        """Check the history."""
         with self.lock:
             return self.history.check(complete=complete)
 
     @property
     def acknowledgements(self) -> int:
-        """The number of acknowledged messages."""
         with self.lock:
             return self.history.acknowledgements
 
@@ -186,10 +188,10 @@ class GroupMember(threading.Thread):
     def __init__(self, name: str, state: TrialState, settings: Mapping[str, Any], topics: Topics) -> None:
         super().__init__(name=name, daemon=True)
         self._state = state
-        self._group = name.partition("/")[0]
+        self.group = name.partition("/")[0]
         self._client = Consumer(
             {
-                "group.id": self._group,
+                "group.id": self.group,
                 "auto.offset.reset": "earliest",
                 "auto.commit.interval.ms": 200,
                 "on_commit": self._committed,
@@ -217,7 +219,7 @@ class GroupMember(threading.Thread):
         with self._state.lock:
             for each in partitions if error is None else ():
                 if each.error is None and each.offset >= 0:
-                    key = (self._group, (each.topic, each.partition))
+                    key = (self.group, (each.topic, each.partition))
                     self._state.commits[key] = max(each.offset, self._state.commits.get(key, 0))
 
 
@@ -232,7 +234,6 @@ class Auditor:
         self.position: dict[PartitionKey, int] = {}
 
     def read(self) -> None:
-        """Read what was not read yet."""
         settings = {"bootstrap.servers": self._address, "group.id": self.name, "enable.auto.commit": False}
         client = Consumer({**settings, **QUIET_RECONNECT})
         try:
@@ -258,6 +259,117 @@ class Auditor:
         except KafkaException as error:
             raise TrialFailed(f"partition {partition_key} has no known end offset: {error}") from error
         return int(end)
+
+
+class TrialLoad:
+    """The producers, members of groups and auditor of a trial, all on the same topics."""
+
+    def __init__(self, topics: Topics, *, seed: object) -> None:
+        self.state = TrialState()
+        self.topics = topics
+        self.brokers = ""
+        """The addresses for the clients; set it before they are added."""
+        self._seed = seed
+        self._producers: list[LoadProducer] = []
+        self._members: list[GroupMember] = []
+        self._auditor = self.new_auditor("audit")
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(member.group for member in self._members))
+
+    def add_producer(self, name: str, settings: Mapping[str, Any], **pace: Any) -> None:
+        """Add a producer; `pace` is how much it sends, see `LoadProducer`."""
+        address = {"bootstrap.servers": self.brokers}
+        self._producers.append(
+            LoadProducer(name, self.state, {**address, **settings}, self.topics, seed=self._seed, **pace)
+        )
+
+    def add_members(self, group: str, count: int, settings: Mapping[str, Any]) -> None:
+        for number in range(count):
+            given = {"bootstrap.servers": self.brokers, **settings}
+            self._members.append(GroupMember(f"{group}/{number}", self.state, given, self.topics))
+
+    def start(self) -> None:
+        """Start all clients; they produce once `state.loading` is set."""
+        self._auditor = self.new_auditor("audit")
+        for thread in [*self._producers, *self._members]:
+            thread.start()
+
+    def end(self, timeout_s: float = SETTLE_S_MAX) -> None:
+        """End all clients. librdkafka's consumers sometimes hang forever when they close, so the wait is bounded."""
+        self.state.stopping.set()
+        deadline = time.monotonic() + timeout_s
+        for thread in [*self._producers, *self._members]:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def save_history(self, path: Path) -> None:
+        with self.state.lock:
+            self.state.history.save(path)
+
+    def new_auditor(self, name: str) -> Auditor:
+        return Auditor(name, self.state, self.brokers, self.topics)
+
+    def wait_for_acknowledgements(
+        self, when: str, timeout_s: float = SETTLE_S_MAX, recovery: Recovery | None = None
+    ) -> None:
+        """Wait until every partition has acknowledged a message that was sent after now, or after `recovery` began."""
+        measured = recovery or self.state.measure_recovery()
+        self.state.wait(
+            lambda: len(measured.first) == sum(self.topics.values()),
+            f"{when}: not every partition acknowledged a message",
+            timeout_s,
+        )
+
+    def settle(self) -> None:
+        """Stop the load, and wait for messages in flight."""
+        self.state.loading.clear()
+        for producer in self._producers:
+            producer.settle()
+        if self.state.failure is not None:
+            raise TrialFailed(self.state.failure)
+
+    def settle_and_check(self) -> Report:
+        """Stop the load, wait for messages in flight, read the new messages and check the history."""
+        self.settle()
+        self._auditor.read()
+        return self.state.check(complete=[self._auditor.name])
+
+    def check_everything(self) -> Report:
+        """Run the final check: another auditor reads all messages, and every group must have read them."""
+        report = self.settle_and_check()
+        if not report.ok:
+            return report
+        final = self.new_auditor("final")
+        final.read()
+        for group in self.groups:
+            self.state.wait(
+                lambda group=group: self._positions(group) == final.position,  # type: ignore[misc]
+                f"group {group} did not read everything",
+            )
+        return self.state.check(complete=[self._auditor.name, final.name, *self.groups])
+
+    @property
+    def ends(self) -> dict[PartitionKey, int]:
+        """Up to where the auditor has read each partition."""
+        return self._auditor.position
+
+    def _positions(self, group: str) -> dict[PartitionKey, int]:
+        with self.state.lock:
+            history = self.state.history
+            return {
+                (topic, index): offset
+                for topic in self.topics
+                for index, offset in history.next_offsets(group, topic).items()
+            }
+
+
+def create_topics(brokers: str, topics: Iterable[NewTopic]) -> None:
+    """Create topics, and wait until they exist."""
+    admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
+    for created in admin.create_topics(list(topics), operation_timeout=SETTLE_S_MAX).values():
+        created.result(SETTLE_S_MAX)
 
 
 def record_reads(state: TrialState, reader: str, messages: list[Message]) -> dict[PartitionKey, int]:

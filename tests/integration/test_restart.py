@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 import psutil
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     ConfigResource,
@@ -23,9 +23,12 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.protocol.wire.node_status import FRESH_S
+from millstream_testing.child_process import is_alive
+from millstream_testing.committed_messages import committed_records
 from millstream_testing.finding import Kind
 from millstream_testing.kill_trial import KillTrial, Plan
 from millstream_testing.server import Server, ServerFailed
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 120.0
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
@@ -71,20 +74,11 @@ class Client:
         return got
 
 
-def all_values(server: Server, topic: str, count: int) -> list[list[int]]:
+def all_values(server: Server, topic: str) -> list[list[int]]:
     """The content of each partition, as read by another consumer from the start."""
-    consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "stranger", **QUIET})
     found: list[list[int]] = [[] for _ in range(PARTITIONS)]
-    try:
-        consumer.assign([TopicPartition(topic, index, OFFSET_BEGINNING) for index in range(PARTITIONS)])
-        deadline = time.monotonic() + WAIT_S
-        while sum(map(len, found)) < count:
-            assert time.monotonic() < deadline, found
-            for message in consumer.consume(count, 0.2):
-                if message.error() is None:
-                    found[message.partition() or 0].append(int(message.value() or b""))
-    finally:
-        consumer.close()
+    for one in committed_records(server.kafka, topic):
+        found[one.partition].append(int(one.value or b""))
     return found
 
 
@@ -119,7 +113,7 @@ def test_everything_survives_a_stop_and_a_kill(start_server: Any, topic: str) ->
         client.consumer.commit(asynchronous=False)
         read = sent
     client.consumer.close()
-    assert all_values(server, topic, sent) == expected_values(sent)
+    assert all_values(server, topic) == expected_values(sent)
     assert server.stop() == 0
 
 
@@ -131,7 +125,7 @@ def test_restarts_in_a_row_lose_nothing(start_server: Any, topic: str) -> None:
     for number in range(4):
         client.send(range(number * 90, number * 90 + 90))
         server.restart(clean=number % 2 == 0)
-    assert all_values(server, topic, 360) == expected_values(360)
+    assert all_values(server, topic) == expected_values(360)
 
 
 def test_a_second_server_on_the_same_folder_is_refused(server: Server, tmp_path: Path) -> None:
@@ -146,7 +140,7 @@ def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_stil
     server: Server = start_server(forked=False)
     children = children_of(server)
     server.kill_main()
-    assert all(_is_gone(child) for child in children)
+    wait_until(lambda: not any(is_alive(child.pid) for child in children))
     server.kill()
     host, _, port = server.http.rpartition(":")
     orphan = socket.create_server((host, int(port)))
@@ -154,7 +148,7 @@ def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_stil
     server.start()
     children = children_of(server)
     server.stop()
-    assert all(_is_gone(child) for child in children)
+    wait_until(lambda: not any(is_alive(child.pid) for child in children))
 
 
 def test_the_gateway_ends_with_a_server_that_has_not_read_its_last_request(start_server: Any) -> None:
@@ -165,7 +159,7 @@ def test_the_gateway_ends_with_a_server_that_has_not_read_its_last_request(start
     time.sleep(FRESH_S)
     httpx.get(f"http://{server.http}/healthz", timeout=WAIT_S)
     server.kill_main()
-    assert all(_is_gone(child) for child in children)
+    wait_until(lambda: not any(is_alive(child.pid) for child in children))
 
 
 def children_of(server: Server) -> list[psutil.Process]:
@@ -176,24 +170,12 @@ def children_of(server: Server) -> list[psutil.Process]:
     return children
 
 
-def _is_gone(process: psutil.Process) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_no_acknowledged_message_is_lost_when_a_loaded_broker_is_killed(tmp_path: Path) -> None:
     """The short form of `make kill-trial`."""
     with KillTrial(Server(tmp_path / "data"), Plan(kills=1, load_s=(0.2, 0.6))) as trial:
         outcome = trial.run()
         if not outcome.report.ok:
-            trial.save_history(tmp_path / "history.jsonl")
+            trial.load.save_history(tmp_path / "history.jsonl")
     assert outcome.report.ok, str(outcome.report)
     assert outcome.report.acknowledged > 0
 
