@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,10 +13,17 @@ from typing import Any, Final, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from joserfc import jwt
 from joserfc.jwk import RSAKey
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.gate import AuthenticationContext
+from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
+from millstream.broker.security.state import SecurityState
+from millstream.broker.security.tls import PrincipalRules
 from millstream.cli import certs
 from millstream.cli.local_process import ReservedPort
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
@@ -53,6 +60,27 @@ def owner_rules(user: str, prefix: str, *, transactions: str = "pipeline/") -> l
         operation=Operation.ALTER,
     )
     return [*found, alter]
+
+
+@asynccontextmanager
+async def authenticating(folder: Path, user: str, password: str) -> AsyncIterator[AuthenticationContext]:
+    """What a node authenticates clients with, which knows one user."""
+    catalog = Catalog.open_folder(folder)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    await state.change_users(new_credentials(user, password))
+    passwords = Passwords(state)
+    yield AuthenticationContext(
+        state=state,
+        authenticator=Authenticator(passwords, None),
+        attempts=FailedAttempts(),
+        rules=PrincipalRules("DEFAULT"),
+        cluster="c",
+        node_id=NodeId(1),
+        node_secret=b"",
+        assertions=Assertions(state, "c", NodeId(1), Ed25519PrivateKey.generate()),
+    )
+    passwords.close()
+    catalog.close()
 
 
 class Certificates:

@@ -6,22 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewPartitions, NewTopic
+from confluent_kafka.cimpl import NewPartitions
 
 from millstream_testing.command import CommandLine
+from millstream_testing.group_members import ALL, PARTITIONS, WAIT_S, Member, create, evenly, send, step_until, total
 from millstream_testing.server import Server
 
-PARTITIONS = 4
-WAIT_S = 60.0
-ALL = set(range(PARTITIONS))
 SETTINGS = {
     "group-initial-delay-ms": 100,
     "group-session-min-ms": 1000,
@@ -37,78 +32,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-class Member:
-    """A member of a group that records its partitions and messages."""
-
-    def __init__(self, server: Server, *topics: str, group: str = "", **settings: Any) -> None:
-        self.held: set[tuple[str, int]] = set()
-        self.read: dict[int, list[int]] = defaultdict(list)
-        self.client = Consumer(
-            {
-                "bootstrap.servers": server.kafka,
-                "log_level": 0,
-                "group.id": group or f"{topics[0]}-group",
-                "group.protocol": "consumer",
-                "auto.offset.reset": "earliest",
-                "enable.auto.commit": False,
-                # Refresh metadata soon after a broker returns.
-                "reconnect.backoff.max.ms": 500,
-                **settings,
-            }
-        )
-        self.client.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._revoked)
-
-    @property
-    def partitions(self) -> set[int]:
-        """The partitions it holds."""
-        return {partition for _, partition in self.held}
-
-    def _assigned(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self.held |= {(one.topic, one.partition) for one in partitions}
-
-    def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self.held -= {(one.topic, one.partition) for one in partitions}
-
-    def step(self) -> None:
-        """Read available messages."""
-        for message in self.client.consume(100, 0.05):
-            if message.error() is None:
-                self.read[_number(message.partition())].append(_number(message.offset()))
-
-    def commit(self) -> None:
-        """Commit, and retry where the epoch has changed meanwhile."""
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                self.client.commit(asynchronous=False)
-            except KafkaException:
-                self.step()
-            else:
-                return
-        raise TimeoutError("the member could not commit")
-
-    def close(self) -> None:
-        """Leave the group."""
-        self.client.close()
+def joined(server: Server, topic: str, **settings: Any) -> Member:
+    return Member(server, topic, **{"group.protocol": "consumer", **settings})
 
 
-def _number(value: int | None) -> int:
-    assert value is not None
-    return value
-
-
-def step_until(condition: Callable[[], bool], *members: Member) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, [(member.held, dict(member.read)) for member in members]
-        for member in members:
-            member.step()
-
-
-def create(server: Server, topic: str, partitions: int = PARTITIONS) -> None:
-    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
-    for created in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
-        created.result(WAIT_S)
+def read_by(partition: int, *members: Member) -> set[int]:
+    return {offset for member in members for offset in member.read[partition]}
 
 
 def type_of(server: Server, group: str) -> str:
@@ -117,46 +46,15 @@ def type_of(server: Server, group: str) -> str:
     return {one.group_id: str(one.type.name) for one in listed.valid}[group]
 
 
-def send(server: Server, topic: str, per_partition: int) -> None:
-    delivered: list[Message] = []
-    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
-    for number in range(per_partition):
-        for partition in range(PARTITIONS):
-            producer.produce(
-                topic, b"%d" % number, partition=partition, on_delivery=lambda _, message: delivered.append(message)
-            )
-    assert producer.flush(WAIT_S) == 0
-    assert len(delivered) == per_partition * PARTITIONS
-
-
-def total(*members: Member) -> int:
-    return sum(len(offsets) for member in members for offsets in member.read.values())
-
-
-def read_by(partition: int, *members: Member) -> set[int]:
-    return {offset for member in members for offset in member.read[partition]}
-
-
-def evenly(*members: Member) -> Callable[[], bool]:
-    """Whether the members hold every partition exactly once, and no two differ by more than one."""
-
-    def check() -> bool:
-        counts = [len(member.partitions) for member in members]
-        everything = set().union(*(member.partitions for member in members))
-        return everything == ALL and sum(counts) == PARTITIONS and max(counts) - min(counts) <= 1
-
-    return check
-
-
 @pytest.mark.parametrize("assignor", ["uniform", "range"])
 def test_members_join_and_leave(server: Server, topic: str, assignor: str) -> None:
     create(server, topic)
     send(server, topic, 20)
     settings = {"group.remote.assignor": assignor}
-    first = Member(server, topic, **settings)
+    first = joined(server, topic, **settings)
     step_until(lambda: first.partitions == ALL and total(first) == 20 * PARTITIONS, first)
     first.commit()
-    second, third = Member(server, topic, **settings), Member(server, topic, **settings)
+    second, third = joined(server, topic, **settings), joined(server, topic, **settings)
     step_until(evenly(first, second, third), first, second, third)
     send(server, topic, 20)
     step_until(lambda: total(first, second, third) == 40 * PARTITIONS, first, second, third)
@@ -176,12 +74,12 @@ def test_members_join_and_leave(server: Server, topic: str, assignor: str) -> No
 def test_the_next_member_continues_at_the_committed_offset(server: Server, topic: str) -> None:
     create(server, topic)
     send(server, topic, 10)
-    first = Member(server, topic)
+    first = joined(server, topic)
     step_until(lambda: total(first) == 10 * PARTITIONS, first)
     first.commit()
     first.close()
     send(server, topic, 5)
-    second = Member(server, topic)
+    second = joined(server, topic)
     step_until(lambda: total(second) == 5 * PARTITIONS, second)
     assert {partition: list(range(10, 15)) for partition in ALL} == dict(second.read)
     second.close()
@@ -203,7 +101,7 @@ while True:
 
 def test_a_member_dies(server: Server, topic: str) -> None:
     create(server, topic)
-    first = Member(server, topic)
+    first = joined(server, topic)
     step_until(lambda: first.partitions == ALL, first)
     with subprocess.Popen([sys.executable, "-c", MEMBER_PROGRAM, server.kafka, topic]) as other:
         try:
@@ -220,12 +118,12 @@ def test_a_member_dies(server: Server, topic: str) -> None:
 
 def test_a_static_member_returns_to_its_partitions(server: Server, topic: str) -> None:
     create(server, topic)
-    one = Member(server, topic, **{"group.instance.id": "one"})
-    two = Member(server, topic, **{"group.instance.id": "two"})
+    one = joined(server, topic, **{"group.instance.id": "one"})
+    two = joined(server, topic, **{"group.instance.id": "two"})
     step_until(evenly(one, two), one, two)
     kept, held = set(one.held), set(two.held)
     two.close()
-    again = Member(server, topic, **{"group.instance.id": "two"})
+    again = joined(server, topic, **{"group.instance.id": "two"})
     step_until(lambda: again.held == held, one, again)
     assert one.held == kept
     one.close()
@@ -235,7 +133,7 @@ def test_a_static_member_returns_to_its_partitions(server: Server, topic: str) -
 def test_topics_grow_and_match_an_expression(server: Server, topic: str) -> None:
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     create(server, topic, 1)
-    member = Member(server, f"^{topic}(-more)?$", group=f"{topic}-group")
+    member = joined(server, f"^{topic}(-more)?$", **{"group.id": f"{topic}-group"})
     step_until(lambda: member.held == {(topic, 0)}, member)
     for grown in admin.create_partitions([NewPartitions(topic, 2)]).values():
         grown.result(WAIT_S)
@@ -252,10 +150,10 @@ def test_a_live_group_migrates_to_the_new_protocol_and_back(server: Server, topi
     create(server, topic)
     send(server, topic, 10)
     classic: dict[str, Any] = {"group.protocol": "classic", "heartbeat.interval.ms": 200, "session.timeout.ms": 60_000}
-    old = Member(server, topic, **classic)
+    old = joined(server, topic, **classic)
     step_until(lambda: old.partitions == ALL and total(old) == 10 * PARTITIONS, old)
     old.commit()
-    new = Member(server, topic)
+    new = joined(server, topic)
     step_until(evenly(old, new), old, new)
     assert type_of(server, f"{topic}-group") == "CONSUMER"
     send(server, topic, 10)
@@ -274,7 +172,7 @@ def test_the_commands_show_the_group_type(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     create(server, topic)
     send(server, topic, 3)
-    member = Member(server, topic, **{"client.id": "reader"})
+    member = joined(server, topic, **{"client.id": "reader"})
     step_until(lambda: total(member) == 3 * PARTITIONS, member)
     member.commit()
     group = f"{topic}-group"
@@ -303,7 +201,7 @@ def test_the_broker_restarts_while_members_read(start_server: Callable[..., Serv
     server = start_server(**{name.replace("-", "_"): value for name, value in SETTINGS.items()})
     create(server, topic)
     send(server, topic, 20)
-    members = [Member(server, topic) for _ in range(2)]
+    members = [joined(server, topic) for _ in range(2)]
     step_until(evenly(*members), *members)
     # The first member may have read some of it before the other got the partition and reads it again.
     step_until(lambda: all(len(read_by(partition, *members)) == 20 for partition in ALL), *members)
@@ -322,12 +220,12 @@ def test_the_broker_restarts_while_members_read(start_server: Callable[..., Serv
     step_until(lambda: all(len(read_by(partition, *members)) == 40 for partition in ALL), *members)
     # The earlier members are there again, with their partitions.
     assert [set(member.held) for member in members] == held
-    joining = Member(server, topic)
+    joining = joined(server, topic)
     step_until(evenly(*members, joining), *members, joining)
     for member in (*members, joining):
         member.commit()
         member.close()
-    late = Member(server, topic)
+    late = joined(server, topic)
     send(server, topic, 1)
     step_until(lambda: total(late) >= PARTITIONS, late)
     assert {partition: [40] for partition in ALL} == dict(late.read)

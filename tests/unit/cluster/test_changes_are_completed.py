@@ -19,6 +19,7 @@ from millstream.core.config import Config
 from millstream.core.group import SESSION
 from millstream.core.pipeline import PipelineKind
 from millstream.core.quota import PRODUCER_BYTE_RATE, QuotaEntity
+from millstream_testing.waiting import until
 
 Declared = tuple[Coroutine[Any, Any, Any], Callable[[], object]]
 
@@ -75,6 +76,4 @@ async def test_a_change_is_completed_when_its_client_disconnects(
     change.cancel()
     await asyncio.gather(change, return_exceptions=True)
     goes_on.set()
-    async with asyncio.timeout(30):
-        while not is_known():
-            await asyncio.sleep(0)
+    await until(is_known)

@@ -30,6 +30,7 @@ from millstream.core.subscription import (
     start_key,
 )
 from millstream_testing.clock import ManualClock
+from millstream_testing.waiting import until
 
 
 def make(catalog: Catalog, clock: ManualClock | None = None) -> Subscriptions:
@@ -177,8 +178,7 @@ async def test_a_subscription_just_declared_on_another_node_is_found_with_few_ca
 async def test_a_look_up_does_not_use_the_result_of_an_earlier_one(catalog: Catalog, counted: Counted) -> None:
     here = Subscriptions(counted, ManualClock())
     early = asyncio.create_task(here.find("billing"))
-    while not counted.asked:
-        await asyncio.sleep(0)
+    await until(lambda: counted.asked)
     late = [asyncio.create_task(here.find("billing")) for _ in range(9)]
     await asyncio.sleep(0)
     late[0].cancel()

@@ -17,6 +17,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.waiting import until
 
 T = TypeVar("T")
 
@@ -64,8 +65,7 @@ async def test_a_session_that_cannot_reach_the_store_is_lost_once_that_is_known(
     clock.advance_ms(1000)
     service.expire()
     assert bool(session.confirmed)
-    while session.confirmed:
-        await asyncio.sleep(SOON_S)
+    await until(lambda: not session.confirmed)
     assert session.live
     node.cut = ""
     await lost.wait()

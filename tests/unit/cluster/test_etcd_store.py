@@ -24,6 +24,7 @@ from millstream_testing.clock import ManualClock
 from millstream_testing.etcd_server import EncryptedEtcdServer, EtcdServer
 from millstream_testing.relay import Relay
 from millstream_testing.security import Certificates
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 TTL_S = 60.0
@@ -39,8 +40,7 @@ def many_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until_renewed(session: EtcdSession) -> None:
     before = session._renewed_at
-    while session._renewed_at == before and session.live:
-        await asyncio.sleep(0.02)
+    await until(lambda: session._renewed_at != before or not session.live)
 
 
 def address_of(server: EtcdServer) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.plans import MoveThrottle, Plans
 from millstream.core.cluster_plan import Move
 from millstream.core.errors import Conflict, InvalidRequest, NotFound
@@ -219,12 +220,16 @@ async def test_an_unavailable_node_stays_on_its_machine(tmp_path: Path) -> None:
         await group.until(lambda: plans.machines == {5 - away: 2})
 
 
+async def movable(group: NodeGroup) -> tuple[Move, PartitionKey]:
+    """A move of the only partition of a topic that all nodes know."""
+    topic = await group[1].topics.create("orders", partitions=1, replication=2)
+    await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+    return away_from(group[1], topic, 0), (topic.topic_id, PartitionIndex(0))
+
+
 async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        topic = await group[1].topics.create("orders", partitions=1, replication=2)
-        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
-        wanted = away_from(group[1], topic, 0)
-        key = (topic.topic_id, PartitionIndex(0))
+        wanted, key = await movable(group)
         plans = group[1].cluster.plans
         await plans.propose("balance", "", [wanted], 1 << 20)
         clock = ManualClock()
@@ -247,10 +252,7 @@ async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
 
 async def test_a_pause_ends_with_the_throttle_or_the_plan_that_caused_it(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        topic = await group[1].topics.create("orders", partitions=1, replication=2)
-        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
-        wanted = away_from(group[1], topic, 0)
-        key = (topic.topic_id, PartitionIndex(0))
+        wanted, key = await movable(group)
         plans = group[1].cluster.plans
         await plans.propose("balance", "", [wanted], 1024)
         await plans.apply("")

@@ -23,7 +23,6 @@ from millstream.broker.cluster.rebuild import (
 )
 from millstream.broker.cluster.store import Put
 from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
 from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
@@ -31,6 +30,7 @@ from millstream.core.partition_state import PartitionState, decode_value
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 from millstream_testing.single_node import single_node
 
 ORDERS = UUID(int=1)
@@ -170,7 +170,7 @@ async def test_an_inventory_lists_the_ends_of_all_logs_and_whether_they_can_be_t
     files, clock = MemoryFiles(1), SystemClock()
     with pytest.raises(DataFolderInvalid, match="part of a cluster"):
         await take_inventory("/data", files, clock, boot_id="a")
-    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
+    store = memory_store(files, clock, journal_bytes=1 << 20)
     run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
     run.set_owner(FolderOwner(node_id=7, cluster="c", cluster_id="id", location=PLACE))
     run.begin("mine")

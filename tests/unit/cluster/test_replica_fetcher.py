@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from random import Random
 from uuid import UUID
 
@@ -26,6 +25,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.replica_fetch import PartitionKey, ReplicaFetch, ReplicaResponse, ReplicaResponses
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 ME, LEADER = NodeId(2), NodeId(1)
 UNKNOWN_TOPIC_ID = 100
@@ -50,9 +50,7 @@ class Link:
 
 @pytest.fixture
 async def store() -> AsyncIterator[LogStore]:
-    store = LogStore.open(
-        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store()
     yield store
     store.close_now()
 
@@ -124,9 +122,7 @@ async def test_lost_unacknowledged_records_are_truncated_when_nothing_behind_the
 ) -> None:
     files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
     for attempt in range(2):
-        store = LogStore.open(
-            Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-        )
+        store = memory_store(files)
         log = store.open_log(TOPIC.topic_id, where, TopicSettings(flush="os"))
         if attempt == 0:
             for _ in range(3):
@@ -170,9 +166,7 @@ async def test_a_compacted_log_is_not_dropped_while_it_counts_as_in_sync(
     in_sync: tuple[NodeId, ...], eligible: tuple[NodeId, ...], end: int
 ) -> None:
     """A log found with gaps after a crash may be compacted up to its end, which the high watermark never reached."""
-    store = LogStore.open(
-        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store()
     partition = follower(store, "os")
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync, eligible=eligible), 2), me=ME)
     partition.log.append(encode_batch([NewRecord(None, b"y", (), 1000)]), leader_epoch=Epoch(0))
@@ -186,9 +180,7 @@ async def test_a_compacted_log_is_not_dropped_while_it_counts_as_in_sync(
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_log_is_truncated_beside_the_loop_and_refuses_appends_until_then(restarted: bool) -> None:
     files = SlowFiles()
-    store = LogStore.open(
-        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store(files)
     partition = follower(store, "os")
     batch = encode_batch([NewRecord(None, b"y", (), 1000)])
     partition.log.append(bytearray(batch), leader_epoch=Epoch(0))
@@ -213,9 +205,7 @@ async def test_a_log_is_truncated_beside_the_loop_and_refuses_appends_until_then
     assert threading.get_ident() not in files.threads
     assert partition.write(bytearray(batch), acks=1).base_offset == end
     files.kill()
-    again = LogStore.open(
-        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    again = memory_store(files)
     log = again.open_log(TOPIC.topic_id, TopicPartition("t", PartitionIndex(0)), TopicSettings(flush="os"))
     assert (log.end_offset, log.latest_epoch) == (end + 1, 2)
     again.close_now()
@@ -223,7 +213,7 @@ async def test_a_log_is_truncated_beside_the_loop_and_refuses_appends_until_then
 
 async def test_a_failed_truncation_is_reported_and_retried_before_the_log_continues() -> None:
     files, clock = MemoryFiles(), ManualClock()
-    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=10**9)
+    store = memory_store(files, clock)
     partition = follower(store, "os")
     files.fail_next_syncs("checkpoints")
     cut = partition.truncate(EpochEnd(Epoch(0), Offset(0)), leader_epoch=Epoch(1))

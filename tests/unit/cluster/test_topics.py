@@ -23,6 +23,7 @@ from millstream.core.errors import (
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.single_node import single_node
+from millstream_testing.waiting import until
 
 
 def batch(value: bytes) -> bytearray:
@@ -71,9 +72,7 @@ async def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: P
     async with single_node(tmp_path) as topics:
         assert topics.all() == []
         catalog = Catalog.open_folder(tmp_path)
-        async with asyncio.timeout(30):
-            while catalog.deleted_topic_ids() or any(tmp_path.rglob("*.log")):
-                await asyncio.sleep(0.01)
+        await until(lambda: not catalog.deleted_topic_ids() and not any(tmp_path.rglob("*.log")))
         catalog.close()
 
 

@@ -7,7 +7,6 @@ a crash.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from itertools import combinations, count
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from millstream.broker.coordination.shard import read_back
 from millstream.broker.coordination.state_machine import Deferred, Timers
@@ -48,7 +47,6 @@ from millstream.broker.groups.requests import (
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import (
     BatchTooLarge,
-    CoordinatorUnavailable,
     FencedMemberEpoch,
     GroupRejected,
     MemberIdRequired,
@@ -61,14 +59,13 @@ from millstream.core.errors import (
 from millstream_testing.consumer_clients import ClassicProtocolClient, ConsumerProtocolClient
 from millstream_testing.consumer_harness import classic_protocols
 from millstream_testing.group_harness import GROUP
-from millstream_testing.shard_history import ShardHistory
+from millstream_testing.shard_history import EXPECTED, ShardHistory
 from millstream_testing.state_log import MemoryTopics
 
 T = TypeVar("T")
 
 SESSION_MS = 10_000
 REBALANCE_MS = 15_000
-EXPECTED = (GroupRejected, CoordinatorUnavailable, UnknownMember, UnknownGroup)
 LIMITS = GroupLimits(
     session_min_ms=1,
     session_max_ms=1_000_000,
@@ -92,9 +89,10 @@ consumer_clients = st.integers(0, 3)
 classic_clients = st.integers(0, 1)
 
 
-class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
+class ConsumerGroupHistory(ShardHistory):
     """Consumers that act at random, on a broker that fails now and then."""
 
+    expected = (*EXPECTED, BatchTooLarge)
     rewrite_records_min = 40
     clock_steps = 5
 
@@ -248,17 +246,6 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
     def time_passes(self, milliseconds: int) -> None:
         self._pass_ms(milliseconds)
 
-    @rule(batches=st.sampled_from([1, 3, None]))
-    def acknowledge(self, batches: int | None) -> None:
-        self.partition.acknowledge(batches)
-        self._settle()
-
-    @rule()
-    def a_sync_fails(self) -> None:
-        self.loop.call_soon(self.partition.fail, StorageFailure("the disk failed"))
-        self._run(asyncio.sleep(0))
-        self._reloaded()
-
     @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]), who=consumer_clients)
     def appends_are_refused_for_a_moment(self, error: MillstreamError, who: int) -> None:
         self.partition.refusal = error
@@ -293,11 +280,6 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
                 self.crash(4)
 
     # Invariants
-
-    @invariant()
-    def nothing_failed_on_the_side(self) -> None:
-        for defect in self.defects:
-            raise defect.get("exception") or AssertionError(defect["message"])
 
     @invariant()
     def a_partition_has_one_owner_in_the_group_state(self) -> None:
@@ -454,41 +436,6 @@ class ConsumerGroupHistory(ShardHistory, RuleBasedStateMachine):
             topic_id_of=lambda name: None if (topic := self.topics.get(name)) is None else topic.topic_id,
             topics=ConsumerTopics.of(self.topics),
         )
-
-    def _ask(
-        self,
-        operation: Callable[[GroupShard], Any],
-        on_response: Callable[[Any], None] = lambda _: None,
-        on_error: Callable[[MillstreamError], None] = lambda _: None,
-        on_absence: Callable[[], None] = lambda: None,
-        *,
-        pure: bool = False,
-    ) -> None:
-        shard = self.shard
-
-        async def submit() -> None:
-            try:
-                request = shard.submit(operation, pure=pure)
-            except CoordinatorUnavailable:
-                on_absence()
-                return
-            request.add_done_callback(done)
-
-        def done(request: asyncio.Future[Any]) -> None:
-            # A response of a broker that has crashed since never arrives.
-            if request.cancelled() or shard is not self.shard:
-                if not request.cancelled():
-                    request.exception()
-                return
-            error = request.exception()
-            if error is None:
-                on_response(request.result())
-            else:
-                assert isinstance(error, (*EXPECTED, BatchTooLarge)), repr(error)
-                on_error(error)
-
-        self._run(submit())
-        self._settle()
 
     def _check_what_survived(self) -> None:
         state = self.shard.state

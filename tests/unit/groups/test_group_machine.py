@@ -4,15 +4,13 @@ The log is in memory, and the test decides when an append is acknowledged and wh
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.consumer.shard import ConsumerTopics
@@ -32,13 +30,9 @@ from millstream.broker.groups.requests import (
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import (
     BatchTooLarge,
-    CoordinatorUnavailable,
-    GroupRejected,
     MemberIdRequired,
     MillstreamError,
     StorageFailure,
-    UnknownGroup,
-    UnknownMember,
 )
 from millstream_testing.shard_history import ShardHistory
 from millstream_testing.state_log import MemoryTopics
@@ -47,7 +41,6 @@ T = TypeVar("T")
 
 GROUP = "group"
 TOPIC_ID = uuid4()
-EXPECTED = (GroupRejected, CoordinatorUnavailable, UnknownMember, UnknownGroup)
 LIMITS = GroupLimits(
     session_min_ms=1,
     session_max_ms=1_000_000,
@@ -71,7 +64,7 @@ class Client:
         self.generation = -1
 
 
-class GroupHistory(ShardHistory, RuleBasedStateMachine):
+class GroupHistory(ShardHistory):
     """Consumers that act at random, on a broker that fails now and then."""
 
     rewrite_records_min = 12
@@ -80,7 +73,6 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clients = [Client() for _ in range(6)]
-        self.open_requests: set[asyncio.Future[Any]] = set()
         self.crashes = 0
         self.last_seen = ((0, 0), 0)
         self.durable_generation = 0
@@ -174,17 +166,6 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
     def time_passes(self, milliseconds: int) -> None:
         self._pass_ms(milliseconds)
 
-    @rule(batches=st.sampled_from([1, 2, None]))
-    def acknowledge(self, batches: int | None) -> None:
-        self.partition.acknowledge(batches)
-        self._settle()
-
-    @rule()
-    def a_sync_fails(self) -> None:
-        self.loop.call_soon(self.partition.fail, StorageFailure("the disk failed"))
-        self._run(asyncio.sleep(0))
-        self._reloaded()
-
     @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]))
     def appends_are_refused_for_a_moment(self, error: MillstreamError) -> None:
         self.partition.refusal = error
@@ -207,11 +188,6 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
         self._check_what_survived()
 
     # Invariants
-
-    @invariant()
-    def nothing_failed_on_the_side(self) -> None:
-        for defect in self.defects:
-            raise defect.get("exception") or AssertionError(defect["message"])
 
     @invariant()
     def there_is_one_leader(self) -> None:
@@ -310,36 +286,6 @@ class GroupHistory(ShardHistory, RuleBasedStateMachine):
             instance_id=client.instance_id,
             generation=client.generation,
         )
-
-    def _ask(
-        self,
-        operation: Callable[[GroupShard], Any],
-        on_response: Callable[[Any], None] = lambda _: None,
-        on_error: Callable[[MillstreamError], None] = lambda _: None,
-        *,
-        pure: bool = False,
-    ) -> None:
-        async def submit() -> None:
-            try:
-                request = self.shard.submit(operation, pure=pure)
-            except CoordinatorUnavailable:
-                return
-            self.open_requests.add(request)
-            request.add_done_callback(done)
-
-        def done(request: asyncio.Future[Any]) -> None:
-            self.open_requests.discard(request)
-            if request.cancelled():
-                return
-            error = request.exception()
-            if error is None:
-                on_response(request.result())
-            else:
-                assert isinstance(error, EXPECTED), repr(error)
-                on_error(error)
-
-        self._run(submit())
-        self._settle()
 
     def _check_what_survived(self) -> None:
         state = self.shard.state

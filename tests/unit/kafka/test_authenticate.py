@@ -7,43 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.kafka.apis.security_apis import Authenticate
-from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.gate import AuthenticationContext
-from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
 from millstream.broker.security.state import SecurityState
-from millstream.broker.security.tls import PrincipalRules
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.credential import new_credentials
 from millstream.core.errors import CatalogUnavailable, InvalidRequest
-from millstream.core.ids import NodeId
 from millstream.protocol.private.security_messages import AuthenticateRequest
+from millstream_testing.security import authenticating
 
 HOST, PASSWORD = "10.0.0.7", "alice-password"
 
 
 @pytest.fixture
 async def authentication(tmp_path: Path) -> AsyncIterator[AuthenticationContext]:
-    catalog = Catalog.open_folder(tmp_path)
-    state = SecurityState(CatalogDeclarations(catalog), ())
-    await state.change_users(new_credentials("alice", PASSWORD))
-    passwords = Passwords(state)
-    yield AuthenticationContext(
-        state=state,
-        authenticator=Authenticator(passwords, None),
-        attempts=FailedAttempts(),
-        rules=PrincipalRules("DEFAULT"),
-        cluster="c",
-        node_id=NodeId(1),
-        node_secret=b"",
-        assertions=Assertions(state, "c", NodeId(1), Ed25519PrivateKey.generate()),
-    )
-    passwords.close()
-    catalog.close()
+    async with authenticating(tmp_path, "alice", PASSWORD) as context:
+        yield context
 
 
 async def test_a_caller_is_asserted_with_its_address(authentication: AuthenticationContext) -> None:

@@ -15,6 +15,7 @@ from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.response import Parked
 from millstream.protocol.messages.codec import API_VERSIONS_KEY, RequestHeader
 from millstream_testing.api_requests import write_request
+from millstream_testing.waiting import until
 
 
 class Waiting(Parked):
@@ -48,15 +49,12 @@ async def test_a_request_received_before_the_broker_was_up_ends_with_its_connect
     await listener.start(sock)
     _, writer = await asyncio.open_connection("127.0.0.1", sock.getsockname()[1])
     writer.write(write_request(1, "test", ApiVersionsRequest()))
-    while not any(one._task for one in listener.connections):
-        await asyncio.sleep(0.001)
+    await until(lambda: any(one._task for one in listener.connections))
     if leaves == "before the broker is up":
         writer.write_eof()
-        while not any(one.presence.has_left for one in listener.connections):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(one.presence.has_left for one in listener.connections))
     dispatch.serve([api])
-    while not api.parked:
-        await asyncio.sleep(0.001)
+    await until(lambda: api.parked)
     if leaves == "afterwards":
         writer.write_eof()
     elif leaves == "altogether":

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 from uuid import UUID
 
@@ -16,7 +15,6 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.follower_fetch import BYTES_MIN, FollowerFetch
 from millstream.broker.log.log import Log
-from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import ACKS_LEADER, Partition
 from millstream.core.errors import NotLeader, ProtocolViolation, UnknownTopicId
@@ -39,7 +37,7 @@ from millstream.protocol.wire.replica_fetch import (
 )
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 ME, FOLLOWER, STRANGER = NodeId(1), NodeId(2), NodeId(8)
 TOPIC = Topic(name="orders", topic_id=UUID(int=5), partitions=4, replication=2, overrides={}, created_ms=0)
@@ -60,9 +58,7 @@ class Leader:
         budget_bytes: int = 1 << 26,
         registrations: dict[NodeId, int] | None = None,
     ) -> None:
-        self.store = LogStore.open(
-            Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
-        )
+        self.store = memory_store(journal_bytes=1 << 20)
         self.partitions = [self._open(index) for index in range(partitions)]
         self.lookups = 0
         self.budget = Budget(budget_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 from uuid import UUID
 
@@ -17,7 +16,6 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log.store import LogStore
 from millstream.broker.net.response import Promise
 from millstream.broker.replication.partition import Partition
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
@@ -28,7 +26,7 @@ from millstream.protocol.messages.codec import read_request_header, read_respons
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.api_requests import write_request
 from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)
@@ -46,9 +44,7 @@ class OnePartition:
 
 
 async def test_timed_out_requests_get_a_response_and_are_freed_while_the_high_watermark_stands_still() -> None:
-    store = LogStore.open(
-        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store()
     log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))
     partition = Partition(TOPIC, PartitionIndex(0), log, store, alone=False, clock=ManualClock())
     partition.apply(Versioned(STATE, 1), me=ME)

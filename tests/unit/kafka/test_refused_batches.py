@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 from uuid import UUID
 
@@ -33,6 +32,7 @@ from millstream_testing.api_requests import write_request
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=1, overrides={}, created_ms=0)
@@ -54,7 +54,6 @@ class Restarted:
         self._produce = Produce(cast("Topics", self), quota)
 
     def partition(self, _name: str, _index: int) -> Partition:
-        """Return the only partition."""
         return self.opened
 
     def lead(self, epoch: int = 1) -> None:
@@ -98,7 +97,7 @@ class Restarted:
 async def node() -> AsyncIterator[Restarted]:
     """A node that does not lead yet."""
     files, clock = MemoryFiles(), ManualClock()
-    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=10**9)
+    store = memory_store(files, clock, journal_bytes=100_000)
     yield Restarted(store)
     await store.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -11,46 +10,19 @@ from pathlib import Path
 import kio.schema
 import pytest
 
-from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.catalog.sealing import Sealing
-from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
-from millstream.broker.cluster.declared_state import DeclaredState
-from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import Api, PrivateApi
-from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
-from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
-from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.engine import Expiry
-from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
 from millstream_testing.protocol_reference import NOT_SERVED, api_entries
 
 
 @pytest.fixture
-async def served(catalog: Catalog, topics: Topics, membership: Membership, config: Config) -> ServedApis:
-    node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
-    declared = DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock())
-    parts = ApiDependencies(
-        config=config,
-        clock=SystemClock(),
-        topics=topics,
-        membership=membership,
-        producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-        declared=declared,
-        secrets=StoredSecrets(catalog, Sealing(None), declared.with_secrets),
-        budget=Budget(1 << 20),
-        connections=(),
-        sources=(),
-        unready_reasons=tuple,
-        node=node,
-        supervise=lambda name, work: asyncio.get_running_loop().create_task(work, name=name),
-    )
-    return ServedApis(parts)
+async def served(api_dependencies: ApiDependencies) -> ServedApis:
+    return ServedApis(api_dependencies)
 
 
 def names_of_kafka() -> Iterator[str]:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import importlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 from uuid import UUID
@@ -16,26 +15,20 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.catalog.sealing import Sealing
-from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
-from millstream.broker.cluster.declared_state import ClientQuotas, DeclaredState
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka import share_codec
 from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
-from millstream.broker.net.budget import Budget
 from millstream.broker.net.response import Buffers, Parked, Promise
 from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.security.rights import Rights
-from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
-from millstream.core.clock import SystemClock
-from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
 from millstream.core.ids import Epoch, NodeId
 from millstream.core.partition_state import PartitionState
@@ -49,6 +42,7 @@ from millstream.protocol.messages.codec import (
 from millstream.protocol.messages.shape import default_of
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.api_requests import send_request, write_request
+from millstream_testing.waiting import until
 
 GROUP = "workers"
 TOPIC = "orders"
@@ -220,28 +214,9 @@ def refusals(response: Any) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-async def share_node(
-    catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
-) -> AsyncIterator[ShareNode]:
-    node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
-    declared = replace(DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock()), quotas=quotas)
-    subscriptions = declared.subscriptions
-    parts = ApiDependencies(
-        config=config,
-        clock=SystemClock(),
-        topics=topics,
-        membership=membership,
-        producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-        declared=declared,
-        secrets=StoredSecrets(catalog, Sealing(None), declared.with_secrets),
-        budget=Budget(1 << 20),
-        connections=(),
-        sources=(),
-        unready_reasons=tuple,
-        node=node,
-        supervise=lambda _name, work: asyncio.ensure_future(work),
-    )
-    served = ServedApis(parts)
+async def share_node(api_dependencies: ApiDependencies) -> AsyncIterator[ShareNode]:
+    topics, subscriptions = api_dependencies.topics, api_dependencies.declared.subscriptions
+    served = ServedApis(api_dependencies)
     await served.start()
     await topics.create(TOPIC, partitions=2)
     await subscriptions.create(GROUP, (), {START: "earliest", LEASE: "600000"})
@@ -396,8 +371,7 @@ async def test_a_member_that_waits_gets_nothing_after_the_right_to_read_ends(
     assert await one.got() == [(0, 9, 1)]
     waiting = asyncio.create_task(one.fetch(max_wait=120_000))
     engine = await one.share_node.service.engine()
-    while not any(delivery.waiting for delivery in engine.deliveries):
-        await asyncio.sleep(0.01)
+    await until(lambda: any(delivery.waiting for delivery in engine.deliveries))
     await security.delete_acls(AclFilter(resource_type=ResourceType.TOPIC))
     await one.share_node.publish("late")
     response = await waiting
@@ -703,8 +677,6 @@ async def test_missing_topics_and_partitions_are_refused(one: Sharer) -> None:
 
 
 class LiveNodes:
-    """Two nodes."""
-
     def __init__(self) -> None:
         nodes = [Node(node_id=NodeId(number), host=f"node-{number}", port=9090 + number) for number in (5, 7)]
         self.live = {node.node_id: node for node in nodes}

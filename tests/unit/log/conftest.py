@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from millstream.broker.log.store import LogStore
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 OpenStore = Callable[[], LogStore]
 
@@ -27,9 +27,7 @@ def clock() -> ManualClock:
 @pytest.fixture
 def open_store(files: MemoryFiles, clock: ManualClock) -> OpenStore:
     def open_one() -> LogStore:
-        return LogStore.open(
-            Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=3_600_000
-        )
+        return memory_store(files, clock, journal_bytes=100_000, producer_expiry_ms=3_600_000)
 
     return open_one
 

@@ -19,13 +19,14 @@ from millstream.broker.log.segment import FRESH_S
 from millstream.broker.log.segment_slice import BrokenSegment
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
-from millstream.core.errors import DamagedRange, InspectionPending, StorageFailure
+from millstream.core.errors import InspectionPending, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import read_log, running
 
 SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
 COUNT = 40
@@ -43,19 +44,8 @@ def log(store: LogStore) -> Log:
 
 def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
     """The served values, one batch each, and the refused ranges."""
-    served: list[int] = []
-    lost: list[tuple[int, int]] = []
-    offset = 0
-    while offset < log.end_offset:
-        try:
-            records = list(decode_records(log.read(offset, max_bytes=500, up_to=log.end_offset)))
-        except DamagedRange as damage:
-            lost.append((damage.start, damage.end))
-            offset = damage.end
-            continue
-        served += [int(record.value or b"") for record in records]
-        offset = records[-1].offset + 1
-    return served, lost
+    served, lost = read_log(log, max_bytes=500)
+    return [int(record.value or b"") for record in decode_records(served)], lost
 
 
 def place_of(log: Log, offset: int) -> tuple[str, int]:
@@ -182,11 +172,8 @@ def overwrite(path: str, position: int) -> None:
         file.write(b"?")
 
 
-async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = DiskFiles()
-    store = LogStore.open(tmp_path, files=files, clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9)
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
+def damaged(store: LogStore) -> tuple[Log, asyncio.Event]:
+    """A log with a damaged batch that was not found yet, and an event for the end of the search."""
     log = store.open_log(UUID(int=5), TopicPartition("orders", PartitionIndex(0)), SETTINGS)
     for number in range(COUNT):
         log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
@@ -195,46 +182,42 @@ async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest
     log.segments.containing(17).forget_verified()
     looked_again = asyncio.Event()
     log.damage.on_change = looked_again.set
-    scanned_in: list[bool] = []
-    scan = scan_module.Scan.__iter__
-    loop_thread = threading.get_ident()
+    return log, looked_again
 
-    def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.Bad]:
-        scanned_in.append(threading.get_ident() == loop_thread)
-        return scan(one)
 
-    monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
-    for _ in range(3):
-        # Until it is located, nothing is skipped, and nothing is read twice.
-        with pytest.raises(InspectionPending, match="determining which offsets are lost"):
-            log.read(17, max_bytes=500, up_to=log.end_offset)
-    await looked_again.wait()
-    assert scanned_in == [False]
-    assert read_all(log) == without(17)
-    await store.close()
-    await running
+async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = DiskFiles()
+    store = LogStore.open(tmp_path, files=files, clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9)
+    async with running(store):
+        log, looked_again = damaged(store)
+        scanned_in: list[bool] = []
+        scan = scan_module.Scan.__iter__
+        loop_thread = threading.get_ident()
+
+        def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.Bad]:
+            scanned_in.append(threading.get_ident() == loop_thread)
+            return scan(one)
+
+        monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
+        for _ in range(3):
+            # Until it is located, nothing is skipped, and nothing is read twice.
+            with pytest.raises(InspectionPending, match="determining which offsets are lost"):
+                log.read(17, max_bytes=500, up_to=log.end_offset)
+        await looked_again.wait()
+        assert scanned_in == [False]
+        assert read_all(log) == without(17)
 
 
 async def test_batches_truncated_during_the_check_are_not_reported_as_lost(tmp_path: Path) -> None:
     store = LogStore.open(
         tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
     )
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
-    log = store.open_log(UUID(int=5), TopicPartition("orders", PartitionIndex(0)), SETTINGS)
-    for number in range(COUNT):
-        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
-    path, position = place_of(log, 17)
-    overwrite(path, position + PAYLOAD_AT)
-    log.segments.containing(17).forget_verified()
-    looked_again = asyncio.Event()
-    log.damage.on_change = looked_again.set
-    with pytest.raises(InspectionPending):
-        log.read(17, max_bytes=500, up_to=log.end_offset)
-    log.truncate_to(5)
-    for number in range(5, COUNT):
-        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
-    await looked_again.wait()
-    assert read_all(log) == without()
-    await store.close()
-    await running
+    async with running(store):
+        log, looked_again = damaged(store)
+        with pytest.raises(InspectionPending):
+            log.read(17, max_bytes=500, up_to=log.end_offset)
+        log.truncate_to(5)
+        for number in range(5, COUNT):
+            log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
+        await looked_again.wait()
+        assert read_all(log) == without()

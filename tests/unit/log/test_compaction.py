@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from millstream.broker.log.ledger import LEDGER_NAME
 from millstream.broker.log.log import AppendedRange, Log
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import BatchTooLarge, DamagedRange, InvalidBatch, InvalidTimestamp
+from millstream.core.errors import BatchTooLarge, InvalidBatch, InvalidTimestamp
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import (
@@ -28,6 +27,7 @@ from millstream.protocol.records.batch import (
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store, read_log
 
 TOPIC_ID = UUID(int=9)
 SETTINGS = TopicSettings(
@@ -345,17 +345,7 @@ def test_damage_is_recorded_and_skipped(store: LogStore, clock: ManualClock, fil
 
 
 def _readable(log: Log) -> list[Record]:
-    found: list[Record] = []
-    offset = int(log.start_offset)
-    while offset < log.end_offset:
-        try:
-            data = bytes(log.read(offset, max_bytes=250, up_to=log.end_offset))
-        except DamagedRange as damaged:
-            offset = damaged.end
-            continue
-        found += decode_records(data)
-        offset = [header.next_offset for header in iterate_headers(data)][-1]
-    return found
+    return list(decode_records(read_log(log)[0]))
 
 
 def test_retention_meanwhile_ends_the_pass_and_leaves_no_file(
@@ -392,9 +382,7 @@ def test_a_failing_disk_leaves_the_log_intact(
         pass
     assert pairs_of(log)[-2:] == [(38, b"k0", b"v38"), (39, b"k1", b"v39")]
     store.close_now()
-    reopened = opened(
-        LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=3_600_000)
-    )
+    reopened = opened(memory_store(files, clock, journal_bytes=100_000, producer_expiry_ms=3_600_000))
     assert pairs_of(reopened)[-2:] == [(38, b"k0", b"v38"), (39, b"k1", b"v39")]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -18,14 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from millstream.broker.log.log import Log
-from millstream.broker.log.store import LogStore
-from millstream.core.errors import DamagedRange
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
-from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store, read_log
 
 TOPIC_ID = UUID(int=11)
 LOGS = 6
@@ -106,9 +103,7 @@ class CompactionMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = LogStore.open(
-            Path("/data"), files=self.files, clock=self.clock, journal_bytes=3000, producer_expiry_ms=10**12
-        )
+        self.store = memory_store(self.files, self.clock, journal_bytes=3000)
         self.store._compactor.keys_max = self.keys_max
         self.logs = [
             self.store.open_log(TOPIC_ID, TopicPartition("t", PartitionIndex(at)), self.settings_of(at))
@@ -285,19 +280,8 @@ class CompactionMachine(RuleBasedStateMachine):
 
 
 def _read(log: Log) -> list[tuple[int, int, bytes | None, bytes | None]]:
-    found: list[tuple[int, int, bytes | None, bytes | None]] = []
-    offset = int(log.start_offset)
-    while offset < log.end_offset:
-        try:
-            data = bytes(log.read(offset, max_bytes=200, up_to=log.end_offset))
-        except DamagedRange as damaged:
-            offset = damaged.end
-            continue
-        found += [(record.offset, record.timestamp_ms, record.key, record.value) for record in decode_records(data)]
-        for header in iterate_headers(data):
-            assert header.base_offset <= offset
-            offset = header.next_offset
-    return found
+    records = decode_records(read_log(log, max_bytes=200)[0])
+    return [(record.offset, record.timestamp_ms, record.key, record.value) for record in records]
 
 
 CompactionMachine.TestCase.settings = settings(

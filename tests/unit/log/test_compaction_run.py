@@ -20,6 +20,7 @@ from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
+from millstream_testing.waiting import until
 
 SETTINGS = TopicSettings(
     cleanup_policy="compact", segment_bytes=20_000, min_cleanable_dirty_ratio=0.0, segment_ms=3_600_000
@@ -58,9 +59,7 @@ def read(log: Log) -> list[Record]:
 
 
 async def until_compacted(log: Log, offset: int) -> None:
-    async with asyncio.timeout(60):
-        while log.cleaned_offset < offset:
-            await asyncio.sleep(0.02)
+    await until(lambda: log.cleaned_offset >= offset)
 
 
 async def test_a_running_store_compacts_by_itself(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -16,8 +15,8 @@ from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store, read_log
 
 TOPIC_ID = UUID(int=1)
 PARTITION = TopicPartition("t", PartitionIndex(0))
@@ -30,9 +29,7 @@ Batches = dict[int, tuple[int, bytes]]
 
 
 def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
-    store = LogStore.open(
-        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**12
-    )
+    store = memory_store(files)
     return store, store.open_log(TOPIC_ID, PARTITION, SETTINGS)
 
 
@@ -62,7 +59,6 @@ def fill(files: MemoryFiles, sizes: list[int], *, checkpoint_after: int, clean: 
 
 
 def find(files: MemoryFiles, batches: Batches) -> dict[int, tuple[str, int]]:
-    """The file and position of each batch."""
     places = {}
     for path in files.walk():
         if path.endswith(".log"):
@@ -75,23 +71,11 @@ def find(files: MemoryFiles, batches: Batches) -> dict[int, tuple[str, int]]:
 
 def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
     """The batches that the log serves, by base offset, and the offsets that it reports as damaged."""
-    served: dict[int, bytes] = {}
-    lost: set[int] = set()
-    offset = int(log.start_offset)
-    while offset < log.end_offset:
-        try:
-            data = bytes(log.read(offset, max_bytes=400, up_to=log.end_offset))
-        except DamagedRange as damaged:
-            if damaged.end > log.end_offset or log.end_offset > 10_000:
-                raise AssertionError(f"{log} made offsets up: {damaged}") from damaged
-            lost.update(range(damaged.start, damaged.end))
-            offset = damaged.end
-            continue
-        assert data
-        for header in iterate_headers(data):
-            served[header.base_offset] = data[header.position : header.end_position]
-            offset = header.next_offset
-    return served, lost
+    served, lost = read_log(log)
+    batches = {
+        int(header.base_offset): served[header.position : header.end_position] for header in iterate_headers(served)
+    }
+    return batches, {offset for start, end in lost for offset in range(start, end)}
 
 
 @given(

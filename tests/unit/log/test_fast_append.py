@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from uuid import UUID
@@ -25,6 +24,7 @@ from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 SETTINGS = (
     TopicSettings(segment_bytes=700, index_interval_bytes=100),
@@ -71,7 +71,7 @@ def each_range(run: AppendedRun) -> list[AppendedRange]:
 
 
 def open_log(files: MemoryFiles, clock: ManualClock, topic: TopicSettings) -> tuple[LogStore, Log]:
-    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=1 << 40)
+    store = memory_store(files, clock)
     return store, store.open_log(UUID(int=3), TopicPartition("t", PartitionIndex(0)), topic)
 
 

@@ -21,6 +21,7 @@ from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store, running
 
 TOPIC_ID = UUID(int=7)
 
@@ -83,9 +84,7 @@ async def test_files_that_cannot_be_synced_are_refused_or_fail(kernel: KernelSyn
 
 
 def open_store(files: MemoryFiles) -> LogStore:
-    return LogStore.open(
-        Path("/data"), files=files, clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
-    )
+    return memory_store(files, SystemClock(), journal_bytes=1 << 20)
 
 
 def open_log(store: LogStore, partition: int) -> Log:
@@ -159,25 +158,22 @@ async def warm(store: LogStore, files: HeldFiles, logs: list[Log]) -> None:
 async def test_one_log_does_not_wait_for_the_sync_of_another() -> None:
     files = HeldFiles()
     store = open_store(files)
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
-    first, second = open_log(store, 0), open_log(store, 1)
-    await warm(store, files, [first, second])
-    put(store, first)
-    await files.held.wait_for(1)
-    put(store, second)
-    # Appends during a sync of a log wait for its next commit.
-    put(store, first)
-    await files.held.wait_for(2)
-    files.held.end(1)
-    assert (first.synced_offset, second.synced_offset) == (1, 2)
-    files.held.end(0)
-    assert first.synced_offset == 2
-    await files.held.wait_for(1)
-    files.held.end(0)
-    assert first.synced_offset == 3
-    await store.close()
-    await running
+    async with running(store):
+        first, second = open_log(store, 0), open_log(store, 1)
+        await warm(store, files, [first, second])
+        put(store, first)
+        await files.held.wait_for(1)
+        put(store, second)
+        # Appends during a sync of a log wait for its next commit.
+        put(store, first)
+        await files.held.wait_for(2)
+        files.held.end(1)
+        assert (first.synced_offset, second.synced_offset) == (1, 2)
+        files.held.end(0)
+        assert first.synced_offset == 2
+        await files.held.wait_for(1)
+        files.held.end(0)
+        assert first.synced_offset == 3
 
 
 async def test_many_logs_are_committed_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +187,14 @@ async def test_many_logs_are_committed_together(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Commit, "execute", counted)
     files = HeldFiles()
     store = open_store(files)
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
-    logs = [open_log(store, number) for number in range(8)]
-    await warm(store, files, logs)
-    sizes.clear()
-    for log in logs:
-        put(store, log)
-    await asyncio.gather(*map(until_synced, logs))
-    assert sizes == [8]
-    await store.close()
-    await running
+    async with running(store):
+        logs = [open_log(store, number) for number in range(8)]
+        await warm(store, files, logs)
+        sizes.clear()
+        for log in logs:
+            put(store, log)
+        await asyncio.gather(*map(until_synced, logs))
+        assert sizes == [8]
 
 
 async def test_a_failed_background_sync_moves_the_tail_to_another_file(
@@ -210,40 +203,34 @@ async def test_a_failed_background_sync_moves_the_tail_to_another_file(
     monkeypatch.setattr(store_module, "RETRY_S", 0.01)
     files = HeldFiles()
     store = open_store(files)
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
-    log = open_log(store, 0)
-    await warm(store, files, [log])
-    put(store, log)
-    await files.held.wait_for(1)
-    broken = log.segments.active
-    files.held.end(0, OSError(errno.EIO, "planted"))
-    # The file is not trusted again: its unsynced tail is copied, and only then acknowledged.
-    assert log.synced_offset == 1
-    with pytest.raises(StorageFailure):
+    async with running(store):
+        log = open_log(store, 0)
+        await warm(store, files, [log])
         put(store, log)
-    await until_synced(log)
-    assert log.synced_offset == 2
-    assert log.segments.active is not broken
-    await store.close()
-    await running
+        await files.held.wait_for(1)
+        broken = log.segments.active
+        files.held.end(0, OSError(errno.EIO, "planted"))
+        # The file is not trusted again: its unsynced tail is copied, and only then acknowledged.
+        assert log.synced_offset == 1
+        with pytest.raises(StorageFailure):
+            put(store, log)
+        await until_synced(log)
+        assert log.synced_offset == 2
+        assert log.segments.active is not broken
 
 
 async def test_a_checkpoint_on_the_loop_finishes_background_syncs_first() -> None:
     """Both sync the same file under a lock, which only the loop would release."""
     files = HeldFiles()
     store = open_store(files)
-    running = asyncio.create_task(store.run())
-    await asyncio.sleep(0)
-    log = open_log(store, 0)
-    await warm(store, files, [log])
-    put(store, log)
-    await files.held.wait_for(1)
-    store.checkpoint_now(log)
-    assert files.held.drains == 1
-    assert log.synced_offset == 2
-    await store.close()
-    await running
+    async with running(store):
+        log = open_log(store, 0)
+        await warm(store, files, [log])
+        put(store, log)
+        await files.held.wait_for(1)
+        store.checkpoint_now(log)
+        assert files.held.drains == 1
+        assert log.synced_offset == 2
 
 
 async def test_an_unexpected_error_of_a_commit_stops_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.broker.log.log import Log
-from millstream.broker.log.store import LogStore
 from millstream.broker.net.response import start
 from millstream.core.errors import DamagedRange, OutOfOrderSequence, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
@@ -26,6 +24,7 @@ from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 TOPIC_ID = UUID(int=7)
 LOGS = 6
@@ -96,13 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = LogStore.open(
-            Path("/data"),
-            files=self.files,
-            clock=self.clock,
-            journal_bytes=JOURNAL_BYTES,
-            producer_expiry_ms=10**12,
-        )
+        self.store = memory_store(self.files, self.clock, journal_bytes=JOURNAL_BYTES)
         self.logs = [
             self.store.open_log(
                 TOPIC_ID,

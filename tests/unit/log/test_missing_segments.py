@@ -10,11 +10,11 @@ import pytest
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import segment_path
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import DamagedRange
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import read_log
 
 OpenStore = Callable[[], LogStore]
 
@@ -51,19 +51,8 @@ def remove_segments(files: MemoryFiles, *bases: int) -> None:
 
 def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
     """The offsets that are served, and the ranges that are reported as lost."""
-    served: list[int] = []
-    lost: list[tuple[int, int]] = []
-    offset = int(log.start_offset)
-    while offset < log.end_offset:
-        try:
-            data = log.read(offset, max_bytes=10_000, up_to=log.end_offset)
-        except DamagedRange as damaged:
-            lost.append((damaged.start, damaged.end))
-            offset = damaged.end
-            continue
-        served += [int(record.offset) for record in decode_records(data)]
-        offset = served[-1] + 1
-    return served, lost
+    served, lost = read_log(log, max_bytes=10_000)
+    return [int(record.offset) for record in decode_records(served)], lost
 
 
 @pytest.mark.parametrize("which", [0, 1, -1], ids=["the first", "one in the middle", "the active one"])

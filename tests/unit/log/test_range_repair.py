@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -21,8 +20,8 @@ from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
-from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 PARTITION = TopicPartition("orders", PartitionIndex(0))
 SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
@@ -31,9 +30,7 @@ PAYLOAD_AT = 120
 
 
 def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
-    store = LogStore.open(
-        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**12
-    )
+    store = memory_store(files)
     return store, store.open_log(UUID(int=1), PARTITION, SETTINGS)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -23,6 +22,7 @@ from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 TOPIC_ID = UUID(int=9)
 WHERE = TopicPartition("orders", PartitionIndex(0))
@@ -30,7 +30,7 @@ EXAMPLES = int(os.environ.get("LOG_EXAMPLES", "40"))
 
 
 def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
-    return LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=10**12)
+    return memory_store(files, clock, journal_bytes=100_000)
 
 
 def open_log(store: LogStore, *, segment_bytes: int = 700) -> Log:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -21,19 +20,10 @@ from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import running
 
 OpenStore = Callable[[], LogStore]
 TOPIC_ID = UUID(int=6)
-
-
-@asynccontextmanager
-async def running(store: LogStore) -> AsyncIterator[LogStore]:
-    task = asyncio.create_task(store.run())
-    try:
-        yield store
-    finally:
-        await store.close()
-        await task
 
 
 def open_log(store: LogStore, partition: int = 0, settings: TopicSettings | None = None) -> Log:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from uuid import UUID
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.log.log import Log
-from millstream.broker.log.store import LogStore
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, BatchHeader, iterate_headers
@@ -17,6 +15,7 @@ from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 SETTINGS = TopicSettings(
     cleanup_policy="compact",
@@ -40,13 +39,7 @@ class Machine:
         self.reopen()
 
     def reopen(self) -> None:
-        self.store = LogStore.open(
-            Path("/data"),
-            files=self.files,
-            clock=self.clock,
-            journal_bytes=100_000,
-            producer_expiry_ms=PRODUCER_EXPIRY_MS,
-        )
+        self.store = memory_store(self.files, self.clock, journal_bytes=100_000, producer_expiry_ms=PRODUCER_EXPIRY_MS)
         self.log: Log = self.store.open_log(UUID(int=9), TopicPartition("t", PartitionIndex(0)), SETTINGS)
 
     def kill(self) -> None:

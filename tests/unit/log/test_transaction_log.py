@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
@@ -24,6 +23,7 @@ from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 TOPIC_ID = UUID(int=9)
 WHERE = TopicPartition("orders", PartitionIndex(0))
@@ -43,7 +43,7 @@ LOST = Entry(-1, -1)
 
 
 def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
-    return LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=10**12)
+    return memory_store(files, clock, journal_bytes=100_000)
 
 
 class Machine:

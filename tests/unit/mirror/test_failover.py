@@ -566,8 +566,6 @@ async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_
 
 
 class SwitchSource:
-    """The source of a switch."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
         self.asked: list[str] = []
         self.refused: dict[str, list[MillstreamError]] = {}

@@ -17,6 +17,7 @@ from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import decode
 from millstream.protocol.private.mirror_messages import QueueSnapshot, RegistryRequest, RegistryResponse
 from millstream.protocol.private.schema_messages import SchemaMessage
+from millstream_testing.waiting import until
 
 
 def test_a_queue_whose_ids_are_none_is_refused() -> None:
@@ -41,8 +42,7 @@ async def test_an_unexpected_failure_is_reported_and_retried(monkeypatch: pytest
     mirror: Any = SimpleNamespace(name="paris", mirror_id=1, settings=MirrorSettings())
     run = MirrorRun(mirror, SimpleNamespace())  # type: ignore[arg-type]
     running = asyncio.create_task(run.run())
-    while not run.error and not running.done():
-        await asyncio.sleep(0)
+    await until(lambda: run.error or running.done())
     assert not running.done()
     assert "bytes is not a 16-char string" in run.error
     running.cancel()

@@ -84,7 +84,6 @@ class TargetSubscriptions:
         return AsyncMock(side_effect=lambda name, *_, **__: self.done.append((what, name)))
 
     def topics_of(self, what: str) -> Any:
-        """Return the topics of the only call."""
         [call] = getattr(self.declared, what).call_args_list
         return call.kwargs.get("topics") or call.args[1]
 

@@ -17,7 +17,6 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.log.store import LogStore
 from millstream.broker.mirror.copier import Copier, Copy
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.service import MirrorRun, MirrorService
@@ -42,7 +41,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream.protocol.wire.fetch import FetchedPartition
 from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 NAME = "paris"
 EU, US = "orders.eu", "orders.us"
@@ -63,9 +62,7 @@ class OldSource:
         self.topic = Topic(
             name=EU, topic_id=UUID(int=1), partitions=2, replication=1, overrides={}, created_ms=0, mirror=NAME
         )
-        self.logs = LogStore.open(
-            Path("/data"), files=MemoryFiles(), clock=clock, journal_bytes=100_000, producer_expiry_ms=10**9
-        )
+        self.logs = memory_store(clock=clock, journal_bytes=100_000)
         where = TopicPartition(EU, PartitionIndex(0))
         log = self.logs.open_log(self.topic.topic_id, where, TopicSettings(flush="os"))
         self.partition_0 = Partition(self.topic, PartitionIndex(0), log, self.logs, alone=False, clock=clock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -13,7 +12,6 @@ from uuid import UUID
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
 from millstream.broker.mirror.barriers import Barriers
 from millstream.broker.mirror.copier import Copier, Copy
@@ -42,7 +40,8 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 from millstream.protocol.wire.fetch import BY_ID, FetchedPartition, FetchLimits, read_fetched, write_fetch
 from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
+from millstream_testing.waiting import until
 
 OLD, NEW = UUID(int=1), UUID(int=2)
 ME = NodeId(1)
@@ -127,9 +126,7 @@ class Target:
 
     def __init__(self, broker: Broker) -> None:
         clock = ManualClock()
-        self.logs = LogStore.open(
-            Path("/data"), files=MemoryFiles(), clock=clock, journal_bytes=100_000, producer_expiry_ms=10**9
-        )
+        self.logs = memory_store(clock=clock, journal_bytes=100_000)
         log = self.logs.open_log(COPY.topic_id, TopicPartition(COPY.name, PartitionIndex(0)), TopicSettings(flush="os"))
         self.partition = Partition(COPY, PartitionIndex(0), log, self.logs, alone=False, clock=clock)
         state = PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(0), in_sync=(ME,))
@@ -162,9 +159,7 @@ class Target:
         """Copy until everything has arrived, or an error stops it."""
         running = asyncio.create_task(self.copier.run())
         try:
-            async with asyncio.timeout(60):
-                while not copy.error and copy.end < 4:
-                    await asyncio.sleep(0.001)
+            await until(lambda: copy.error or copy.end >= 4)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -15,18 +15,13 @@ from hypothesis import strategies as st
 from millstream.broker.net import listener as listener_module
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
-from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import BUFFER_BYTES
 from millstream.broker.net.response import Promise
 from millstream.broker.net.turns import Flow, Turns
 from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram
-
-LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack(">i", len(body)) + body
+from millstream_testing.listening import LIMITS, framed, listening, read_frame
+from millstream_testing.waiting import until
 
 
 class Echo:
@@ -44,31 +39,6 @@ class Scripted:
 
     def handle(self, frame: memoryview, connection: Connection) -> EventualResponse:
         return self._respond(bytes(frame))
-
-
-@asynccontextmanager
-async def listening(
-    service: Echo | Scripted,
-    *,
-    limits: ConnectionLimits = LIMITS,
-    budget: Budget | None = None,
-    connections_max: int = 100,
-    turns: Turns | None = None,
-) -> AsyncIterator[tuple[Listener, int]]:
-    budget = budget or Budget(1 << 30)
-    listener = Listener(service, limits=limits, budget=budget, connections_max=connections_max, idle_s=600, turns=turns)
-    sock = bind("127.0.0.1", 0, flag="kafka")
-    port = sock.getsockname()[1]
-    await listener.start(sock)
-    try:
-        yield listener, port
-    finally:
-        await listener.drain(1)
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    (size,) = struct.unpack(">i", await reader.readexactly(4))
-    return await reader.readexactly(size)
 
 
 @asynccontextmanager
@@ -124,8 +94,7 @@ async def test_an_announced_length_alone_costs_little_memory() -> None:
     budget = Budget(1 << 30)
     async with listening(Echo(), budget=budget) as (_, port), client(port) as (_, writer):
         writer.write(struct.pack(">i", LIMITS.frame_bytes_max) + b"x")
-        while budget.used_bytes == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: budget.used_bytes != 0)
         assert budget.used_bytes <= BUFFER_BYTES
     assert budget.used_bytes == 0
 
@@ -141,8 +110,7 @@ async def test_promised_responses_are_sent_in_request_order() -> None:
 
     async with listening(Scripted(promise)) as (_, port), client(port) as (reader, writer):
         writer.write(framed(b"a") + framed(b"b") + framed(b"c") + framed(b"now"))
-        while len(promises) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(promises) >= 3)
         for number in (2, 0, 1):
             promises[number].resolve([framed(b"response %d" % number)])
         assert [await read_frame(reader) for _ in range(4)] == [b"response 0", b"response 1", b"response 2", b"now"]
@@ -227,8 +195,7 @@ async def test_reading_pauses_when_the_budget_is_exhausted() -> None:
     budget = Budget(1024)
     async with listening(Scripted(respond), budget=budget) as (_, port), client(port) as first, client(port) as second:
         first[1].write(framed(b"hold" + bytes(2000)))
-        while budget.has_room:
-            await asyncio.sleep(0.001)
+        await until(lambda: not budget.has_room)
         second[1].write(framed(b"a"))
         # The first read of a connection is accepted; after it the connection waits for memory.
         assert await read_frame(second[0]) == b"a"
@@ -284,8 +251,7 @@ async def test_a_stalled_partial_frame_is_disconnected() -> None:
     limits = ConnectionLimits(frame_bytes_max=1000, stall_s=10)
     async with listening(Echo(), limits=limits) as (listener, port), client(port) as (_, writer):
         writer.write(struct.pack(">i", 100) + b"half")
-        while not listener.connections or listener.traffic.bytes_in == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: listener.connections and listener.traffic.bytes_in != 0)
         (connection,) = listener.connections
         assert not connection.stalled(connection.last_activity + 9)
         assert connection.stalled(connection.last_activity + 11)

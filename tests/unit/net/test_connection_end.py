@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +12,13 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
-from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.listener import Listener
 from millstream.broker.net.presence import Hangups, Presence
 from millstream.broker.net.response import Buffers, Parked, Promise
+from millstream_testing.listening import framed, listening
+from millstream_testing.waiting import until
 
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack(">i", len(body)) + body
 
 
 class Waiting(Parked):
@@ -102,34 +98,17 @@ class Polls:
         return join()
 
 
-@asynccontextmanager
-async def listening(service: Polls, budget: Budget | None = None) -> AsyncIterator[tuple[Listener, int]]:
-    budget = budget or Budget(1 << 30)
-    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
-    sock = bind("127.0.0.1", 0, flag="kafka")
-    port = sock.getsockname()[1]
-    await listener.start(sock)
-    try:
-        yield listener, port
-    finally:
-        await listener.drain(0)
-        assert budget.used_bytes == 0
-        assert budget.waiting == 0
-
-
 async def until_closed(listener: Listener) -> None:
-    while listener.connections:
-        await asyncio.sleep(0.001)
+    await until(lambda: not listener.connections)
 
 
 async def until_polling(service: Polls, count: int = 1) -> None:
-    while service.polls < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: service.polls >= count)
 
 
 async def test_a_long_poll_returns_what_it_has_when_the_client_shuts_down_its_side() -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"first") + framed(b"poll") + framed(b"poll") + framed(b"last"))
         await until_polling(service)
@@ -143,7 +122,7 @@ async def test_a_long_poll_returns_what_it_has_when_the_client_shuts_down_its_si
 
 async def test_requests_behind_a_waiting_one_are_served_after_it() -> None:
     service = Polls()
-    async with listening(service) as (_, port):
+    async with listening(service, limits=LIMITS) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"first") + framed(b"park") + framed(b"park") + framed(b"last"))
         for count in (1, 2):
@@ -158,7 +137,7 @@ async def test_requests_behind_a_waiting_one_are_served_after_it() -> None:
 @pytest.mark.parametrize("behind", [b"", framed(b"last")])
 async def test_waiting_requests_are_abandoned_when_the_client_shuts_down_its_side(behind: bytes) -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"park") + behind)
         await until_polling(service)
@@ -172,7 +151,7 @@ async def test_waiting_requests_are_abandoned_when_the_client_shuts_down_its_sid
 @pytest.mark.parametrize("kind", [b"poll", b"join", b"park"])
 async def test_a_client_that_closes_leaves_no_waiting_request(kind: bytes) -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(kind))
         await until_polling(service)
@@ -184,7 +163,7 @@ async def test_a_client_that_closes_leaves_no_waiting_request(kind: bytes) -> No
 @pytest.mark.parametrize("ends_its_side", [True, False])
 async def test_a_response_that_was_sent_is_not_undone(ends_its_side: bool) -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         # Large enough to be sent in pieces; behind it, another response waits.
         writer.write(framed(b"lease1000000") + framed(b"lease5"))
@@ -198,7 +177,7 @@ async def test_a_response_that_was_sent_is_not_undone(ends_its_side: bool) -> No
 
 async def test_a_response_that_was_not_sent_is_undone() -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
         writer.write(framed(b"lease50000000"))
         await asyncio.wait_for(reader.readexactly(4), 60)
@@ -209,7 +188,7 @@ async def test_a_response_that_was_not_sent_is_undone() -> None:
 
 async def test_an_abandoned_request_has_no_response_and_later_ones_do() -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"join") + framed(b"last"))
         await until_polling(service)
@@ -222,7 +201,7 @@ async def test_an_abandoned_request_has_no_response_and_later_ones_do() -> None:
 @pytest.mark.parametrize("kind", [b"poll", b"join"])
 async def test_a_shutdown_is_noticed_while_reading_is_paused(kind: bytes) -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         # So many requests wait behind the poll that reading pauses, and the shutdown is behind even more.
         count = 200
@@ -242,7 +221,7 @@ async def test_a_shutdown_is_noticed_while_reading_is_paused(kind: bytes) -> Non
 async def test_a_shutdown_is_noticed_without_memory_to_read() -> None:
     service = Polls()
     budget = Budget(10_000)
-    async with listening(service, budget) as (listener, port):
+    async with listening(service, limits=LIMITS, budget=budget) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         budget.reserve(10_000)
         writer.write(framed(b"poll"))
@@ -260,12 +239,11 @@ async def until_polling_ends(listener: Listener) -> None:
 
 async def test_promises_are_kept_after_the_client_shut_down_its_side() -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"promise") + framed(b"last"))
         writer.write_eof()
-        while not service.promises:
-            await asyncio.sleep(0.001)
+        await until(lambda: service.promises)
         await asyncio.sleep(0.01)
         assert listener.connections
         service.promises[0].resolve([framed(b"kept")])
@@ -275,19 +253,17 @@ async def test_promises_are_kept_after_the_client_shut_down_its_side() -> None:
 
 async def test_a_connection_that_is_read_again_is_not_watched() -> None:
     service = Polls()
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"poll"))
         await until_polling(service)
         for _ in range(100):
             writer.write(framed(b"x"))
             await asyncio.sleep(0)
-        while not len(listener._hangups):
-            await asyncio.sleep(0.001)
+        await until(lambda: len(listener._hangups))
         (connection,) = listener.connections
         connection.presence.leave()
-        while len(listener._hangups):
-            await asyncio.sleep(0.001)
+        await until(lambda: not len(listener._hangups))
         writer.close()
 
 
@@ -307,8 +283,7 @@ async def test_a_reused_descriptor_belongs_to_another_connection() -> None:
     hangups.watch(ours.fileno(), second)
     hangups.forget(ours.fileno(), first)
     theirs.shutdown(socket.SHUT_WR)
-    while not reported:
-        await asyncio.sleep(0.001)
+    await until(lambda: reported)
     assert reported == ["second"]
     hangups.forget(ours.fileno(), second)
     hangups.close()
@@ -317,10 +292,9 @@ async def test_a_reused_descriptor_belongs_to_another_connection() -> None:
 
 
 async def test_a_connection_that_is_closing_does_not_take_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with listening(Polls()) as (listener, port):
+    async with listening(Polls(), limits=LIMITS) as (listener, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        while not listener.connections:
-            await asyncio.sleep(0)
+        await until(lambda: listener.connections)
         (connection,) = listener.connections
         # A TLS transport that is closing may have no socket any more.
         closing = SimpleNamespace(is_closing=lambda: True, get_extra_info=lambda _name: None)

@@ -13,15 +13,13 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import (
     WRITE_BUFFER_HIGH_BYTES,
     Connection,
-    ConnectionLimits,
     EventualResponse,
-    Service,
 )
-from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
 from millstream.broker.net.response import Buffers, Parked, Promise, Stream
+from millstream_testing.listening import LIMITS, framed, listening
+from millstream_testing.waiting import until
 
-LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)
 MEGABYTE = bytes(1 << 20)
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -41,20 +39,6 @@ class Flood:
 
 
 @asynccontextmanager
-async def listening(budget: Budget, service: Service | None = None) -> AsyncIterator[tuple[Listener, int]]:
-    listener = Listener(service or Size(), limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
-    sock = bind("127.0.0.1", 0, flag="kafka")
-    port = sock.getsockname()[1]
-    await listener.start(sock)
-    try:
-        yield listener, port
-    finally:
-        await listener.drain(0)
-        assert budget.used_bytes == 0
-        assert budget.waiting == 0
-
-
-@asynccontextmanager
 async def clients(port: int, count: int) -> AsyncIterator[list[Client]]:
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
     try:
@@ -64,10 +48,6 @@ async def clients(port: int, count: int) -> AsyncIterator[list[Client]]:
             writer.close()
 
 
-def framed(body: bytes) -> bytes:
-    return struct.pack(">i", len(body)) + body
-
-
 async def reported_size(client: Client) -> int:
     size, reported = struct.unpack(">ii", await client[0].readexactly(8))
     assert size == 4
@@ -75,13 +55,12 @@ async def reported_size(client: Client) -> int:
 
 
 async def until_holding(budget: Budget, at_least: int) -> None:
-    while budget.used_bytes < at_least:
-        await asyncio.sleep(0.001)
+    await until(lambda: budget.used_bytes >= at_least)
 
 
 async def test_a_partial_frame_costs_what_has_arrived_of_it() -> None:
     budget = Budget(1 << 30)
-    async with listening(budget) as (_, port), clients(port, 50) as half:
+    async with listening(Size(), budget=budget) as (_, port), clients(port, 50) as half:
         for _, writer in half:
             writer.write(struct.pack(">i", 30_000_000) + b"few bytes")
         await until_holding(budget, 50 * FRAME_COST_BYTES)
@@ -91,7 +70,7 @@ async def test_a_partial_frame_costs_what_has_arrived_of_it() -> None:
 async def test_partial_frames_beyond_the_budget_do_not_deadlock() -> None:
     budget = Budget(1024 * 1024)
     sizes = [3_000_000, 5_000_000, 200_000, 9_000_000]
-    async with listening(budget) as (_, port), clients(port, len(sizes)) as senders:
+    async with listening(Size(), budget=budget) as (_, port), clients(port, len(sizes)) as senders:
         for size, (_, writer) in zip(sizes, senders, strict=True):
             writer.write(framed(bytes(size))[: size // 2])
         await until_holding(budget, 1024 * 1024)
@@ -103,7 +82,11 @@ async def test_partial_frames_beyond_the_budget_do_not_deadlock() -> None:
 async def test_small_requests_overtake_stuck_frames() -> None:
     # A budget in proportion to the buffers of large frames, as in a broker.
     budget = Budget(64 * 1024 * 1024)
-    async with listening(budget) as (_, port), clients(port, 40) as senders, clients(port, 1) as (other,):
+    async with (
+        listening(Size(), budget=budget) as (_, port),
+        clients(port, 40) as senders,
+        clients(port, 1) as (other,),
+    ):
         for _, writer in senders:
             writer.write(struct.pack(">i", 1_400_000) + bytes(1_300_000))
         await until_holding(budget, 48 * 1024 * 1024)
@@ -114,7 +97,7 @@ async def test_small_requests_overtake_stuck_frames() -> None:
 
 async def test_a_stalled_frame_is_disconnected_sooner_when_others_wait() -> None:
     budget = Budget(1 << 20)
-    async with listening(budget) as (listener, port), clients(port, 1) as (stuck,):
+    async with listening(Size(), budget=budget) as (listener, port), clients(port, 1) as (stuck,):
         stuck[1].write(struct.pack(">i", 1000) + b"half")
         await until_holding(budget, 1)
         (connection,) = listener.connections
@@ -128,20 +111,19 @@ async def test_a_stalled_frame_is_disconnected_sooner_when_others_wait() -> None
 
 
 async def test_a_connection_shut_down_by_its_client_closes_once_its_responses_are_read() -> None:
-    async with listening(Budget(1 << 30), Flood()) as (listener, port), clients(port, 1) as ((reader, writer),):
+    async with listening(Flood()) as (listener, port), clients(port, 1) as ((reader, writer),):
         # The first response fills the buffers, so the others wait; the last request has no response that could notice
         # the shutdown.
         writer.write(framed(b"a") * 20 + framed(b"S"))
         writer.write_eof()
         received = await asyncio.wait_for(reader.read(), 60)
         assert len(received) == 20 * (4 + (1 << 20))
-        while listener.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener.connections)
 
 
 async def test_unread_responses_count_against_the_budget() -> None:
     budget = Budget(1 << 30)
-    async with listening(budget, Flood()) as (_, port), clients(port, 1) as ((_, writer),):
+    async with listening(Flood(), budget=budget) as (_, port), clients(port, 1) as ((_, writer),):
         writer.write(framed(b"a") * 30)
         # The kernel decides how much of the last piece it takes; sending stops beyond this.
         await until_holding(budget, WRITE_BUFFER_HIGH_BYTES)
@@ -179,7 +161,7 @@ class SlowService:
 @pytest.mark.parametrize("is_closed", [False, True])
 async def test_responses_behind_an_unfinished_one_count_against_the_budget(kind: bytes, is_closed: bool) -> None:
     service, budget = SlowService(), Budget(1 << 30)
-    async with listening(budget, service) as (listener, port), clients(port, 1) as ((reader, writer),):
+    async with listening(service, budget=budget) as (listener, port), clients(port, 1) as ((reader, writer),):
         writer.write(framed(b"P") + framed(kind))
         if kind in (b"Q", b"T"):
             await until_holding(budget, 1)
@@ -194,8 +176,7 @@ async def test_responses_behind_an_unfinished_one_count_against_the_budget(kind:
         else:
             service.first.resolve([framed(b"kept")])
             assert await reader.readexactly(8 + len(MEGABYTE)) == framed(b"kept") + MEGABYTE
-        while budget.used_bytes:
-            await asyncio.sleep(0.001)
+        await until(lambda: not budget.used_bytes)
 
 
 class Late(Parked):
@@ -208,27 +189,25 @@ class Late(Parked):
 async def test_a_promise_resolved_after_the_connection_is_lost_releases_its_memory() -> None:
     service, budget = SlowService(), Budget(1 << 30)
     service.parked = Late()
-    async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
+    async with listening(service, budget=budget) as (listener, port), clients(port, 1) as ((_, writer),):
         writer.write(framed(b"Q"))
         await until_holding(budget, FRAME_COST_BYTES)
         for connection in list(listener.connections):
             connection.abort()
-        while listener.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener.connections)
         service.parked.resolve([MEGABYTE])
         assert budget.used_bytes == 0
 
 
 async def test_a_request_that_cannot_be_abandoned_does_not_block_the_release_of_others() -> None:
     service, budget = SlowService(), Budget(1 << 30)
-    async with listening(budget, service) as (listener, port), clients(port, 1) as ((_, writer),):
+    async with listening(service, budget=budget) as (listener, port), clients(port, 1) as ((_, writer),):
         # A part of a large frame has arrived, too.
         writer.write(framed(b"Q") + struct.pack(">i", 1 << 20) + bytes(1000))
         await until_holding(budget, 2 * FRAME_COST_BYTES)
         for connection in list(listener.connections):
             connection.abort()
-        while listener.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener.connections)
         assert budget.used_bytes == 0
 
 

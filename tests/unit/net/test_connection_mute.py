@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
-from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.connection import Connection, EventualResponse
+from millstream_testing.listening import framed, listening, read_frame
+from millstream_testing.waiting import until
 
 NEVER_S = 3600.0
 SHORT_S = 0.01
@@ -38,27 +36,6 @@ class MutesOnDemand:
         return [framed(body)]
 
 
-def framed(body: bytes) -> bytes:
-    return struct.pack(">i", len(body)) + body
-
-
-@asynccontextmanager
-async def listening(service: MutesOnDemand, budget: Budget) -> AsyncIterator[tuple[Listener, int]]:
-    limits = ConnectionLimits(frame_bytes_max=1 << 25)
-    listener = Listener(service, limits=limits, budget=budget, connections_max=10, idle_s=600)
-    sock = bind("127.0.0.1", 0, flag="kafka")
-    await listener.start(sock)
-    try:
-        yield listener, sock.getsockname()[1]
-    finally:
-        await listener.drain(5)
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    (size,) = struct.unpack(">i", await reader.readexactly(4))
-    return await reader.readexactly(size)
-
-
 async def echo(port: int, body: bytes) -> bytes:
     """Do a round trip of another client, during which the loop serves everything that it is going to serve."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -71,7 +48,7 @@ async def echo(port: int, body: bytes) -> bytes:
 async def test_the_response_is_sent_and_later_requests_wait_until_the_mute_ends() -> None:
     service = MutesOnDemand(NEVER_S)
     budget = Budget(1 << 30)
-    async with listening(service, budget) as (listener, port):
+    async with listening(service, budget=budget, drain_s=5) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"behind it") + framed(b"and this"))
         assert await read_frame(reader) == b"mute"
@@ -89,7 +66,7 @@ async def test_the_response_is_sent_and_later_requests_wait_until_the_mute_ends(
 
 async def test_a_mute_ends_by_itself() -> None:
     service = MutesOnDemand(SHORT_S)
-    async with listening(service, Budget(1 << 30)) as (_, port):
+    async with listening(service, drain_s=5) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):
             writer.write(framed(b"mute") + framed(b"mute later") + framed(b"behind it"))
@@ -99,7 +76,7 @@ async def test_a_mute_ends_by_itself() -> None:
 
 async def test_the_longer_of_two_mutes_applies() -> None:
     service = MutesOnDemand(NEVER_S)
-    async with listening(service, Budget(1 << 30)) as (_, port):
+    async with listening(service, drain_s=5) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"behind it"))
         assert await read_frame(reader) == b"mute"
@@ -115,7 +92,7 @@ async def test_the_longer_of_two_mutes_applies() -> None:
 async def test_a_lost_muted_connection_releases_everything() -> None:
     service = MutesOnDemand(NEVER_S)
     budget = Budget(1 << 30)
-    async with listening(service, budget) as (listener, port):
+    async with listening(service, budget=budget, drain_s=5) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"behind it"))
         assert await read_frame(reader) == b"mute"
@@ -124,8 +101,7 @@ async def test_a_lost_muted_connection_releases_everything() -> None:
         connection.abort()
         assert await reader.read() == b""
         writer.close()
-        while listener.connections:
-            await asyncio.sleep(0)
+        await until(lambda: not listener.connections)
         connection.mute(1)
         assert budget.used_bytes == 0
     assert service.handled == [b"mute"]
@@ -133,7 +109,7 @@ async def test_a_lost_muted_connection_releases_everything() -> None:
 
 async def test_a_lifted_mute_serves_what_waits_and_a_restored_one_goes_on() -> None:
     service = MutesOnDemand(NEVER_S)
-    async with listening(service, Budget(1 << 30)) as (_, port):
+    async with listening(service, drain_s=5) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"mute") + framed(b"mute, behind it"))
         assert await read_frame(reader) == b"mute"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -14,9 +13,10 @@ from hypothesis import strategies as st
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
-from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.response import PIECE_BYTES, Outgoing, Piece, Stored, Stream
 from millstream.core.errors import StorageFailure
+from millstream_testing.listening import framed, listening
+from millstream_testing.waiting import until
 
 MEGABYTE = 1 << 20
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
@@ -69,25 +69,6 @@ class Streams:
         return Stream(laid)
 
 
-@asynccontextmanager
-async def listening(service: Streams, budget: Budget | None = None) -> AsyncIterator[tuple[Listener, int]]:
-    budget = budget or Budget(1 << 30)
-    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
-    sock = bind("127.0.0.1", 0, flag="kafka")
-    port = sock.getsockname()[1]
-    await listener.start(sock)
-    try:
-        yield listener, port
-    finally:
-        await listener.drain(0)
-        service.given = []
-        assert budget.used_bytes == 0
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack(">i", len(body)) + body
-
-
 def parts_of(count: int, size: int = MEGABYTE) -> list[Part]:
     return [Part(bytes([number % 251]) * size) for number in range(count)]
 
@@ -118,11 +99,10 @@ def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], wan
 async def test_a_slow_reader_costs_one_piece_of_memory_and_gets_every_byte() -> None:
     service = Streams(a=lambda: parts_of(40))
     budget = Budget(1 << 30)
-    async with listening(service, budget) as (_, port):
+    async with listening(service, limits=LIMITS, budget=budget) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
         writer.write(framed(b"a") + framed(b"after"))
-        while budget.used_bytes == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: budget.used_bytes != 0)
         await asyncio.sleep(0.05)
         # Bytes taken by the kernel are freed; of the rest, at most a piece or two is in memory.
         read = sum(part.read_bytes for part in service.given)
@@ -138,11 +118,10 @@ async def test_a_slow_reader_costs_one_piece_of_memory_and_gets_every_byte() -> 
 async def test_what_a_slow_reader_keeps_in_memory_counts() -> None:
     service = Streams(m=lambda: parts_of(20))
     budget = Budget(1 << 30)
-    async with listening(service, budget) as (_, port):
+    async with listening(service, limits=LIMITS, budget=budget) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
         writer.write(framed(b"m"))
-        while not budget.used_bytes:
-            await asyncio.sleep(0.001)
+        await until(lambda: budget.used_bytes)
         assert 2 * PIECE_BYTES < budget.used_bytes <= 20 * MEGABYTE + 4
         (size,) = struct.unpack(">i", await reader.readexactly(4))
         assert len(await reader.readexactly(size)) == 20 * MEGABYTE
@@ -153,11 +132,10 @@ async def test_what_a_slow_reader_keeps_in_memory_counts() -> None:
 async def test_scarce_memory_makes_small_pieces() -> None:
     service = Streams(a=lambda: parts_of(20))
     budget = Budget(400_000)
-    async with listening(service, budget) as (_, port):
+    async with listening(service, limits=LIMITS, budget=budget) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a"))
-        while budget.used_bytes == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: budget.used_bytes != 0)
         assert budget.used_bytes < 400_000
         (size,) = struct.unpack(">i", await reader.readexactly(4))
         assert len(await reader.readexactly(size)) == 20 * MEGABYTE
@@ -166,14 +144,14 @@ async def test_scarce_memory_makes_small_pieces() -> None:
 
 async def test_a_client_that_disconnects_midway_leaves_nothing_behind() -> None:
     service = Streams(a=lambda: parts_of(40))
+    gc.collect()
     before = Part.alive
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a"))
         await reader.readexactly(5 * MEGABYTE)
         writer.transport.abort()
-        while listener.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener.connections)
         service.given = []
         gc.collect()
         assert Part.alive == before
@@ -186,7 +164,7 @@ async def test_an_unreadable_part_closes_the_connection(failing: int) -> None:
         made[failing] = Part(bytes(MEGABYTE), fails_at=0)
         return made
 
-    async with listening(Streams(a=parts)) as (listener, port):
+    async with listening(Streams(a=parts), limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a") + framed(b"after"))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
@@ -201,7 +179,7 @@ async def test_an_unreadable_part_closes_the_connection(failing: int) -> None:
 
 
 async def test_a_client_that_shut_down_its_side_still_gets_the_whole_response() -> None:
-    async with listening(Streams(a=lambda: parts_of(20))) as (listener, port):
+    async with listening(Streams(a=lambda: parts_of(20)), limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a") + framed(b"a") + framed(b"end"))
         writer.write_eof()
@@ -209,12 +187,11 @@ async def test_a_client_that_shut_down_its_side_still_gets_the_whole_response() 
         assert len(received) == 2 * (4 + 20 * MEGABYTE) + 7
         assert received[-7:] == framed(b"end")
         writer.close()
-        while listener.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener.connections)
 
 
 async def test_others_are_served_while_a_large_response_is_sent() -> None:
-    async with listening(Streams(a=lambda: parts_of(60))) as (_, port):
+    async with listening(Streams(a=lambda: parts_of(60)), limits=LIMITS) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a"))
@@ -228,7 +205,7 @@ async def test_others_are_served_while_a_large_response_is_sent() -> None:
 
 async def test_a_small_response_may_come_from_a_file_too() -> None:
     service = Streams(a=lambda: parts_of(2, size=100))
-    async with listening(service) as (_, port):
+    async with listening(service, limits=LIMITS) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"a") + framed(b"after"))
         assert await asyncio.wait_for(reader.readexactly(204 + 9), 60) == (
@@ -242,7 +219,7 @@ async def test_a_queued_request_that_fails_closes_its_connection_and_later_ones_
         raise RuntimeError("a defect")
 
     service = Streams(a=lambda: parts_of(40), b=fails, c=lambda: parts_of(1))
-    async with listening(service) as (listener, port):
+    async with listening(service, limits=LIMITS) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
         # The first response is so large that the requests behind it have to wait until it is read.
         writer.write(framed(b"a") + framed(b"b") + framed(b"c"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from uuid import UUID
 
-from millstream.broker.log.store import LogStore
 from millstream.broker.replication.acknowledgement import DISCARD_MIN, AcknowledgementQueue
 from millstream.broker.replication.partition import ACKS_ALL, Partition
 from millstream.core.errors import MillstreamError, NotLeader
@@ -14,7 +12,7 @@ from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)
@@ -74,9 +72,7 @@ async def test_a_notified_listener_may_wait_again() -> None:
 
 
 async def test_cancelled_listeners_are_dropped_while_the_high_watermark_stands_still() -> None:
-    store = LogStore.open(
-        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store()
     log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))
     partition = Partition(TOPIC, PartitionIndex(0), log, store, alone=False, clock=ManualClock())
     partition.apply(Versioned(STATE, 1), me=ME)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from uuid import UUID
 
 import pytest
 
 from millstream.broker.log.log import Log
-from millstream.broker.log.store import LogStore
 from millstream.broker.replication.shared_reads import SharedReads
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
-from millstream_testing.clock import ManualClock
-from millstream_testing.files import MemoryFiles
+from millstream_testing.logs import memory_store
 
 
 @pytest.fixture
 def logs() -> Iterator[list[Log]]:
-    store = LogStore.open(
-        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+    store = memory_store()
     yield [
         store.open_log(UUID(int=1), TopicPartition("t", PartitionIndex(index)), TopicSettings(flush="os"))
         for index in range(2)

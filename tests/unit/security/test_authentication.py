@@ -55,6 +55,7 @@ from millstream.core.errors import AuthenticationFailed, CatalogUnavailable, Inv
 from millstream.core.topic import AUDIT
 from millstream.protocol.wire.credentials import OAUTHBEARER, PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
+from millstream_testing.waiting import until
 
 USER, PASSWORD = "alice", "alice-password"
 ANY_HEADER = JWSRegistry(strict_check_header=False)
@@ -542,8 +543,7 @@ async def test_keys_of_a_url_are_refetched_for_an_unknown_key(issuer: Issuer, mo
     monkeypatch.setattr("millstream.broker.security.oauth.httpx.AsyncClient", client)
     tokens = TokenChecker(OAuthSettings(jwks="https://issuer.example/keys", issuer=ISSUER, audience=AUDIENCE))
     running = asyncio.create_task(tokens.run())
-    while not fetched:
-        await asyncio.sleep(0)
+    await until(lambda: fetched)
     assert await tokens.check(issuer.token("alice"))
     key = RSAKey.generate_key(2048, {"kid": "two"})
     issuer.publish(issuer.key, key)

@@ -12,46 +12,28 @@ from typing import Any, cast
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service
 from millstream.broker.security import gate
-from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.gate import AuthenticationContext, Gate, Session
-from millstream.broker.security.sasl import AuthenticatedClient, Authenticator, FailedAttempts, Passwords
+from millstream.broker.security.sasl import AuthenticatedClient
 from millstream.broker.security.state import SecurityState
-from millstream.broker.security.tls import PrincipalRules
 from millstream.cli.certs import make_node_certificate
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import SHA_256, new_credentials
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.credentials import ASSERTION, PLAIN, _prove_password
-from millstream_testing.security import Certificates
+from millstream_testing.security import Certificates, authenticating
+from millstream_testing.waiting import until
 
 GATEWAY, CALLER = "192.0.2.1", "10.0.0.7"
 
 
 @pytest.fixture
 async def authentication(tmp_path: Path) -> AsyncIterator[AuthenticationContext]:
-    catalog = Catalog.open_folder(tmp_path)
-    state = SecurityState(CatalogDeclarations(catalog), ())
-    await state.change_users(new_credentials("alice", "alice-password"))
-    passwords = Passwords(state)
-    yield AuthenticationContext(
-        state=state,
-        authenticator=Authenticator(passwords, None),
-        attempts=FailedAttempts(),
-        rules=PrincipalRules("DEFAULT"),
-        cluster="c",
-        node_id=NodeId(1),
-        node_secret=b"",
-        assertions=Assertions(state, "c", NodeId(1), Ed25519PrivateKey.generate()),
-    )
-    passwords.close()
-    catalog.close()
+    async with authenticating(tmp_path, "alice", "alice-password") as context:
+        yield context
 
 
 def opened(
@@ -228,9 +210,7 @@ async def test_a_client_that_reauthenticates_may_finish(
 
 
 async def until_ended(session: Session) -> None:
-    async with asyncio.timeout(30):
-        while not session.has_ended:
-            await asyncio.sleep(0.01)
+    await until(lambda: session.has_ended)
 
 
 async def test_a_client_may_reauthenticate_after_the_end_of_its_session_but_not_forever(
