@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import socket
 import warnings
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
+from benchmarks.peers import kafka as apache_kafka
+from benchmarks.peers.unavailable import PeerUnavailable
+from confluent_kafka.schema_registry import SchemaRegistryClient
+
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 # kafka-python reads its schemas through a function that Python 3.11 and 3.12 warn about, while it is imported.
 with warnings.catch_warnings():
@@ -46,3 +55,27 @@ def close_leaked_kafka_python_sockets() -> None:
 
 
 close_leaked_kafka_python_sockets()
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    """The commands, run against the server of the test."""
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture(scope="module")
+def registry(server: Server) -> Iterator[Any]:
+    """Confluent's client of the server's schema registry."""
+    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Apache Kafka, where it is installed."""
+    try:
+        started = apache_kafka.kafka(tmp_path_factory.mktemp("kafka") / "data", "os", partitions=2)
+    except PeerUnavailable as reason:
+        pytest.skip(str(reason))
+    with started:
+        yield started

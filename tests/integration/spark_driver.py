@@ -58,7 +58,6 @@ def faulty(folder: str, fault: str) -> Callable[[Iterator[pa.RecordBatch]], Iter
 
 
 def apply_fault(fault: str) -> None:
-    """Apply the fault to this task."""
     if fault == "slow":
         time.sleep(SLOW_S)
     if fault == "kill-worker":

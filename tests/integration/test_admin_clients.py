@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from kafka.errors import TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 
@@ -63,9 +63,7 @@ def test_create_list_describe_delete(admin: AdminClient, topic: str) -> None:
         assert (partition.leader, partition.replicas, partition.isrs) == (1, [1], [1])
     assert topic in admin.list_topics(timeout=WAIT_S).topics
     delete(admin, topic)
-    deadline = time.monotonic() + WAIT_S
-    while topic in admin.list_topics(timeout=WAIT_S).topics:
-        assert time.monotonic() < deadline
+    wait_until(lambda: topic not in admin.list_topics(timeout=WAIT_S).topics)
 
 
 def test_a_deleted_topic_can_be_recreated_and_is_empty(server: Server, admin: AdminClient, topic: str) -> None:

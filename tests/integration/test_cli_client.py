@@ -20,11 +20,6 @@ from millstream_testing.server import Server
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def producer(server: Server, topic: str) -> Producer:
     """A producer that has sent something and stays connected."""

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from millstream.cli.cluster_up import LocalCluster, Plan
 from millstream.cli.local_process import LocalServerFailed
 from millstream_testing.command import CommandLine
 from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.waiting import wait_until
 
 READY_S_MAX = 240
 STOP_S_MAX = 60
@@ -67,10 +67,7 @@ class ClusterUp:
         return shown
 
     def wait_until(self, holds: Callable[[], object]) -> None:
-        deadline = time.monotonic() + READY_S_MAX
-        while not holds():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
+        wait_until(holds)
 
     def all_gone(self) -> bool:
         return not psutil.wait_procs(self.everything, timeout=STOP_S_MAX)[1]

@@ -28,11 +28,6 @@ from millstream_testing.waiting import wait_until
 LETTERS = 20
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     """A subscription with dead letters; its topic has the same name, and that of the letters ends in `-dead`."""

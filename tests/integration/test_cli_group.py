@@ -7,14 +7,8 @@ import pytest
 from confluent_kafka import Consumer
 
 from millstream_testing.command import CommandLine
-from millstream_testing.server import Server
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
 
 
 @contextmanager

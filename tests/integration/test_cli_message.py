@@ -15,11 +15,6 @@ from millstream_testing.server import Server
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def written(server: Server, millstream: CommandLine, topic: str) -> str:
     """A topic with one compressed batch of an idempotent producer."""

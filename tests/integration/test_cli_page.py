@@ -145,7 +145,6 @@ class Shape:
 
 
 def differences(shape: Any, document: Any, where: str = "") -> Iterator[str]:
-    """Yield the fields that only the document or only the page has."""
     if isinstance(shape, list) and shape and isinstance(document, list):
         for one in document:
             yield from differences(shape[0], one, f"{where}[]")
@@ -193,7 +192,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def commands(of: Any, *names: str) -> Iterator[tuple[str, set[str]]]:
-    """Every command with its flags."""
     for name, inner in getattr(of, "commands", {}).items():
         yield from commands(inner, *names, name)
     if not hasattr(of, "commands"):

@@ -15,11 +15,6 @@ from millstream_testing.server import Server
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as client:

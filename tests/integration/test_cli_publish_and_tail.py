@@ -22,11 +22,6 @@ CHECKED_FROM = 21
 """Where the part of a batch begins that its checksum covers, with the attributes in front."""
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 def values(millstream: CommandLine, topic: str, *arguments: object) -> list[str]:
     return millstream("tail", topic, "--raw", *arguments).lines
 

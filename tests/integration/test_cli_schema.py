@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from confluent_kafka import Producer
 
 from millstream.cli.exit_code import ExitCode
@@ -15,11 +14,6 @@ from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
 PROTO = 'syntax = "proto3";\n\nmessage Paid {\n  int64 id = 1;\n}\n'
-
-
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
 
 
 def avro(path: Path, *fields: str) -> str:

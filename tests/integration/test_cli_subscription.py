@@ -21,11 +21,6 @@ from millstream_testing.server import Server
 LEASE_S = 600
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     """A subscription on a topic of the same name, which has one partition."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from confluent_kafka import Producer
 
 from millstream_testing.command import CommandLine
-from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
 
 
 def test_tail_shows_only_committed_records_by_default(millstream: CommandLine) -> None:

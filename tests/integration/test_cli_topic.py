@@ -11,11 +11,6 @@ from millstream_testing.command import CommandLine, call_command
 from millstream_testing.server import Server
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 def test_a_topic_from_create_to_delete(millstream: CommandLine) -> None:
     created = millstream("topic", "create", "life", "--partitions", 3, "--set", "retention.ms=1000", "--json")
     assert created.code == 0

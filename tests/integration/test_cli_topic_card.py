@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     AlterConfigOpType,
@@ -16,11 +15,6 @@ from millstream_testing.server import Server
 
 WAIT_S = 60.0
 CONTRACT = "https://contracts.example/orders.yaml"
-
-
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
 
 
 def card(millstream: CommandLine, topic: str) -> tuple[str | None, str | None, str | None]:

@@ -26,11 +26,6 @@ from millstream_testing.waiting import wait_until
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
-
-
 @pytest.fixture
 def writer(server: Server, millstream: CommandLine, topic: str) -> Producer:
     """A producer with an open transaction."""

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     AlterConfigOpType,
@@ -38,11 +38,13 @@ from millstream.gateway.api.table import ROUTES
 from millstream.gateway.origin_check import OriginCheck
 from millstream_testing.browser import check_appearance, chromium, open_page, running_browser, save_screenshot
 from millstream_testing.command import CommandLine, run_command
+from millstream_testing.committed_messages import committed_messages
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.producer_load import ProducerLoad
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
-from millstream_testing.waiting import wait_until
+from millstream_testing.waiting import until, wait_until
 
 WAIT_S = 120.0
 SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "group-session-min-ms": 1000}
@@ -60,7 +62,6 @@ def running(
 
 @pytest.fixture
 def cluster(running: ServerGroup) -> ServerGroup:
-    """The cluster with all its nodes."""
     running.start()
     # Each node has to know, since tests use any.
     for node in running:
@@ -85,79 +86,15 @@ def in_sync(admin: AdminClient, topic: str) -> bool:
     return all(len(partition.isrs) == 3 and partition.leader >= 0 for partition in described)
 
 
-class Load:
-    """An idempotent producer that records acknowledged messages, and every error."""
-
-    def __init__(self, cluster: ServerGroup, topic: str) -> None:
-        self._topic = topic
-        self.sent = 0
-        self.acknowledged: list[bytes] = []
-        self.errors: list[KafkaError] = []
-        self._producer = Producer(
-            {
-                "bootstrap.servers": cluster.kafka,
-                "log_level": 0,
-                "enable.idempotence": True,
-                "linger.ms": 2,
-                "message.timeout.ms": int(WAIT_S * 1000),
-            }
-        )
-
-    def run(self, enough: Callable[[], bool]) -> None:
-        """Produce to all partitions until stopped."""
-        while not enough():
-            value = b"%d" % self.sent
-            self._producer.produce(self._topic, value, key=value, on_delivery=self._delivered)
-            self.sent += 1
-            self._producer.poll(0.002)
-
-    def more(self, number: int) -> None:
-        """Produce until so many more are acknowledged."""
-        goal = len(self.acknowledged) + number
-        deadline = time.monotonic() + WAIT_S
-        self.run(lambda: len(self.acknowledged) >= goal or time.monotonic() > deadline)
-        assert len(self.acknowledged) >= goal
-
-    def finish(self) -> None:
-        """Wait for all messages in flight."""
-        assert self._producer.flush(WAIT_S) == 0
-
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
-        if error is not None:
-            self.errors.append(error)
-        else:
-            self.acknowledged.append(message.value() or b"")
-
-
-def read_all(cluster: ServerGroup, topic: str, partitions: int = 3) -> list[bytes]:
-    """Everything in a topic, without a group."""
-    consumer = Consumer(
-        {"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused", "enable.partition.eof": True}
-    )
-    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
-    found: list[bytes] = []
-    ended: set[int] = set()
-    deadline = time.monotonic() + WAIT_S
-    while len(ended) < partitions:
-        assert time.monotonic() < deadline
-        for message in consumer.consume(1000, 0.5):
-            if message.error() is None:
-                found.append(message.value() or b"")
-            elif (error := message.error()) is not None and error.code() == KafkaError._PARTITION_EOF:
-                ended.add(message.partition() or 0)
-    consumer.close()
-    return found
-
-
-def check_nothing_lost_or_duplicated(cluster: ServerGroup, topic: str, load: Load) -> None:
+def check_nothing_lost_or_duplicated(cluster: ServerGroup, topic: str, load: ProducerLoad) -> None:
     load.finish()
     assert load.errors == []
-    assert Counter(read_all(cluster, topic)) == Counter(load.acknowledged)
+    assert Counter(committed_messages(cluster.kafka, topic)) == Counter(load.acknowledged)
 
 
 def test_nothing_is_lost_or_duplicated_when_the_leader_is_killed(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
-    load = Load(cluster, topic)
+    load = ProducerLoad(cluster.kafka, topic)
     load.more(200)
     killed = leader_of(cluster, topic)
     cluster[killed].kill()
@@ -171,7 +108,7 @@ def test_nothing_is_lost_or_duplicated_when_the_leader_is_killed(cluster: Server
 
 def test_a_rolling_restart_causes_no_client_errors(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
-    load = Load(cluster, topic)
+    load = ProducerLoad(cluster.kafka, topic)
     load.more(100)
     for node in cluster:
         assert node.stop() == 0
@@ -183,7 +120,7 @@ def test_a_rolling_restart_causes_no_client_errors(cluster: ServerGroup, topic: 
 
 def test_a_group_continues_when_its_coordinator_is_killed(cluster: ServerGroup, topic: str) -> None:
     admin = create(cluster, topic)
-    load = Load(cluster, topic)
+    load = ProducerLoad(cluster.kafka, topic)
     load.more(200)
     settings = {
         "bootstrap.servers": cluster.kafka,
@@ -344,7 +281,7 @@ def test_no_letter_is_lost_or_duplicated_when_a_node_is_killed_during_a_redrive(
     while rejected < number:
         taken = millstream("subscription", "pull", topic, "-n", number, "--wait", 60, "--reject", "no", "--json")
         rejected += len(taken.documents)
-    wait_until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
+    wait_until(lambda: len(committed_messages(cluster.kafka, f"{topic}-d")) == number)
 
     def is_revived() -> bool:
         reported = millstream("subscription", "describe", topic, "--json").document
@@ -366,7 +303,7 @@ def test_no_letter_is_lost_or_duplicated_when_a_node_is_killed_during_a_redrive(
         again += [message["value"] for message in pulled.documents]
     assert Counter(again) == Counter(value.decode() for value in values)
     assert millstream("subscription", "pull", topic, "--json").documents == []
-    assert len(read_all(cluster, topic, 1)) == number, "nothing was published"
+    assert len(committed_messages(cluster.kafka, topic)) == number, "nothing was published"
 
 
 def test_letters_that_cannot_be_counted_during_a_failover_are_not_deleted(cluster: ServerGroup, topic: str) -> None:
@@ -487,7 +424,7 @@ async def test_a_publish_over_http_is_unavailable_while_too_few_replicas_are_in_
     later = await asyncio.to_thread(httpx.post, f"http://{cluster[1].http}{path}", content=b"later", timeout=WAIT_S)
     assert later.status_code == 201, later.text
     # The status confirms that nothing was stored.
-    assert read_all(cluster, topic, 1) == [b"later"]
+    assert committed_messages(cluster.kafka, topic) == [b"later"]
 
 
 def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: ServerGroup, topic: str) -> None:
@@ -530,8 +467,7 @@ async def test_the_sdk_settles_its_messages_wherever_the_partition_is_led(cluste
     async with asyncio.timeout(WAIT_S), millstream.connect(*cluster.kafka.split(",")) as ms:
         receipts = [await ms.publish(topic, f"m-{number}", partition=number % 3) for number in range(9)]
         await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=20, lease=600)
-        while len(handled) < 9:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(handled) >= 9)
         await asyncio.to_thread(cluster[leader_of(cluster, topic)].stop)
         gate.set()
         receipts.append(await ms.publish(topic, "last", partition=0))

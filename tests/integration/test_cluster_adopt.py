@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from sqlalchemy import inspect
@@ -23,6 +21,7 @@ from millstream_testing.command import run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.killed_adopt import STEPS
 from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.producer_load import read_numbers, send_numbers
 from millstream_testing.server import Server
 from millstream_testing.single_node import single_node
 
@@ -33,27 +32,6 @@ FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
 class Crash(BaseException):
     """The process dies here."""
-
-
-def send(server: Server, numbers: range) -> None:
-    producer = Producer({"bootstrap.servers": server.kafka, "enable.idempotence": True})
-    for number in numbers:
-        producer.produce("t", str(number).encode())
-    assert producer.flush(DEADLINE_S) == 0
-
-
-def read(server: Server, group: str, wanted: int) -> list[int]:
-    consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": group, "auto.offset.reset": "earliest"})
-    consumer.subscribe(["t"])
-    found: list[int] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while len(found) < wanted and time.monotonic() < deadline:
-        message = consumer.poll(1)
-        if message is not None and message.error() is None:
-            found.append(int(message.value() or b""))
-    consumer.commit(asynchronous=False)
-    consumer.close()
-    return sorted(found)
 
 
 def attempt(data: Path, etcd: str, catalog_url: str, cluster: str, on_step: Callable[[str], None]) -> None:
@@ -77,9 +55,9 @@ def test_an_adoption_that_dies_at_any_step_can_be_repeated(
     server = Server(tmp_path / "data", settings=QUICK).start()
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic("t", 3)])["t"].result(DEADLINE_S)
-    send(server, range(60))
-    assert read(server, "g", 60) == list(range(60))
-    send(server, range(60, 90))
+    send_numbers(server.kafka, "t", range(60), wait_s=DEADLINE_S)
+    assert read_numbers(server.kafka, "t", "g", 60, wait_s=DEADLINE_S) == list(range(60))
+    send_numbers(server.kafka, "t", range(60, 90), wait_s=DEADLINE_S)
     assert server.stop() == 0
 
     stores = ["--etcd", etcd.url, "--catalog", catalog, "--cluster", cluster]
@@ -103,9 +81,9 @@ def test_an_adoption_that_dies_at_any_step_can_be_repeated(
 
     server.settings |= {"etcd": etcd.url, "catalog": catalog, "cluster": cluster}
     server.start()
-    assert read(server, "g", 30) == list(range(60, 90))
-    send(server, range(90, 120))
-    assert read(server, "other", 120) == list(range(120))
+    assert read_numbers(server.kafka, "t", "g", 30, wait_s=DEADLINE_S) == list(range(60, 90))
+    send_numbers(server.kafka, "t", range(90, 120), wait_s=DEADLINE_S)
+    assert read_numbers(server.kafka, "t", "other", 120, wait_s=DEADLINE_S) == list(range(120))
     assert server.stop() == 0
 
 
@@ -114,7 +92,7 @@ def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: P
     server = Server(tmp_path / "data").start()
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic("t", 3)])["t"].result(DEADLINE_S)
-    send(server, range(10))
+    send_numbers(server.kafka, "t", range(10), wait_s=DEADLINE_S)
     assert server.stop() == 0
     command = ["cluster", "adopt", "--data", str(server.data), "--etcd", etcd.url, "--cluster", "undone"]
     command += ["--catalog", postgres.new_database()]
@@ -125,7 +103,7 @@ def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: P
     undone = run_command([*command, "--undo", "--json"])
     assert (undone.code, undone.document) == (0, {"undone": True})
     server.start()
-    assert read(server, "g", 10) == list(range(10))
+    assert read_numbers(server.kafka, "t", "g", 10, wait_s=DEADLINE_S) == list(range(10))
     assert server.stop() == 0
     again = run_command(command)
     assert (again.code, "Moved 2 topics" in again.out) == (0, True), again.err

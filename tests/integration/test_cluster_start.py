@@ -34,7 +34,6 @@ def cluster(
 
 @pytest.fixture
 def settings(cluster: ServerGroup) -> dict[str, object]:
-    """The settings of a second node of the cluster."""
     return cluster[1].settings | {"node-id": 2}
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, Message, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
+from millstream_testing.committed_messages import committed_records
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
@@ -58,25 +59,7 @@ def send(server: Server, topic: str, pairs: list[tuple[bytes | None, bytes | Non
 
 def content(server: Server, topic: str) -> Content:
     """Everything that a new consumer reads, up to the log end."""
-    consumer = Consumer(
-        {"bootstrap.servers": server.kafka, "group.id": "reader", "enable.partition.eof": True, **QUIET}
-    )
-    found: Content = []
-    try:
-        consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            message = consumer.poll(1.0)
-            if message is None:
-                continue
-            error = message.error()
-            if error is None:
-                found.append((message.offset() or 0, message.key(), message.value()))
-            elif error.code() == KafkaError._PARTITION_EOF:
-                return found
-    finally:
-        consumer.close()
-    raise AssertionError("the end of the log was not reached")
+    return [(one.offset, one.key, one.value) for one in committed_records(server.kafka, topic)]
 
 
 def metric(server: Server, name: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from millstream.broker.net import listener
 from millstream.embedded import EmbeddedBroker
 from millstream_testing.security import Certificates, declare_security
+from millstream_testing.waiting import wait_until
 
 WAIT_S: Final = 60.0
 UNKNOWN_MAX: Final = 4
@@ -108,9 +108,7 @@ def admitted(limited: Limited, user: str, stack: ExitStack) -> bool:
 
 def until_admitted(limited: Limited, user: str, stack: ExitStack) -> None:
     """Connect and authenticate once the broker has noticed which connections are gone."""
-    deadline = time.monotonic() + WAIT_S
-    while not admitted(limited, user, stack):
-        assert time.monotonic() < deadline
+    wait_until(lambda: admitted(limited, user, stack))
 
 
 @both_kinds
@@ -118,9 +116,7 @@ def test_unauthenticated_connections_per_address_are_limited(limited: Limited) -
     with ExitStack() as stack:
         # With TLS these are in the middle of a handshake, which counts.
         silent = [stack.enter_context(connect(limited)) for _ in range(UNKNOWN_MAX)]
-        deadline = time.monotonic() + WAIT_S
-        while not is_closed(stack.enter_context(connect(limited))):
-            assert time.monotonic() < deadline
+        wait_until(lambda: is_closed(stack.enter_context(connect(limited))))
         assert not any(is_closed(one) for one in silent)
     with ExitStack() as stack:
         until_admitted(limited, "alice", stack)
@@ -157,6 +153,4 @@ def test_connections_per_address_are_limited(limited: Limited) -> None:
         assert all(admitted(limited, user, stack) for user in users)
         # The rest up to the limit may connect, but no more.
         others = [stack.enter_context(connect(limited)) for _ in range(PER_ADDRESS)]
-        deadline = time.monotonic() + WAIT_S
-        while len(users) + sum(not is_closed(one) for one in others) > PER_ADDRESS:
-            assert time.monotonic() < deadline
+        wait_until(lambda: len(users) + sum(not is_closed(one) for one in others) <= PER_ADDRESS)

@@ -18,11 +18,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.command import CommandLine
+from millstream_testing.producer_load import read_numbers, send_numbers
 from millstream_testing.security import ADMIN, MALLORY, Certificates, declare_security
 from millstream_testing.waiting import wait_until
 
@@ -57,28 +58,6 @@ def create(kafka: str) -> None:
     admin.create_topics([NewTopic("t", PARTITIONS)])["t"].result(DEADLINE_S)
 
 
-def send(kafka: str, numbers: range) -> None:
-    producer = Producer({"bootstrap.servers": kafka, "enable.idempotence": True})
-    for number in numbers:
-        producer.produce("t", str(number).encode())
-    assert producer.flush(DEADLINE_S) == 0
-
-
-def read(kafka: str, group: str, wanted: int) -> list[int]:
-    """Read as a group and commit."""
-    consumer = Consumer({"bootstrap.servers": kafka, "group.id": group, "auto.offset.reset": "earliest"})
-    consumer.subscribe(["t"])
-    found: list[int] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while len(found) < wanted and time.monotonic() < deadline:
-        message = consumer.poll(1)
-        if message is not None and message.error() is None:
-            found.append(int(message.value() or b""))
-    consumer.commit(asynchronous=False)
-    consumer.close()
-    return sorted(found)
-
-
 def leaders(kafka: str) -> set[int]:
     found = AdminClient({"bootstrap.servers": kafka}).list_topics("t", timeout=DEADLINE_S).topics["t"]
     return {one.leader for one in found.partitions.values()}
@@ -94,8 +73,8 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         assert [one["id"] for one in machine["nodes"]] == [1, 1001]
         create(machine["kafka"])
         assert leaders(machine["kafka"]) == {1, 1001}
-        send(machine["kafka"], range(100))
-        assert read(machine["kafka"], "g", 100) == list(range(100))
+        send_numbers(machine["kafka"], "t", range(100), wait_s=DEADLINE_S)
+        assert read_numbers(machine["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100))
         metrics = httpx.get(f"http://{machine['http']}/metrics", timeout=DEADLINE_S).text
         assert all(f'node="{one["id"]}"' in metrics for one in machine["nodes"])
         with pytest.raises(AssertionError, match="another data folder"), serving(data, 1):
@@ -106,7 +85,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         messages = f"http://{machine['http']}/v1/topics/t/messages"
         published = httpx.post(messages, content=b"100", timeout=DEADLINE_S)
         assert published.is_success, published.text
-        send(machine["kafka"], range(101, 200))
+        send_numbers(machine["kafka"], "t", range(101, 200), wait_s=DEADLINE_S)
         wait_until(lambda: leaders(machine["kafka"]) == {1, 1001})
         wait_until(lambda: CommandLine(machine["kafka"])("doctor").code == 0)
         wait_until(lambda: ready(machine))
@@ -125,7 +104,7 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
 
     with serving(data, 1) as (node, _):
-        assert read(node["kafka"], "g", 100) == list(range(100, 200))
+        assert read_numbers(node["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100, 200))
     assert not list(data.glob("node-*"))
 
 
@@ -135,8 +114,8 @@ def test_the_logs_of_a_process_that_cannot_start_are_handed_to_the_others(tmp_pa
     data = tmp_path / "data"
     with serving(data, 3) as (machine, _), ExitStack() as stack:
         create(machine["kafka"])
-        send(machine["kafka"], range(100))
-        assert read(machine["kafka"], "g", 100) == list(range(100))
+        send_numbers(machine["kafka"], "t", range(100), wait_s=DEADLINE_S)
+        assert read_numbers(machine["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100))
         dead = machine["nodes"][number]
         others = [one for one in machine["nodes"] if one is not dead]
         os.kill(dead["pid"], signal.SIGKILL)
@@ -145,12 +124,12 @@ def test_the_logs_of_a_process_that_cannot_start_are_handed_to_the_others(tmp_pa
         wait_until(lambda: ready(machine))
         response = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
         assert f"node {dead['id']} could not be started" in str(response["warnings"])
-        send(others[0]["kafka"], range(100, 200))
-        assert read(others[0]["kafka"], "g", 100) == list(range(100, 200))
+        send_numbers(others[0]["kafka"], "t", range(100, 200), wait_s=DEADLINE_S)
+        assert read_numbers(others[0]["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100, 200))
         assert not (data / f"node-{dead['id']}").exists()
     with serving(data, 3) as (machine, _):
         assert leaders(machine["kafka"]) == {1, 1001, 2001}
-        assert read(machine["kafka"], "other", 200) == list(range(200))
+        assert read_numbers(machine["kafka"], "t", "other", 200, wait_s=DEADLINE_S) == list(range(200))
 
 
 @pytest.mark.trial

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 TOPIC = "harmed"
 BATCHES = 120
@@ -221,10 +221,7 @@ def test_the_scrub_finds_damage_in_unread_batches(tmp_path: Path) -> None:
 
 
 def wait_for_damage(server: Server, ranges: int) -> None:
-    deadline = time.monotonic() + 60
-    while f"\nmillstream_log_damaged_ranges {float(ranges)}\n" not in server.metrics():
-        assert time.monotonic() < deadline, server.log_tail()
-        time.sleep(0.1)
+    wait_until(lambda: f"\nmillstream_log_damaged_ranges {float(ranges)}\n" in server.metrics())
 
 
 async def drain(address: str, name: str, settings: dict[str, str], gone: set[int]) -> None:

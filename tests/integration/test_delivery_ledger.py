@@ -24,6 +24,7 @@ import millstream
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -117,9 +118,7 @@ def test_a_ledger_is_landed_once_and_tampering_is_detected_in_spark(
     name = f"{topic}-ledger"
     assert millstream_command("topic", "create", topic).code == 0
     asyncio.run(_deliver(server, topic, name))
-    deadline = time.monotonic() + WAIT_S
-    while _state(millstream_command, f"{topic}/0/6", name) != "dead-lettered":
-        assert time.monotonic() < deadline
+    wait_until(lambda: _state(millstream_command, f"{topic}/0/6", name) == "dead-lettered")
     report = job.audit([name])
     row = _row(report, name)
     assert report.adds_up, (report.findings, report.damage)

@@ -36,6 +36,7 @@ from millstream_testing.command import TIMEOUT_VARIABLE, call_command
 from millstream_testing.lake_rows import TOPIC, land, rows, write
 from millstream_testing.page import Sample, samples_of
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -238,10 +239,7 @@ class Reader:
                 return
 
     def wait_for(self, words: str) -> None:
-        deadline = time.monotonic() + COMMAND_S_MAX
-        while words not in self._output.read_text():
-            assert time.monotonic() < deadline, f"{words!r} did not come: {self._output.read_text()}"
-            time.sleep(0.05)
+        wait_until(lambda: words in self._output.read_text())
 
     def _here(self, text: str) -> str:
         return re.sub("|".join(map(re.escape, self._instead)), lambda found: self._instead[found[0]], text)

@@ -22,6 +22,7 @@ from millstream.protocol.messages.codec import request_head
 from millstream.protocol.private.subscription_messages import RECEIVE_KEY, ReceiveRequest
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import until
 
 HANG_S = 200
 SHORT_S, LONG_S = 1.0, 3600.0
@@ -113,8 +114,7 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while self._open:
-            await asyncio.sleep(0)
+        await until(lambda: not self._open)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,6 @@ class Http:
         return http
 
     async def pulled(self) -> list[dict[str, object]]:
-        """The messages of a pull."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         length = int(head.lower().partition(b"content-length:")[2].split()[0])
@@ -295,8 +294,7 @@ async def test_messages_accepted_while_their_response_was_held_are_not_handled_a
     ):
         receipts = await other.publish_many(topic, list(gates))
         await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=8)
-        while len(handled) < len(gates):
-            await asyncio.sleep(0.001)
+        await until(lambda: len(handled) >= len(gates))
         # At once, before the leases are durable.
         server.kill()
         await proxy.hold("late")

@@ -6,7 +6,6 @@ import errno
 import json
 import re
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
@@ -25,8 +24,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from pyarrow import parquet
 
 from millstream.core.errors import InvalidPipeline, InvalidSetting, UnknownTopic
-from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.job import JobKind, Step
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.backfill import make_requarantine
 from millstream.pipelines.jobs.land.inference import SAMPLE_MAX, payload_fields
@@ -34,15 +32,16 @@ from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.source.ranges import Range
 from millstream_testing.command import CommandLine
+from millstream_testing.landing import land_job, run, run_and_close
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LAKE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "lake.md"
 WAIT_S = 60.0
-STEPS_MAX = 100
 # An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
@@ -82,21 +81,11 @@ class LandingSetup:
         assert producer.flush(WAIT_S) == 0
         return sorted(reported)
 
-    def job(self, make: Callable[[Pipeline, JobContext], LandJob] = LandJob, /, **settings: str) -> LandJob:
-        given = {key.replace("_", "."): value for key, value in settings.items()}
-        pipeline = Pipeline(
-            pipeline_id=uuid.uuid4(), name=f"land-{uuid.uuid4().hex[:8]}", kind=PipelineKind.LAND, overrides=given
-        )
-        context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="")
-        return make(pipeline, context)
+    def job(self, make: JobKind = LandJob, /, **settings: str) -> Any:
+        return land_job(self.spark, self.server.kafka, self.lake, settings, make)
 
     def land(self, **settings: str) -> list[Step]:
-        """Step until nothing is left."""
-        job = self.job(**settings)
-        try:
-            return run(job)
-        finally:
-            job.close()
+        return run_and_close(self.job(**settings))
 
     def rows(self, topic: str, ending: str = "") -> list[dict[str, Any]]:
         """A table as seen by Delta readers."""
@@ -106,14 +95,6 @@ class LandingSetup:
     def landed(self, topic: str, ending: str = "") -> list[Row]:
         rows = self.rows(topic, ending)
         return sorted((row["partition"], row["offset"], row["key"], row["value"]) for row in rows)
-
-
-def run(job: LandJob) -> list[Step]:
-    steps = [job.step()]
-    while steps[-1].lag:
-        assert len(steps) < STEPS_MAX
-        steps.append(job.step())
-    return steps
 
 
 def overwrite_first_batch(server: Server, topic_id: str) -> None:
@@ -539,9 +520,7 @@ def test_only_committed_messages_are_landed(setup: LandingSetup, topic: str) -> 
     assert [value for _, _, _, value in setup.landed(topic)] == [b"0", b"2", b"4"]
     producer.commit_transaction(WAIT_S)
     # The commit is decided when this is reported, and appears in the partition a moment later.
-    deadline = time.monotonic() + WAIT_S
-    while not sum(step.rows for step in setup.land(topics=topic)):
-        assert time.monotonic() < deadline
+    wait_until(lambda: sum(step.rows for step in setup.land(topics=topic)))
     assert [value for _, _, _, value in setup.landed(topic)] == [b"0", b"2", b"4", b"open"]
 
 

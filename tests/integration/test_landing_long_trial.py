@@ -281,7 +281,6 @@ class LongTrial:
             assert all(row[key] is None for key in row if key.startswith("field_") and key not in document)
 
     def _check_readers(self, name: str) -> None:
-        """Check that all readers agree."""
         expected = sorted(self._rows(name))
         table, columns = self._table(name), ["partition", "offset", "value"]
         data = table.to_pyarrow_dataset()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import deltalake
@@ -19,8 +14,9 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream_testing.landing import LandProgram
 from millstream_testing.server import Server
-from millstream_testing.spark_cluster import WAIT_S, environment, running, spark_cluster
+from millstream_testing.spark_cluster import spark_cluster
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(3600)]
 
@@ -28,18 +24,19 @@ PARTITIONS = 3
 Row = tuple[int, int, bytes]
 
 
-class Trial:
+class Trial(LandProgram):
     """Topics whose payloads keep changing, landed by the program beside this file."""
 
     def __init__(self, server: Server, topic: str, folder: Path) -> None:
         self.server = server
-        self.folder = folder
         self.topics = [f"{topic}-{number}" for number in range(2)]
+        settings = {"topics": ",".join(self.topics), "decode": "json", "batch.max.messages": "3000"}
+        super().__init__(Path(__file__).with_name("land_driver.py"), server.kafka, folder, settings)
+        self.landed -= timedelta(hours=1)
         self.published: dict[str, list[Row]] = {name: [] for name in self.topics}
         self.fields: list[str] = []
         self._sent = 0
         self._new = ""
-        self._landed = datetime.now(UTC) - timedelta(hours=1)
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         for future in admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in self.topics]).values():
             future.result(60)
@@ -48,7 +45,7 @@ class Trial:
         """Publish to every topic: new fields each time, or fractions in the last, and some that do not fit."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
-        def print_line(error: object, message: Any) -> None:
+        def delivered(error: object, message: Any) -> None:
             assert error is None
             self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
 
@@ -62,40 +59,10 @@ class Trial:
                 if number > 2000 and number % 50 == 7:
                     document["id"] = "no number"
                 value = json.dumps(document).encode()
-                producer.produce(name, value, partition=number % PARTITIONS, on_delivery=print_line)
+                producer.produce(name, value, partition=number % PARTITIONS, on_delivery=delivered)
                 producer.poll(0)
         assert producer.flush(60) == 0
         self._sent += count
-
-    @contextmanager
-    def driver(self, fault: str = "", master: str = "local[2,4]", **settings: str) -> Iterator[Popen[bytes]]:
-        """The program, started."""
-        given = {
-            "master": master,
-            "brokers": self.server.kafka,
-            "lake": str(self.folder / "lake"),
-            "folder": str(self.folder),
-            "fault": fault,
-            "landed": self._landed.isoformat(),
-            "settings": {"topics": ",".join(self.topics), "decode": "json", "batch.max.messages": "3000", **settings},
-        }
-        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
-        with running(command, self.log(fault), environment()) as process:
-            yield process
-
-    def log(self, fault: str) -> Path:
-        return self.folder / f"driver-{fault}.log"
-
-    def land(self, fault: str = "", **more: str) -> None:
-        """Run the program to its end."""
-        with self.driver(fault, **more) as process:
-            assert process.wait(WAIT_S) == 0, self.log(fault).read_text(errors="replace")[-3000:]
-
-    def die(self, fault: str) -> None:
-        """Run the program until it kills itself."""
-        with self.driver(fault) as process:
-            code = process.wait(WAIT_S)
-            assert code == -signal.SIGKILL, self.log(fault).read_text(errors="replace")[-3000:]
 
     def check(self) -> None:
         """Check that every message is in the table or its quarantine once, decoded as published."""
@@ -184,7 +151,7 @@ def test_two_concurrent_runs_widen_columns_once(trial: Trial) -> None:
         trial.publish(3000, fraction=0.5)
         with trial.driver("one", **{"batch.max.messages": "1000"}) as one, trial.driver("two") as two:
             for process, name in ((one, "one"), (two, "two")):
-                assert process.wait(WAIT_S) == 0, trial.log(name).read_text(errors="replace")[-3000:]
+                trial.check_end(process, name)
     trial.land()
     trial.check()
     assert [trial.doubles(name) for name in trial.topics] == [trial.fields, trial.fields]
@@ -195,7 +162,7 @@ def test_two_concurrent_runs_land_every_message_once(trial: Trial) -> None:
     with trial.driver("one", **{"batch.max.messages": "1000"}) as one, trial.driver("two") as two:
         trial.publish(2000)
         for process, name in ((one, "one"), (two, "two")):
-            assert process.wait(WAIT_S) == 0, trial.log(name).read_text(errors="replace")[-3000:]
+            trial.check_end(process, name)
     trial.land()
     trial.check()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,20 +18,19 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step, TimeWindow
+from millstream.pipelines.jobs.job import JobKind, Step, TimeWindow
 from millstream.pipelines.jobs.land.backfill import make_requarantine
 from millstream.pipelines.jobs.land.inference import LEAVES_MAX, SAMPLE_MAX
 from millstream.pipelines.jobs.land.job import make_job
 from millstream.pipelines.lake.keyed_table import KEEPS_TYPES
 from millstream_testing.command import CommandLine
+from millstream_testing.landing import land_job, run, run_and_close
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 WAIT_S = 60.0
-STEPS_MAX = 100
 # An interrupted call into the JVM leaves the session unusable, and the first calls take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,20 +59,11 @@ class Keys:
         assert producer.flush(WAIT_S) == 0
 
     def job(self, make: JobKind = make_job, /, window: TimeWindow | None = None, **settings: Any) -> Any:
-        given = {"topics": self.topic, "mode": "upsert", "decode": "json"}
-        given |= {name.replace("_", "."): text for name, text in settings.items()}
-        pipeline = Pipeline(
-            pipeline_id=uuid.uuid4(), name=f"land-{uuid.uuid4().hex[:8]}", kind=PipelineKind.LAND, overrides=given
-        )
-        context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="", window=window)
-        return make(pipeline, context)
+        given = {"topics": self.topic, "mode": "upsert", "decode": "json", **settings}
+        return land_job(self.spark, self.server.kafka, self.lake, given, make, window=window)
 
     def land(self, window: TimeWindow | None = None, **settings: Any) -> list[Step]:
-        job = self.job(window=window, **settings)
-        try:
-            return run(job)
-        finally:
-            job.close()
+        return run_and_close(self.job(window=window, **settings))
 
     @property
     def place(self) -> str:
@@ -90,14 +79,6 @@ class Keys:
 
 def _encoded(value: Any) -> bytes | None:
     return value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
-
-
-def run(job: Job) -> list[Step]:
-    steps = [job.step()]
-    while steps[-1].lag:
-        assert len(steps) < STEPS_MAX
-        steps.append(job.step())
-    return steps
 
 
 def count_of(steps: Iterable[Step], name: str) -> int:

@@ -14,13 +14,15 @@ from uuid import UUID
 import httpx
 import msgspec
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.mirror_messages import AdoptRequest, AdoptResponse
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
+from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 PATIENCE_S = 60.0
 
@@ -60,13 +62,6 @@ def paris(sites: Sites) -> CommandLine:
 @pytest.fixture
 def berlin(sites: Sites) -> CommandLine:
     return CommandLine(sites.berlin.kafka)
-
-
-def wait_for(condition: Callable[[], bool], *, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def publish(brokers: str, topic: str, values: list[str], **settings: object) -> None:
@@ -192,7 +187,7 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
     publish(paris.brokers, topic, [f"before-{number}" for number in range(300)])
     name = mirrored(paris, berlin, topic)
     publish(paris.brokers, topic, [f"after-{number}" for number in range(300)], **{"compression.type": "lz4"})
-    wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up")
+    wait_until(lambda: caught_up(berlin, name, topic, paris))
     original = paris("topic", "describe", topic, "--json").document
     copy = berlin("topic", "describe", topic, "--json").document
     assert copy["id"] == original["id"]
@@ -221,19 +216,19 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     paris("topic", "create", topic, "--partitions", "2")
     publish(paris.brokers, topic, [f"a-{number}" for number in range(500)])
     name = mirrored(paris, berlin, topic)
-    wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up")
+    wait_until(lambda: caught_up(berlin, name, topic, paris))
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 9))
-    wait_for(lambda: committed(berlin, f"{topic}-group") == [9], what="the group's offset is here")
+    wait_until(lambda: committed(berlin, f"{topic}-group") == [9])
     sites.berlin.kill()
     publish(paris.brokers, topic, [f"b-{number}" for number in range(500)])
     sites.paris.kill()
     sites.start()
     publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
-    wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up again")
+    wait_until(lambda: caught_up(berlin, name, topic, paris))
     assert read(berlin.brokers, topic, 1500) == read(paris.brokers, topic, 1500)
     # The mirror applied it, so it follows back too.
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 5))
-    wait_for(lambda: committed(berlin, f"{topic}-group") == [5], what="the group's earlier offset is here")
+    wait_until(lambda: committed(berlin, f"{topic}-group") == [5])
     berlin("mirror", "failover", name)
     sites.berlin.kill()
     sites.berlin.start()
@@ -250,7 +245,7 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
         publish(paris.brokers, name, ["a", "b"])
     mirror = mirrored(paris, berlin, topic)
     for name in (topic, stuck):
-        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what=f"{name} has caught up")  # type: ignore[misc]
+        wait_until(lambda name=name: caught_up(berlin, mirror, name, paris))  # type: ignore[misc]
     # Recreated, it has a partition that the copy never gets.
     paris("topic", "delete", stuck, "--yes")
     assert paris("topic", "create", stuck, "--partitions", "8").code == 0
@@ -289,23 +284,21 @@ def test_nothing_of_a_recreated_topic_is_copied_into_the_copy_of_the_old_one(
         publish(paris.brokers, name, ["t1"])
     mirror = mirrored(paris, berlin, topic, *(("--rename", prefix) if prefix else ()))
     commit(paris.brokers, group, TopicPartition(topic, 0, 0))
-    wait_for(
-        lambda: all(values_in(berlin, one) == ["t1"] for one in (copy, prefix + other)), what="the copies are here"
-    )
-    wait_for(lambda: committed(berlin, group) == [0], what="the group's offset is here")
+    wait_until(lambda: all(values_in(berlin, one) == ["t1"] for one in (copy, prefix + other)))
+    wait_until(lambda: committed(berlin, group) == [0])
     recreate(paris, topic, ["t2", "t3", "t4"])
     commit(paris.brokers, group, TopicPartition(topic, 0, 1))
-    wait_for(lambda: "created again" in described(berlin, mirror)["error"], what="the mirror reports the new topic")
+    wait_until(lambda: "created again" in described(berlin, mirror)["error"])
     # Groups of other topics do not wait for it, and once their offsets are here, those of the new one would be too.
     commit(paris.brokers, f"{group}-2", TopicPartition(other, 0, 1))
-    wait_for(lambda: committed(berlin, f"{group}-2") == [1], what="the offset in the other topic is here")
+    wait_until(lambda: committed(berlin, f"{group}-2") == [1])
     assert committed(berlin, group) == [0]
     assert values_in(berlin, copy) == ["t1"]
     assert [one["topic"] for one in described(berlin, mirror)["partitions"] if one["error"]] == [copy]
     assert f'millstream_mirror_failing{{mirror="{mirror}"}} 1.0' in sites.berlin.metrics()
     assert berlin("topic", "delete", copy, "--yes").code == 0
-    wait_for(lambda: values_in(berlin, copy) == ["t2", "t3", "t4"], what="the new topic is here")
-    wait_for(lambda: committed(berlin, group) == [1], what="the offset in the new topic is here")
+    wait_until(lambda: values_in(berlin, copy) == ["t2", "t3", "t4"])
+    wait_until(lambda: committed(berlin, group) == [1])
     assert berlin("mirror", "failover", mirror).code == 0
     assert berlin("mirror", "delete", mirror, "--force").code == 0
 
@@ -318,12 +311,12 @@ def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
         paris("topic", "create", name, "--partitions", "1")
         publish(paris.brokers, name, ["t1"])
     mirror = mirrored(paris, berlin, topic, "--exclude", ".*-saved")
-    wait_for(lambda: all(values_in(berlin, name) == ["t1"] for name in (topic, other)), what="the copies are here")
+    wait_until(lambda: all(values_in(berlin, name) == ["t1"] for name in (topic, other)))
     recreate(paris, topic, ["t2", "t3", "t4"])
-    wait_for(lambda: "created again" in described(berlin, mirror)["error"], what="the mirror reports the new topic")
+    wait_until(lambda: "created again" in described(berlin, mirror)["error"])
     assert f"{topic} was deleted on the source and created again" in berlin("mirror", "switch", mirror).err
     publish(paris.brokers, other, ["t2"])
-    wait_for(lambda: values_in(berlin, other) == ["t1", "t2"], what="the other topic is copied on")
+    wait_until(lambda: values_in(berlin, other) == ["t1", "t2"])
     report = berlin("mirror", "failover", mirror, "--json").document
     cuts = {one["topic"]: (one["offset"], one["missing"]) for one in report["partitions"]}
     assert cuts == {topic: (1, None), other: (2, 0)}
@@ -333,12 +326,12 @@ def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
     assert (reversal.code, reversal.document["recreated"], reversal.document["removed"]) == (1, [topic], [])
     # The old source follows in the other topic, and its own new one is as it was.
     publish(berlin.brokers, other, ["t3"])
-    wait_for(lambda: caught_up(paris, mirror, other, berlin), what="paris follows")
+    wait_until(lambda: caught_up(paris, mirror, other, berlin))
     assert [value for _, _, value in read(paris.brokers, other, 3)] == ["t1", "t2", "t3"]
     publish(paris.brokers, topic, ["t5"])
     assert values_in(paris, topic) == ["t2", "t3", "t4", "t5"]
     assert [value for _, _, value in read(berlin.brokers, topic, 1)] == ["t1"]
-    wait_for(lambda: "already exists here" in str(described(paris, mirror)["notes"]), what="paris notes its own topic")
+    wait_until(lambda: "already exists here" in str(described(paris, mirror)["notes"]))
     assert paris("mirror", "failover", mirror).code == 0
     assert paris("mirror", "delete", mirror, "--force").code == 0
 
@@ -382,23 +375,7 @@ def transform(brokers: str, group: str, source: str, target: str, count: int, un
 
 
 def committed_values(brokers: str, topic: str) -> list[str]:
-    """Return the committed messages of a topic with one partition, up to its end."""
-    settings = {"group.id": "reader", "enable.auto.commit": False, "enable.partition.eof": True}
-    consumer = Consumer({"bootstrap.servers": brokers, "isolation.level": "read_committed", **settings})
-    consumer.assign([TopicPartition(topic, 0, 0)])
-    found: list[str] = []
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        while time.monotonic() < deadline:
-            message = consumer.poll(0.5)
-            error = None if message is None else message.error()
-            if error is not None and error.code() == KafkaError._PARTITION_EOF:
-                return found
-            if message is not None and error is None:
-                found.append((message.value() or b"").decode())
-        raise AssertionError(f"the end of {topic} was not reached")
-    finally:
-        consumer.close()
+    return [value.decode() for value in committed_messages(brokers, topic)]
 
 
 def test_an_application_repeats_no_transaction_after_an_unplanned_failover(
@@ -410,14 +387,14 @@ def test_an_application_repeats_no_transaction_after_an_unplanned_failover(
     name = mirrored(paris, berlin, topic)
     values = [f"{number:04}" for number in range(2000)]
     publish(paris.brokers, source, values)
-    wait_for(lambda: caught_up(berlin, name, source, paris), what="the input has arrived")
+    wait_until(lambda: caught_up(berlin, name, source, paris))
     # Another process: a commit that waits for a killed broker cannot be ended in a thread.
     running = get_context("spawn").Process(
         target=transform, args=(paris.brokers, group, source, target, 3, len(values)), daemon=True
     )
     running.start()
     try:
-        wait_for(lambda: any(committed(berlin, group)), what="offsets of transactions have arrived")
+        wait_until(lambda: any(committed(berlin, group)))
         sites.paris.kill()
     finally:
         running.kill()
@@ -448,7 +425,7 @@ def switch_back(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str
     assert switched.code == 0, switched.err
     assert switched.document["removed"] == []
     publish(paris.brokers, topic, ["f"])
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="berlin follows paris again")
+    wait_until(lambda: caught_up(berlin, mirror, topic, paris))
     values = ["a", "b", "c", "d", "e", "f"]
     assert [value for _, _, value in read(berlin.brokers, topic, len(values))] == values
 
@@ -475,13 +452,13 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     assert [one["attempt"] for one in paris(*failing, "2", "--release").documents] == [1, 1]
     assert [one["value"] for one in paris(*failing, "1", "--reject", "bad").documents] == ["a"]
 
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
-    wait_for(lambda: caught_up(berlin, mirror, other, paris), what="the other copy has caught up")
+    wait_until(lambda: caught_up(berlin, mirror, topic, paris))
+    wait_until(lambda: caught_up(berlin, mirror, other, paris))
     assert [value for _, _, value in read(berlin.brokers, topic, 3)] == ["a", "b", "c"]
 
-    wait_for(lambda: committed(berlin, f"{topic}-group") == [2], what="the group's offset is here")
-    wait_for(lambda: described(berlin, mirror)["queues"] > 1, what="the queues' state is here")
-    wait_for(lambda: backlog_of(berlin, f"{topic}-failing") == 2, what="the rejected message is done here")
+    wait_until(lambda: committed(berlin, f"{topic}-group") == [2])
+    wait_until(lambda: described(berlin, mirror)["queues"] > 1)
+    wait_until(lambda: backlog_of(berlin, f"{topic}-failing") == 2)
     assert [value for _, _, value in read(berlin.brokers, f"{topic}-dead", 1)] == ["a"]
     refused = berlin("subscription", "pull", f"{topic}-workers", "-n", "1", "--json")
     assert mirror in refused.err
@@ -514,7 +491,7 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     (torn,) = [(start, end) for name, start, end in named if name == other]
     assert torn == (cuts[other][0] - 1, cuts[other][0])
     assert next(end for name, _, end in named if name == topic) == cuts[topic][0]
-    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    wait_until(lambda: caught_up(paris, mirror, topic, berlin))
     check_repeated(paris, mirror, cuts, ids_of(berlin, cuts), reversed_.document["removed"])
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
     saved = [value for _, _, value in read(paris.brokers, f"{topic}-saved", 5)]
@@ -549,13 +526,13 @@ def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failo
     publish(paris.brokers, topic, ["a", "b", "c", "d", "e"])
     pull = ("subscription", "pull", workers, "--wait", "20", "--json")
     assert len(paris(*pull, "-n", "3", "--reject", "bad").documents) == 3
-    wait_for(lambda: letters_in(paris, dead) == 3, what="the letters are written")
+    wait_until(lambda: letters_in(paris, dead) == 3)
     # The letters are mirrored although their topic was not named.
     mirror = mirrored(paris, berlin, topic, "--topics", topic)
     for name in (topic, dead):
-        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what=f"{name} has caught up")  # type: ignore[misc]
-    wait_for(lambda: described(berlin, mirror)["queues"] > 0, what="the queue's state is here")
-    wait_for(lambda: backlog_of(berlin, workers) == backlog_of(paris, workers) == 2, what="the backlogs are equal")
+        wait_until(lambda name=name: caught_up(berlin, mirror, name, paris))  # type: ignore[misc]
+    wait_until(lambda: described(berlin, mirror)["queues"] > 0)
+    wait_until(lambda: backlog_of(berlin, workers) == backlog_of(paris, workers) == 2)
     left = 3
     if is_tracked:
         # Berlin was asked for letters first; what counts is which of them paris has closed.
@@ -569,12 +546,12 @@ def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failo
         assert redriven.code == 0, redriven.err
         left = 2
         letters = f"__dlq/{dead}"
-        wait_for(lambda: backlog_of(berlin, letters) == backlog_of(paris, letters) == 2, what="the letter is closed")
-        wait_for(lambda: backlog_of(berlin, workers) == 3, what="its message is delivered again")
+        wait_until(lambda: backlog_of(berlin, letters) == backlog_of(paris, letters) == 2)
+        wait_until(lambda: backlog_of(berlin, workers) == 3)
     assert berlin("mirror", "failover", mirror, "--topics", topic).code == 0
     assert "here since a failover" in berlin("mirror", "describe", mirror).out
     assert letters_in(berlin, dead) == left
-    wait_for(lambda: backlog_of(berlin, workers) == 5 - left, what="the queue is open")
+    wait_until(lambda: backlog_of(berlin, workers) == 5 - left)
     redriven = berlin("dlq", "redrive", dead, "--json")
     assert redriven.code == 0, redriven.err
     assert letters_in(berlin, dead) == 0
@@ -611,7 +588,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
         found = described(berlin, mirror)
         return (found["groups"], found["queues"]) == (1, 1) and caught_up(berlin, mirror, topic, paris)
 
-    wait_for(is_whole, what="everything is here")
+    wait_until(is_whole)
     moved = ("group", "reset", group, "--to", "3")
     refused = berlin(*moved)
     assert (refused.code, mirror in refused.err, committed(berlin, group)) == (2, True, [2]), refused.err
@@ -622,7 +599,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     for what, name in (("topic", topic), ("group", group), ("subscription", workers)):
         deleted = berlin(what, "delete", name, "--yes")
         assert deleted.code == 0, deleted.err
-        wait_for(is_whole, what=f"the {what} is here again")
+        wait_until(is_whole)
     in_use = berlin("mirror", "delete", mirror, "--force")
     assert (in_use.code, f"still writes {topic};" in in_use.err) == (5, True), in_use.err
     assert berlin("mirror", "failover", mirror).code == 0
@@ -636,7 +613,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     # So does the copy of a mirror that was reversed, although its records came from there.
     publish(berlin.brokers, topic, ["d"])
     assert berlin("mirror", "reverse", mirror).code == 0
-    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows")
+    wait_until(lambda: caught_up(paris, mirror, topic, berlin))
     assert paris("topic", "delete", topic, "--yes").code == 0
 
     def is_restored() -> bool:
@@ -644,7 +621,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
             return False
         return (found := described(paris, mirror))["queues"] == 1 and not found["notes"]
 
-    wait_for(is_restored, what="the copy is restored")
+    wait_until(is_restored)
     assert paris("mirror", "failover", mirror).code == 0
     pulled = paris("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
     assert [one["value"] for one in pulled.documents] == ["d"], pulled.out
@@ -669,10 +646,7 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     original = paris("topic", "describe", f"paris.{topic}", "--json").document
     assert berlin("topic", "describe", f"paris.{topic}", "--json").document["id"] == original["id"]
     assert berlin("topic", "describe", f"copy-of-paris.{topic}", "--json").document["id"] != original["id"]
-    wait_for(
-        lambda: any("not mirrored again" in note for note in described(paris, f"m-{topic}")["notes"]),
-        what="paris says that a copy is not mirrored again",
-    )
+    wait_until(lambda: any("not mirrored again" in note for note in described(paris, f"m-{topic}")["notes"]))
     there, here = (
         {one["topic"] for one in site("topic", "list", "--json").document["topics"] if topic in one["topic"]}
         for site in (paris, berlin)
@@ -685,21 +659,15 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
 
     # A topic deleted on the source stays, unless the mirror is set to delete it.
     paris("topic", "delete", f"paris.{topic}", "--yes")
-    wait_for(
-        lambda: any("is gone from the source" in note for note in described(berlin, f"m-{topic}")["notes"]),
-        what="berlin says that the original is gone",
-    )
+    wait_until(lambda: any("is gone from the source" in note for note in described(berlin, f"m-{topic}")["notes"]))
     assert berlin("mirror", "update", f"m-{topic}", "--set", "deletions=true").code == 0
-    wait_for(lambda: berlin("topic", "describe", f"paris.{topic}").code != 0, what="the copy is deleted, too")
+    wait_until(lambda: berlin("topic", "describe", f"paris.{topic}").code != 0)
     assert read(berlin.brokers, f"copy-of-paris.{topic}", 1) == [(0, 0, "p")]
     # Topics that berlin takes over came from paris, which does not copy them back, although its mirror matches the
     # name.
     berlin("mirror", "failover", f"r-{topic}")
     publish(berlin.brokers, f"copy-of-paris.{topic}", ["mine"])
-    wait_for(
-        lambda: any("came from this cluster" in note for note in described(paris, f"m-{topic}")["notes"]),
-        what="paris says that it does not copy back",
-    )
+    wait_until(lambda: any("came from this cluster" in note for note in described(paris, f"m-{topic}")["notes"]))
     assert paris("topic", "describe", f"copy-of-paris.{topic}").code != 0
     # Unless that is requested.
     assert paris("mirror", "update", f"m-{topic}", "--set", "returning=true").code == 0
@@ -731,7 +699,7 @@ def test_topic_changes_are_mirrored_and_reported_over_http_and_in_metrics(
         publish(paris.brokers, topic, ["a"])
         assert read(berlin.brokers, topic, 1) == [(0, 0, "a")]
         assert http.post(f"/v1/mirrors/{name}/pause").json()["state"] == "paused"
-        wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 1, what="its lag is unknown")
+        wait_until(lambda: http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 1)
         paris("topic", "alter", topic, "--set", "retention.ms=1234567890", "--partitions", "3")
         # Settings are compared when a mirror starts, and every few seconds.
         assert http.patch(f"/v1/mirrors/{name}", json={"settings": {"rate": None}}).status_code == 200
@@ -741,10 +709,10 @@ def test_topic_changes_are_mirrored_and_reported_over_http_and_in_metrics(
             copy = berlin("topic", "describe", topic, "--json").document
             return len(copy["partitions"]) == 3 and copy["overrides"] == {"retention.ms": "1234567890"}
 
-        wait_for(grown, what="partitions and settings have followed")
+        wait_until(grown)
         publish(paris.brokers, topic, [f"b{number}" for number in range(30)])
-        wait_for(lambda: caught_up(berlin, name, topic, paris), what="the new partitions are copied")
-        wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0, what="HTTP reports no lag")
+        wait_until(lambda: caught_up(berlin, name, topic, paris))
+        wait_until(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0)
         assert http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 0
         assert name in {one["mirror"] for one in http.get("/v1/mirrors").json()["mirrors"]}
         metrics = sites.berlin.metrics()
@@ -802,7 +770,7 @@ def test_an_interrupted_switch_is_reported_on_both_sides_and_can_be_repeated(
     paris("topic", "create", topic)
     publish(paris.brokers, topic, ["a"])
     mirror = mirrored(paris, berlin, topic)
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    wait_until(lambda: caught_up(berlin, mirror, topic, paris))
     # Berlin is killed right after the first step.
     fence = AdoptRequest(name=mirror, step="fence", settings={"from": berlin.brokers}, topic_ids=ids_of(paris, [topic]))
     assert adopt(paris, fence).error == 0
@@ -816,14 +784,14 @@ def test_an_interrupted_switch_is_reported_on_both_sides_and_can_be_repeated(
         return len(found) == 1 and text in found[0] and any(found[0] in detail for detail in findings)
 
     again = f"`millstream mirror switch {mirror}`"
-    wait_for(lambda: reports(berlin, f"Run {again} again"), what="berlin reports the switch")
+    wait_until(lambda: reports(berlin, f"Run {again} again"))
     assert described(berlin, mirror)["notes"] == []
     assert reports(paris, f"run {again} there again")
     switched = berlin("mirror", "switch", mirror, "--address", berlin.brokers, "--json")
     assert switched.code == 0, switched.err
     publish(berlin.brokers, topic, ["b"])
-    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows")
-    wait_for(lambda: described(paris, mirror)["error"] == "", what="nothing is reported any more")
+    wait_until(lambda: caught_up(paris, mirror, topic, berlin))
+    wait_until(lambda: described(paris, mirror)["error"] == "")
     assert paris("mirror", "failover", mirror).code == 0
     assert paris("mirror", "delete", mirror, "--force").code == 0
 
@@ -835,35 +803,35 @@ def test_a_switch_includes_topics_failed_over_before(paris: CommandLine, berlin:
         publish(paris.brokers, name, ["a"])
     mirror = mirrored(paris, berlin, topic)
     for name in (early, late):
-        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what="the copies have caught up")  # type: ignore[misc]
+        wait_until(lambda name=name: caught_up(berlin, mirror, name, paris))  # type: ignore[misc]
     assert berlin("mirror", "failover", mirror, "--topics", early).code == 0
     publish(berlin.brokers, early, ["b"])
     publish(paris.brokers, early, ["lost"])
-    wait_for(lambda: described(berlin, mirror)["state"] == "running", what="the mirror copies the other topic")
+    wait_until(lambda: described(berlin, mirror)["state"] == "running")
     refused = berlin("mirror", "switch", mirror)
     assert f"topic '{early}' was failed over before" in refused.err
     assert "offset 1)" in refused.err
     # Nothing has changed.
     publish(paris.brokers, late, ["b"])
     publish(paris.brokers, early, ["lost, too"])
-    wait_for(lambda: caught_up(berlin, mirror, late, paris), what="the other copy is continued")
+    wait_until(lambda: caught_up(berlin, mirror, late, paris))
 
     # Paris gives up the records that only it has of one topic; then a switch includes both.
     assert berlin("mirror", "failover", mirror).code == 0
     reversed_ = berlin("mirror", "reverse", mirror, "--json")
     assert [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]] == [(early, 1, 3)]
     for name in (early, late):
-        wait_for(lambda name=name: caught_up(paris, mirror, name, berlin), what="paris follows")  # type: ignore[misc]
+        wait_until(lambda name=name: caught_up(paris, mirror, name, berlin))  # type: ignore[misc]
     assert paris("mirror", "failover", mirror, "--topics", early).code == 0
     publish(paris.brokers, early, ["c"])
-    wait_for(lambda: described(paris, mirror)["state"] == "running", what="the mirror copies the other topic")
+    wait_until(lambda: described(paris, mirror)["state"] == "running")
     switched = paris("mirror", "switch", mirror, "--json")
     assert switched.code == 0, switched.err
     assert {one["topic"] for one in switched.document["partitions"]} == {late}
     assert switched.document["removed"] == []
     publish(paris.brokers, late, ["c"])
     for name in (early, late):
-        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what="berlin follows")  # type: ignore[misc]
+        wait_until(lambda name=name: caught_up(berlin, mirror, name, paris))  # type: ignore[misc]
         assert [value for _, _, value in read(berlin.brokers, name, 3)] == ["a", "b", "c"]
     berlin("mirror", "failover", mirror)
     assert berlin("mirror", "delete", mirror, "--force").code == 0
@@ -892,15 +860,15 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     commit(paris.brokers, plain, TopicPartition(topic, 0, 1))
     mirror = mirrored(paris, berlin, topic)
     for group in (plain, exact):
-        wait_for(lambda group=group: committed(berlin, group) == [1], what=f"the offset of {group} is here")  # type: ignore[misc]
+        wait_until(lambda group=group: committed(berlin, group) == [1])  # type: ignore[misc]
     assert berlin("mirror", "failover", mirror, "--topics", output).code == 0
     transform(2)
     commit(paris.brokers, plain, TopicPartition(topic, 0, 2))
-    wait_for(lambda: committed(berlin, plain) == [2], what="the group without transactions is mirrored")
+    wait_until(lambda: committed(berlin, plain) == [2])
     # Its later offsets depend on the transaction, whichever client commits them.
     commit(paris.brokers, exact, TopicPartition(topic, 0, 3))
     commit(paris.brokers, plain, TopicPartition(topic, 0, 3))
-    wait_for(lambda: committed(berlin, plain) == [3], what="the group without transactions is mirrored")
+    wait_until(lambda: committed(berlin, plain) == [3])
     assert committed(berlin, exact) == [1]
     (note,) = [one for one in described(berlin, mirror)["notes"] if "not mirrored any more" in one]
     assert f"({exact}), because of the failover of {output}:" in note
@@ -936,11 +904,11 @@ def test_a_failover_cuts_where_no_value_of_a_compacted_topic_is_missing(
     paris("topic", "create", topic, *COMPACTED)
     put_value(paris, topic, ("key", "old"))
     mirror = mirrored(paris, berlin, topic)
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    wait_until(lambda: caught_up(berlin, mirror, topic, paris))
     assert berlin("mirror", "pause", mirror).code == 0
     others = [(f"other-{number}", "x" * 2000) for number in range(40)]
     put_value(paris, topic, ("key", "newer"), *others, ("key", "newest"))
-    wait_for(lambda: read(paris.brokers, topic, 41)[0][1] == 2, what="paris has removed the old values")
+    wait_until(lambda: read(paris.brokers, topic, 41)[0][1] == 2)
     # So slow that it is interrupted in between.
     assert berlin("mirror", "update", mirror, "--set", "rate=3000").code == 0
     assert berlin("mirror", "resume", mirror).code == 0
@@ -949,13 +917,13 @@ def test_a_failover_cuts_where_no_value_of_a_compacted_topic_is_missing(
         partitions = described(berlin, mirror)["partitions"]
         return bool(partitions) and 2 < partitions[0]["end"] < 40
 
-    wait_for(has_some, what="some of the later records are copied")
+    wait_until(has_some)
     assert berlin("mirror", "failover", mirror).code == 0
     assert cuts_of(berlin, mirror) == {topic: {0: 1}}
     put_value(berlin, topic, ("another", "value"))
     assert read(berlin.brokers, topic, 2) == [(0, 0, "old"), (0, 2, "value")]
     assert berlin("mirror", "reverse", mirror).code == 0
-    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    wait_until(lambda: caught_up(paris, mirror, topic, berlin))
     assert read(paris.brokers, topic, 2) == [(0, 0, "old"), (0, 2, "value")]
     paris("mirror", "failover", mirror)
     assert paris("mirror", "delete", mirror, "--force").code == 0
@@ -973,16 +941,14 @@ def test_compaction_beyond_the_cut_loses_no_key_on_failback(
     put(paris, "first", "old")
     put(paris, "second", "old")
     mirror = mirrored(paris, berlin, topic)
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    wait_until(lambda: caught_up(berlin, mirror, topic, paris))
     assert berlin("mirror", "failover", mirror).code == 0
     put(berlin, "third", "new")
     put(paris, "first", "lost")
-    wait_for(
-        lambda: read(paris.brokers, topic, 2)[0] == (0, 1, "old"), what="paris has removed the first value of a key"
-    )
+    wait_until(lambda: read(paris.brokers, topic, 2)[0] == (0, 1, "old"))
     reversed_ = berlin("mirror", "reverse", mirror, "--json")
     assert reversed_.code == 0, reversed_.err
-    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    wait_until(lambda: caught_up(paris, mirror, topic, berlin))
     everything = [(0, 0, "old"), (0, 1, "old"), (0, 3, "new")]
     assert read(berlin.brokers, topic, 3) == everything
     assert read(paris.brokers, topic, 3) == everything

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from benchmarks.peers import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
@@ -19,16 +16,6 @@ from millstream_testing.server import Server
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(900)]
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    try:
-        started = kafka.kafka(tmp_path_factory.mktemp("kafka") / "data", "os", partitions=2)
-    except PeerUnavailable as reason:
-        pytest.skip(str(reason))
-    with started:
-        yield started
 
 
 def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from millstream.core.acl import CLUSTER_NAME, Acl, Operation, PatternType, Resou
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.security import ADMIN, declare_security, locked_server
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 PATIENCE_S = 60.0
 SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
@@ -60,13 +60,6 @@ def _patient_create(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_commands, "START_S", PATIENCE_S)
 
 
-def wait_for(condition: Callable[[], bool], *, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 def described(site: CommandLine, name: str) -> Any:
     return site("mirror", "describe", name, "--json").document
 
@@ -84,7 +77,7 @@ def test_a_copy_names_its_mirror_and_refuses_other_settings(
 ) -> None:
     paris("topic", "create", topic, "--set", "retention.ms=1000000")
     berlin("mirror", "create", f"m-{topic}", "--from", paris.brokers, "--topics", topic, "--rename", "p.")
-    wait_for(lambda: has(berlin, f"p.{topic}"), what="the copy is here")
+    wait_until(lambda: has(berlin, f"p.{topic}"))
     assert f"copy of      {topic} by mirror m-{topic}" in berlin("topic", "describe", f"p.{topic}").out
     document = berlin("topic", "describe", f"p.{topic}", "--json").document
     assert document["copy_of"] == {"mirror": f"m-{topic}", "topic": topic}
@@ -104,7 +97,7 @@ def test_a_topic_deleted_at_the_source_stays_known_and_is_named(
     for name in (kept, gone):
         paris("topic", "create", name, "--partitions", "2")
     berlin("mirror", "create", mirror, "--from", paris.brokers, "--topics", f"{topic}.*")
-    wait_for(lambda: described(berlin, mirror)["lag"] == 0 and has(berlin, gone), what="the copies are here")
+    wait_until(lambda: described(berlin, mirror)["lag"] == 0 and has(berlin, gone))
     paris("topic", "delete", gone, "--yes")
 
     def is_noted() -> bool:
@@ -112,7 +105,7 @@ def test_a_topic_deleted_at_the_source_stays_known_and_is_named(
         is_named = any("is gone from the source" in note for note in found["notes"])
         return is_named and (found["state"], found["lag_unknown"]) == ("running", 0)
 
-    wait_for(is_noted, what="the deletion is noted")
+    wait_until(is_noted)
     assert berlin("mirror", "update", mirror, "--set", "rate=100000000").code == 0
     states = set()
 
@@ -120,7 +113,7 @@ def test_a_topic_deleted_at_the_source_stays_known_and_is_named(
         states.add((found := described(berlin, mirror))["state"])
         return is_noted() and found["settings"]["rate"] == "100000000"
 
-    wait_for(is_noted_again, what="the mirror runs with the new settings")
+    wait_until(is_noted_again)
     assert "retrying" not in states
     failed_over = berlin("mirror", "failover", mirror, "--json").document
     missing = {(one["topic"], one["missing"]) for one in failed_over["partitions"]}
@@ -137,7 +130,7 @@ def test_a_topic_that_is_left_out_is_named_by_create_and_list(
     paris("topic", "create", topic)
     first = berlin("mirror", "create", f"m-{topic}", "--from", paris.brokers, "--topics", topic, "--json").document
     assert first == {"mirror": f"m-{topic}", "notes": []}
-    wait_for(lambda: has(berlin, topic), what="the copy is here")
+    wait_until(lambda: has(berlin, topic))
     assert berlin("mirror", "failover", f"m-{topic}").code == 0
     assert (listed(berlin, f"m-{topic}")["state"], listed(berlin, f"m-{topic}")["topics"]) == ("failed over", 0)
     made = paris("mirror", "create", f"r-{topic}", "--from", berlin.brokers, "--topics", topic, "--rename", "z.")
@@ -158,7 +151,7 @@ def test_access_rules_are_mirrored_only_between_sides_that_enforce_them(
     assert (made.code, "its clients need not authenticate" in made.err) == (0, True), made.err
     assert "its clients need not authenticate" in listed(berlin, topic)["error"]
     assert berlin("mirror", "update", topic, "--set", "acls=false").code == 0
-    wait_for(lambda: not listed(berlin, topic)["error"], what="no rules are mirrored any more")
+    wait_until(lambda: not listed(berlin, topic)["error"])
 
 
 def may_read(principal: str) -> Acl:
@@ -205,7 +198,7 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         flags = ["--source-user", "mirror", "--source-tls-ca", locked.certificates.ca, "--schemas", "--acls"]
         wrong = ["--topics", topic, *flags, "--source-password-file", tmp_path / "wrong"]
         assert berlin("mirror", "create", name, "--from", locked.server.kafka, *wrong).code == 0
-        wait_for(lambda: "password is wrong" in described(berlin, name)["error"], what="the wrong password is reported")
+        wait_until(lambda: "password is wrong" in described(berlin, name)["error"])
         assert berlin("topic", "describe", topic).code != 0
         assert berlin("mirror", "update", name, "--set", f"password=@{tmp_path / 'password'}").code == 0
 
@@ -216,7 +209,7 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
             ]
             return found == [0, 0] and (rules_of("User:mirror"), rules_of("User:guest")) == (len(rules) - 1, 1)
 
-        wait_for(has_all, what="schemas, access rules and offsets are here")
+        wait_until(has_all)
         assert "secret" in berlin("tail", topic, "--from", "start").out
         assert berlin("schema", "show", subject, "--json").document["id"] == registered.document["id"]
         assert "mirror-password" not in berlin("mirror", "describe", name, "--json").out
@@ -232,5 +225,5 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         declare_security(strict.data, {}, frozenset({may_read("User:berlin")}))
         assert paris("acl", "remove", "User:guest", "read", "topic:*").code == 0
         strict.start()
-        wait_for(lambda: rules_of("User:guest") == 0, what="the revoked rule is deleted")
+        wait_until(lambda: rules_of("User:guest") == 0)
         assert (rules_of("User:mirror"), rules_of("User:berlin")) == (len(rules) - 1, 1)

@@ -44,7 +44,6 @@ async def lags(client: Client, *pipelines: Pipeline) -> dict[str, int]:
 
 
 def of_kinds(topic: str) -> list[Pipeline]:
-    """A pipeline of each kind that reads a topic."""
     route = Pipeline(
         pipeline_id=uuid.uuid4(),
         name=f"{topic}-route",

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from millstream_testing.child_process import child_process
+from millstream_testing.child_process import child_process, is_alive
 from millstream_testing.command import CommandLine
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.driver_processes import children
@@ -48,16 +48,7 @@ def processes(*parts: str) -> list[int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 class Land:
-    """One landed topic."""
-
     def __init__(self, brokers: str, topic: str, lake: Path) -> None:
         self.brokers = brokers
         self.topic = topic
@@ -97,7 +88,6 @@ class Land:
 
 
 def committed(brokers: str, topic: str) -> list[int]:
-    """The committed payloads of a topic."""
     return sorted(map(int, committed_messages(brokers, topic)))
 
 

@@ -29,6 +29,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.page import samples_of
 from millstream_testing.push_trial import PROCESS, push_processes
 from millstream_testing.server import Server
+from millstream_testing.waiting import until
 from millstream_testing.webhook import Request, Response, Webhook
 
 SECRET = "a secret of the test, long enough".replace(" ", "-")
@@ -302,9 +303,7 @@ async def test_the_push_process_runs_only_while_something_is_pushed(server: Serv
         await work.publish("x")
         await work.ended(1)
         assert len(push_processes(server.pid)) == 1
-    async with asyncio.timeout(WAIT_S):
-        while push_processes(server.pid):
-            await asyncio.sleep(0.05)
+    await until(lambda: not push_processes(server.pid))
 
 
 async def test_messages_held_by_a_killed_process_are_redelivered_at_once(server: Server) -> None:
@@ -352,9 +351,7 @@ async def test_every_message_arrives_although_the_broker_is_killed(tmp_path: Pat
             assert set(work.hook.bodies) == {str(number).encode() for number in range(60)}
             (counted,) = (await work.reported())["queues"]
             assert (counted["accepted"], counted["dropped"]) == (60, 0)
-            async with asyncio.timeout(WAIT_S):
-                while any(_is_alive(pid) for pid in orphans):
-                    await asyncio.sleep(0.05)
+            await until(lambda: not any(_is_alive(pid) for pid in orphans))
         assert killed.stop() == 0
 
 

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from confluent_kafka import Consumer, Producer, schema_registry
 from confluent_kafka.schema_registry import (
-    SchemaRegistryClient,
     dual_schema_id_deserializer,
     header_schema_id_serializer,
 )
@@ -36,12 +35,6 @@ ORDER = (
     '{"type":"record","name":"Order","namespace":"shop","fields":[{"name":"id","type":"long"},'
     '{"name":"note","type":["null","string"],"default":null}]}'
 )
-
-
-@pytest.fixture(scope="module")
-def registry(server: Server) -> Iterator[Any]:
-    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import pytest
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka.schema_registry import SchemaRegistryClient, header_schema_id_serializer
+from confluent_kafka.schema_registry import header_schema_id_serializer
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
@@ -33,17 +33,6 @@ ORDER = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"},{
 PAID = '{"type":"object","properties":{"id":{"type":"integer"}},"required":["id"],"title":"Paid"}'
 INVALID_RECORD = 87
 CLUSTER_AUTHORIZATION_FAILED = 31
-
-
-@pytest.fixture(scope="module")
-def registry(server: Server) -> Iterator[Any]:
-    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def millstream(server: Server) -> CommandLine:
-    return CommandLine(server.kafka)
 
 
 def rule(millstream: CommandLine, topic: str, *, validate: str, schema: str | None = None) -> str:

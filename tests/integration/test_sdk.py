@@ -26,6 +26,7 @@ from millstream.core.errors import (
 from millstream.core.subscription import LEASE
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream_testing.server import Server
+from millstream_testing.waiting import until
 
 HANG_S = 150
 
@@ -116,8 +117,7 @@ async def test_the_result_of_a_handler_settles_its_message(ms: millstream.Connec
     await ms.subscribe(f"{topic}-dead", letter, name=f"{topic}-dead", start="earliest")
     (dead,) = await letter.enough()
     assert (dead.text, dead.header_text("dlq-reason")) == ("never", "nonsense")
-    while len(seen.get("fails twice", ())) < 3 or len(seen.get("later", ())) < 2 or "by hand" not in seen:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(seen.get("fails twice", ())) >= 3 and len(seen.get("later", ())) >= 2 and "by hand" in seen)
     await subscriber.drain()
     assert seen == {"fine": [1], "fails twice": [1, 2, 3], "never": [1], "later": [1, 2], "by hand": [1]}
     done.set()
@@ -141,8 +141,7 @@ async def test_plain_functions_run_in_threads_and_publish_with_their_context(
     await ms.subscribe(topic, forward, name=f"{topic}-b", start="earliest")
     await ms.subscribe(f"{topic}-out", out, name=f"{topic}-c", start="earliest")
     await out.enough()
-    while len(out.messages) < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(out.messages) >= 3)
     assert "request-1" in {one.correlation_id for one in out.messages}
 
 
@@ -345,8 +344,7 @@ async def test_a_shortened_lease_applies_to_later_messages(ms: millstream.Connec
         await gate.wait()
 
     async def until_held(text: str) -> millstream.Message:
-        while text not in held:
-            await asyncio.sleep(0.01)
+        await until(lambda: text in held)
         return held[text]
 
     def left(message: millstream.Message) -> timedelta:
@@ -362,8 +360,7 @@ async def test_a_shortened_lease_applies_to_later_messages(ms: millstream.Connec
     assert left(new) <= timedelta(seconds=2) < timedelta(seconds=300) < left(old)
     # It is renewed as often as the new lease requires.
     first = new.deadline
-    while held["new"].deadline == first:
-        await asyncio.sleep(0.01)
+    await until(lambda: held["new"].deadline != first)
     gate.set()
     for receipt in receipts:
         assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
@@ -400,8 +397,7 @@ async def test_the_delivery_guarantee_is_one_argument(ms: millstream.Connection,
     attempts: list[int] = []
     await ms.publish_many(topic, ["a", "b"])
     subscriber = await ms.subscribe(topic, fail, name=topic, start="earliest", delivery=delivery, attempts=1)
-    while len(attempts) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(attempts) >= 2)
     await subscriber.drain()
     assert attempts == [1, 1]
 

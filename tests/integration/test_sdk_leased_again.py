@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import millstream
 from millstream_testing.server import Server
+from millstream_testing.waiting import until
 
 HANG_S = 150
 COUNT = 4
@@ -31,8 +32,7 @@ async def test_messages_leased_again_after_a_restart_are_not_handled_twice(
     async with asyncio.timeout(HANG_S), millstream.connect(server.kafka) as ms:
         receipts = await ms.publish_many(topic, [str(at) for at in range(COUNT)])
         await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=4 * COUNT)
-        while len(handled) < COUNT:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(handled) >= COUNT)
         await asyncio.to_thread(server.start)
         receipts.append(await ms.publish(topic, "last"))
         # The others precede it, so they were redelivered by now.

@@ -59,6 +59,7 @@ from millstream.protocol.wire.replica_fetch import ReplicaFetch, ReplicaPosition
 from millstream_testing.command import CommandLine, call_command
 from millstream_testing.security import ADMIN, ALICE, MALLORY, Locked, declare_security, locked_server
 from millstream_testing.server import Server
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
@@ -145,7 +146,6 @@ def test_confluent_kafka_with_a_certificate(locked: Locked, certificate: tuple[s
 
 @pytest.fixture(scope="module")
 def certificate(locked: Locked) -> tuple[str, str]:
-    """A certificate of alice."""
     certificate, key = locked.certificates.client("alice")
     return str(certificate), str(key)
 
@@ -625,8 +625,7 @@ def test_a_request_in_progress_outlives_its_session(
             connection = sessions[-1]._connection
 
             async def end_session() -> None:
-                while not connection._is_waiting:
-                    await asyncio.sleep(0.01)
+                await until(lambda: connection._is_waiting)
                 sessions[-1]._expire()
 
             asyncio.run_coroutine_threadsafe(end_session(), connection._loop).result(WAIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,11 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.client.admin.pipelines import PipelineClient
-from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.land.job import LandJob
+from millstream.core.pipeline import PipelineKind
 from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 from millstream.protocol.wire.client import Client
 from millstream_testing.committed_messages import committed_records
+from millstream_testing.landing import land_job, run_and_close
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -60,14 +58,7 @@ class Landed:
         assert producer.flush(WAIT_S) == 0
 
     def land(self) -> None:
-        name = f"land-{uuid.uuid4().hex[:8]}"
-        pipeline = Pipeline(pipeline_id=uuid.uuid4(), name=name, kind=PipelineKind.LAND, overrides=self.settings)
-        job = LandJob(pipeline, JobContext(spark=self.spark, brokers=self.server.kafka, lake="", folder=""))
-        try:
-            while job.step().lag:
-                pass
-        finally:
-            job.close()
+        run_and_close(land_job(self.spark, self.server.kafka, Path(), self.settings))
 
     async def declare(self) -> None:
         async with Client.connect(self.server.kafka) as client:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from benchmarks.peers import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import committed_offsets
@@ -20,16 +17,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
 ROWS = 1000
-
-
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    try:
-        started = kafka.kafka(tmp_path_factory.mktemp("kafka") / "data", "os", partitions=2)
-    except PeerUnavailable as reason:
-        pytest.skip(str(reason))
-    with started:
-        yield started
 
 
 def values(spark: SparkSession, peer: Server, topic: str) -> list[int]:

@@ -53,11 +53,9 @@ class Run:
         self.marks = marks
 
     def has(self, mark: str) -> bool:
-        """Whether it has left a mark."""
         return self.marks.joinpath(mark).exists()
 
-    def print_line(self, mark: str) -> None:
-        """Leave a mark for it."""
+    def leave_mark(self, mark: str) -> None:
         self.marks.joinpath(mark).touch()
 
     def kill(self) -> None:
@@ -65,7 +63,7 @@ class Run:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(WAIT_S)
-        self.print_line("go")
+        self.leave_mark("go")
 
     def kill_java(self) -> None:
         """Kill -9 the JVM alone."""
@@ -75,7 +73,6 @@ class Run:
 
 
 def _members(group: int) -> list[Path]:
-    """The processes of a group."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
@@ -178,7 +175,7 @@ class StreamTrial:
         """Run it until there are so many rows and nothing more happens; return them in order."""
         run = self.start()
         self.until(lambda: len(self.read()) >= rows, run)
-        run.print_line("enough")
+        run.leave_mark("enough")
         assert run.process.wait(WAIT_S) == 0, self.log.read_text(errors="replace")[-3000:]
         return self.read()
 
@@ -255,7 +252,7 @@ def test_a_jvm_killed_around_a_commit(trial: ScriptedTrial) -> None:
         run = stream.start(pause, batch)
         stream.until(lambda run=run: run.has("paused"), run)  # type: ignore[misc]
         run.kill_java()
-        run.print_line("go")
+        run.leave_mark("go")
         # It commits the written rows, or does not, and ends without a JVM.
         assert run.process.wait(WAIT_S) != 0
         run.kill()
@@ -268,7 +265,7 @@ def test_a_driver_that_returns_after_it_was_replaced(trial: ScriptedTrial) -> No
     stream.until(lambda: old.has("paused"), old)
     # Another one aborts what is prepared and not decided, before it continues from there.
     stream.kill_at("before-commit", 2)
-    old.print_line("go")
+    old.leave_mark("go")
     assert old.process.wait(WAIT_S) != 0
     check(stream)
 

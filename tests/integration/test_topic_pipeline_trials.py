@@ -48,14 +48,12 @@ class Run:
         self._log = log
 
     def until(self, mark: str) -> None:
-        """Wait for a mark."""
         wait_until(lambda: self.has(mark), self._process, self._log)
 
     def has(self, mark: str) -> bool:
         return self._marks.joinpath(mark).exists()
 
-    def print_line(self, mark: str) -> None:
-        """Leave a mark for it."""
+    def leave_mark(self, mark: str) -> None:
         self._marks.joinpath(mark).touch()
 
     def end(self) -> None:
@@ -181,10 +179,10 @@ def test_a_driver_that_returns_after_it_was_replaced(
         with trial.driver("before-commit", 2) as new:
             # It has aborted what the other one prepared, and done the batch itself.
             new.until("paused")
-            old.print_line("go")
+            old.leave_mark("go")
             # The older one finds its batch done, aborts the next one that the other has prepared, and continues.
             old.end()
-            new.print_line("go")
+            new.leave_mark("go")
             new.end()
     trial.check()
 
@@ -208,6 +206,6 @@ def test_a_broker_killed_between_prepare_and_commit(tmp_path: Path, topic: str, 
         with trial.driver("before-commit", 2) as run:
             run.until("paused")
             server.restart(clean=False)
-            run.print_line("go")
+            run.leave_mark("go")
             run.end()
         trial.check()

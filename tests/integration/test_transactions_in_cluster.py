@@ -14,6 +14,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.broker.coordination.runtime import partition_for
+from millstream_testing.committed_messages import committed_records
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server_group import ServerGroup
@@ -132,22 +133,7 @@ def consumer_of(cluster: ServerGroup) -> Consumer:
 
 
 def read_committed(cluster: ServerGroup, topic: str) -> Counter[tuple[int, bytes]]:
-    consumer = consumer_of(cluster)
-    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(PARTITIONS)])
-    got: Counter[tuple[int, bytes]] = Counter()
-    ended: set[int] = set()
-    deadline = time.monotonic() + WAIT_S
-    while len(ended) < PARTITIONS:
-        assert time.monotonic() < deadline, "a transaction hangs"
-        message = consumer.poll(1.0)
-        if message is None:
-            continue
-        if message.error() is None:
-            got[message.partition() or 0, message.value() or b""] += 1
-        elif message.value() != b"":
-            ended.add(message.partition() or 0)
-    consumer.close()
-    return got
+    return Counter((one.partition, one.value or b"") for one in committed_records(cluster.kafka, topic))
 
 
 @pytest.mark.timeout(300)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import uuid
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import deltalake
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
@@ -24,9 +22,9 @@ from google.protobuf.struct_pb2 import Struct
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.land.job import make_job
 from millstream.pipelines.jobs.transform.job import TransformJob
 from millstream_testing.command import CommandLine
+from millstream_testing.landing import land_job, run_and_close
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -83,12 +81,6 @@ def of(topic: str) -> SerializationContext:
     return SerializationContext(topic, MessageField.VALUE)
 
 
-@pytest.fixture(scope="module")
-def registry(server: Server) -> Iterator[Any]:
-    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
-        yield client
-
-
 def publish(server: Server, topic: str, *values: bytes | None, key: bytes = b"k") -> None:
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     for value in values:
@@ -97,18 +89,8 @@ def publish(server: Server, topic: str, *values: bytes | None, key: bytes = b"k"
 
 
 def land(spark: SparkSession, server: Server, lake: Path, *topics: str, **settings: str) -> None:
-    pipeline = Pipeline(
-        pipeline_id=uuid.uuid4(),
-        name=f"land-{uuid.uuid4().hex[:8]}",
-        kind=PipelineKind.LAND,
-        overrides={"topics": ",".join(topics), "decode": "schema", **settings},
-    )
-    job = make_job(pipeline, JobContext(spark=spark, brokers=server.kafka, lake=str(lake), folder=""))
-    try:
-        while job.step().lag:
-            pass
-    finally:
-        job.close()
+    given = {"topics": ",".join(topics), "decode": "schema", **settings}
+    run_and_close(land_job(spark, server.kafka, lake, given))
 
 
 def rows_of(place: Path) -> list[dict[str, Any]]:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import deltalake
@@ -19,8 +13,8 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream_testing.landing import LandProgram
 from millstream_testing.server import Server
-from millstream_testing.spark_cluster import WAIT_S, environment, running
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(3600)]
 
@@ -29,13 +23,22 @@ KEYS = 400
 FIELDS = 2000
 
 
-class Trial:
+class Trial(LandProgram):
     """Debezium events in any order, some of them twice, and the expected table."""
 
     def __init__(self, server: Server, topic: str, folder: Path) -> None:
         self.server = server
+        settings = {
+            "topics": topic,
+            "decode": "debezium",
+            "mode": "upsert",
+            "key": "id",
+            "order.by": "source.lsn",
+            "batch.max.messages": "1500",
+            "bucket.bytes": "8192",
+        }
+        super().__init__(Path(__file__).with_name("land_driver.py"), server.kafka, folder, settings)
         self.topic = topic
-        self.folder = folder
         self.refused = 0
         self.random = random.Random(5)
         self._lsn = 0
@@ -68,40 +71,6 @@ class Trial:
         self._best[key] = (self._lsn, after)
         event: dict[str, Any] = {"op": op, "before": before, "after": after, "source": {"lsn": self._lsn}}
         return key, json.dumps(event if key % 2 else {"schema": {}, "payload": event}).encode()
-
-    @contextmanager
-    def driver(self, fault: str = "") -> Iterator[Popen[bytes]]:
-        given = {
-            "master": "local[2,4]",
-            "brokers": self.server.kafka,
-            "lake": str(self.folder / "lake"),
-            "folder": str(self.folder),
-            "fault": fault,
-            "landed": datetime.now(UTC).isoformat(),
-            "settings": {
-                "topics": self.topic,
-                "decode": "debezium",
-                "mode": "upsert",
-                "key": "id",
-                "order.by": "source.lsn",
-                "batch.max.messages": "1500",
-                "bucket.bytes": "8192",
-            },
-        }
-        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
-        with running(command, self.log(fault), environment()) as process:
-            yield process
-
-    def log(self, fault: str) -> Path:
-        return self.folder / f"driver-{fault}.log"
-
-    def land(self, fault: str = "") -> None:
-        with self.driver(fault) as process:
-            assert process.wait(WAIT_S) == 0, self.log(fault).read_text(errors="replace")[-3000:]
-
-    def die(self, fault: str) -> None:
-        with self.driver(fault) as process:
-            assert process.wait(WAIT_S) == -signal.SIGKILL, self.log(fault).read_text(errors="replace")[-3000:]
 
     def check(self) -> None:
         rows = deltalake.DeltaTable(str(self.folder / "lake" / self.topic)).to_pyarrow_table().to_pylist()
@@ -136,8 +105,8 @@ def test_two_concurrent_runs(server: Server, topic: str, tmp_path: Path) -> None
     trial = Trial(server, topic, tmp_path)
     trial.publish(6000)
     with trial.driver("") as one, trial.driver("second") as other:
-        assert one.wait(WAIT_S) == 0, trial.log("").read_text(errors="replace")[-3000:]
-        assert other.wait(WAIT_S) == 0, trial.log("second").read_text(errors="replace")[-3000:]
+        trial.check_end(one, "")
+        trial.check_end(other, "second")
     trial.check()
 
 

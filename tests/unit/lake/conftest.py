@@ -1,11 +1,13 @@
-"""One object store for all lake tests."""
+"""The storage of a table, and one object store for all lake tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from millstream.pipelines.lake.storage import Storage
 from millstream_testing.object_store import ObjectStore, object_store
 
 
@@ -22,3 +24,9 @@ def s3(s3_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_store.environment.items():
         monkeypatch.setenv(name, value)
     return "s3://lake"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """Where the files of a table are."""
+    return Storage.at(str(tmp_path / "orders"))

@@ -27,11 +27,6 @@ HOUR_OVER = LANDED + timedelta(hours=1)
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage.at(str(tmp_path / "orders"))
-
-
-@pytest.fixture
 def table(storage: Storage) -> LakeTable:
     """Five small files of two interleaved partitions."""
     table = LakeTable(storage)

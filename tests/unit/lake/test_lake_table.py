@@ -31,11 +31,6 @@ from millstream_testing.lake_rows import (
 )
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage.at(str(tmp_path / "orders"))
-
-
 def test_a_table_begins_with_the_first_commit(storage: Storage) -> None:
     table = LakeTable(storage)
     assert table.schema() is None

@@ -58,11 +58,6 @@ def format(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage.at(str(tmp_path / "orders"))
-
-
 def land(table: LakeTable, start: int, totals: Sequence[Any], schema: pa.Schema = NARROW, **how: Any) -> bool:
     """Land messages with numbers in a column."""
     span = range(start, start + len(totals))

@@ -24,11 +24,6 @@ from millstream_testing.lake_rows import (
 )
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage.at(str(tmp_path / "orders"))
-
-
 def test_files_are_visible_once_committed(storage: Storage) -> None:
     table = ParquetTable(storage)
     assert table.schema() is None

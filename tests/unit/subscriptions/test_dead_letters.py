@@ -26,6 +26,7 @@ from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 DEAD = "dead"
@@ -75,8 +76,6 @@ class DeadLetterLog(DeadLetterAppender):
 
 
 class DeadLetterQueue:
-    """A queue with a dead letter topic."""
-
     def __init__(self, bench: Workbench, box: DeadLetterLog) -> None:
         self.bench = bench
         self.box = box
@@ -106,9 +105,7 @@ class DeadLetterQueue:
 
     async def until(self, count: int) -> None:
         """Wait until this many letters are pending."""
-        async with asyncio.timeout(WAIT_S):
-            while self.delivery.queue.counts.rejecting > count:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.delivery.queue.counts.rejecting <= count)
 
     async def crash(self) -> None:
         self.delivery.close(NotLeader("crash"))
@@ -147,9 +144,7 @@ async def test_a_letter_refused_for_its_content_does_not_block_others(
     dlq.reject(*range(14))
     await dlq.until(2)
     assert sorted(dlq.box.values()) == sorted(["a", "b", *map(str, range(10))])
-    async with asyncio.timeout(WAIT_S):
-        while dlq.box.refusals < 6:
-            await asyncio.sleep(0.005)
+    await until(lambda: dlq.box.refusals >= 6)
     # The pauses between attempts grow, and each letter is reported once.
     assert dlq.letters._refused_backoff.next_s > 2 * FIRST_S
     reported = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
@@ -189,9 +184,7 @@ async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: 
     dead_letter_all(dlq, "a")
     dlq.box.lost_responses = 1
     dlq.reject(0)
-    async with asyncio.timeout(WAIT_S):
-        while not dlq.box.letters:
-            await asyncio.sleep(0)
+    await until(lambda: dlq.box.letters)
     dlq.box.trouble = [NotLeader("moved")] * 100
     letter = {Offset(0): bytes(LETTER_BYTES)}
     if crashes:
@@ -224,12 +217,10 @@ async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQue
     dlq.reject(*range(8))
     dlq.bench.store.release_writes()
     async with asyncio.timeout(WAIT_S):
-        while not dlq.delivery.queue.planned():
-            await asyncio.sleep(0)
+        await until(lambda: dlq.delivery.queue.planned())
         # The plans become durable, the letters written under them do not.
         dlq.bench.store.release_writes()
-        while len(dlq.box.letters) < 3:
-            await asyncio.sleep(0)
+        await until(lambda: len(dlq.box.letters) >= 3)
     await dlq.crash()
     dlq.bench.store.holds_writes = False
     await dlq.open()
@@ -242,9 +233,7 @@ async def test_planned_letters_precede_others(dlq: DeadLetterQueue) -> None:
     dlq.box.trouble = [StorageFailure("the disk is full")]
     dead_letter_all(dlq, *map(str, range(10)))
     dlq.reject(*range(5, 10))
-    async with asyncio.timeout(WAIT_S):
-        while not dlq.delivery.queue.planned():
-            await asyncio.sleep(0)
+    await until(lambda: dlq.delivery.queue.planned())
     dlq.reject(0, 1)
     await dlq.until(0)
     assert dlq.box.values() == ["5", "6", "7", "8", "9", "0", "1"]
@@ -284,9 +273,7 @@ async def test_a_dead_letter_topic_recreated_with_fewer_partitions_is_used(dlq: 
     dlq.box.trouble = [StorageFailure("the disk is full")]
     dead_letter_all(dlq, "a")
     dlq.reject(0)
-    async with asyncio.timeout(WAIT_S):
-        while not dlq.delivery.queue.planned():
-            await asyncio.sleep(0)
+    await until(lambda: dlq.delivery.queue.planned())
     dlq.box.partition_count = 1
     await dlq.until(0)
     assert dlq.box.values() == ["a"]

@@ -15,7 +15,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
 from millstream.broker.subscriptions.batch_scan import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
-from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, ORIGINS_KEPT, Delivery
+from millstream.broker.subscriptions.delivery import ORIGINS_KEPT, Delivery
 from millstream.broker.subscriptions.filter_cache import Matches, QueueFilter
 from millstream.broker.subscriptions.lease import LETTER_BYTES, Origin, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
@@ -47,14 +47,10 @@ from millstream.protocol.records.record import NewRecord, Record, decode_records
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
-
-
-@pytest.fixture
-async def bench() -> Workbench:
-    return Workbench()
 
 
 def given_offsets(given: list[Grant]) -> list[int]:
@@ -403,9 +399,7 @@ async def test_leases_are_stored_with_the_next_write_or_alone_and_on_close(
     await delivery.settle("one", settle(0, Verb.ACCEPT))
     assert are_stored()
     delivery.try_receive(wanted())
-    async with asyncio.timeout(60):
-        while not are_stored():
-            await asyncio.sleep(LEASE_WRITE_DELAY_S)
+    await until(are_stored)
     delivery.try_receive(wanted())
     delivery.close(PartitionClosed("the broker is stopping"))
     again = await bench.open()
@@ -576,8 +570,7 @@ async def test_an_unexpected_failure_closes_the_queue(
 
 
 async def _closed(delivery: Delivery) -> None:
-    while not delivery.is_closed:
-        await asyncio.sleep(0.01)
+    await until(lambda: delivery.is_closed)
 
 
 # -- the log -----------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription
 from millstream.core.topic import Topic
 from millstream.protocol.private.subscription_messages import SeekSubscriptionRequest
 from millstream_testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 SHARE = Subscription(name="share", subscription_id=UUID(int=1), topics=(), overrides={}, created_ms=0)
@@ -159,9 +160,7 @@ class Node:
         self.forgotten.append(is_gone)
 
     async def opened(self, count: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while self.engine.open_count != count:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.engine.open_count == count)
 
 
 def _no_id() -> Awaitable[ProducerId]:

@@ -15,6 +15,7 @@ from millstream.broker.subscriptions.engine import Expiry
 from millstream.core.errors import UnknownSubscription
 from millstream.core.subscription import EXPIRES
 from millstream_testing.clock import ManualClock
+from millstream_testing.waiting import until
 
 LIFE_MS = 80_000
 
@@ -30,8 +31,7 @@ class Node:
     async def look(self) -> None:
         """Run one expiry round."""
         running = asyncio.ensure_future(self.expiry.run())
-        while not running.done() and not self.waits():
-            await asyncio.sleep(0.001)
+        await until(lambda: running.done() or self.waits())
         running.cancel()
         await asyncio.wait([running])
 

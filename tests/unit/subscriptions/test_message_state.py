@@ -20,11 +20,6 @@ from millstream_testing.queue_bench import Workbench, turns, wanted
 WAIT_S = 60.0
 
 
-@pytest.fixture
-async def bench() -> Workbench:
-    return Workbench()
-
-
 def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlement]:
     return [Settlement(Offset(offset), Offset(offset), verb, delay_ms)]
 

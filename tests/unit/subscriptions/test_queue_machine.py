@@ -63,8 +63,6 @@ class Message:
 
 @dataclass
 class Model:
-    """The model of a queue."""
-
     settings: SubscriptionSettings
     next_scan_offset: int = 0
     messages: dict[int, Message] = field(default_factory=dict)

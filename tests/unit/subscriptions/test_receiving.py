@@ -24,11 +24,6 @@ WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
 
 
-@pytest.fixture
-async def bench() -> Workbench:
-    return Workbench()
-
-
 def given_offsets(given: list[Grant]) -> list[int]:
     return [offset for one in given for offset in offsets(one.received)]
 

@@ -14,11 +14,6 @@ from millstream.protocol.private.subscriptions import DeadLetterPosition, Subscr
 from millstream_testing.queue_bench import Workbench, wanted
 
 
-@pytest.fixture
-async def bench() -> Workbench:
-    return Workbench()
-
-
 def settle(offset: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> list[Settlement]:
     return [Settlement(Offset(offset), Offset(offset), verb, delay_ms, reason)]
 
