@@ -18,6 +18,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 from millstream.protocol.wire.fetch import FetchedPartition, FetchLimits
+from millstream_testing.waiting import until
 
 ONE, TWO = NodeId(1), NodeId(2)
 HANG_S = 60.0
@@ -116,12 +117,10 @@ async def test_a_partition_that_moves_is_followed_at_its_new_leader(monkeypatch:
     tailer = Tailer(cluster, "t", {0: 0, 1: 0}, patience_s=HANG_S, note=notes.append)
     async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:
         first = asyncio.ensure_future(anext(messages))
-        while cluster.polls < 2:
-            await asyncio.sleep(0)
+        await until(lambda: cluster.polls >= 2)
         cluster.away = 3
         await cluster.move(0, TWO)
-        while cluster.away:
-            await asyncio.sleep(0)
+        await until(lambda: not cluster.away)
         await cluster.publish(0, b"b")
         await cluster.publish(1, b"c")
         seen = [await first, await anext(messages)]

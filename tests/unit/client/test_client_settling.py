@@ -24,6 +24,7 @@ from millstream.core.ids import NodeId
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import SettledRange, SettleRequest, SettleResponse
 from millstream.protocol.private.subscriptions import DeliveryStateRequest, DeliveryStateResponse
+from millstream_testing.waiting import until
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121
@@ -163,9 +164,7 @@ async def test_closing_wakes_callers_that_wait_for_a_leader() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
     settlement, response = order_of([1])
     settling.enqueue(settlement)
-    async with asyncio.timeout(HANG_S):
-        while not settling._moving:
-            await asyncio.sleep(0)
+    await until(lambda: settling._moving)
     await settling.close()
     with pytest.raises(RequestTimedOut, match="is unknown"):
         await response
@@ -221,8 +220,7 @@ async def test_failing_look_ups_run_concurrently() -> None:
         async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             self.asked += 1
             # By now, every caller whose request was lost waits here.
-            while len(settling._unverified) < 3:
-                await asyncio.sleep(0)
+            await until(lambda: len(settling._unverified) >= 3)
             raise BrokerUnreachable("nobody there")
 
     node = Gone(*[BrokerUnreachable("lost")] * 3)

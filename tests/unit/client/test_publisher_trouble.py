@@ -28,6 +28,7 @@ from millstream.protocol.records.record import NewRecord
 from millstream.protocol.wire.channel import Pool
 from millstream_testing.producer_ledger import ProducerLedger
 from millstream_testing.scripted_broker import METADATA
+from millstream_testing.waiting import until
 
 HANG_S = 60.0
 """Only ends a test that hangs."""
@@ -46,8 +47,7 @@ def records(count: int) -> list[NewRecord]:
 
 
 async def requests(ledger: ProducerLedger, count: int) -> None:
-    while ledger.requests < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: ledger.requests >= count)
 
 
 async def test_deleting_a_topic_during_publish_many_ends_the_call_and_frees_its_buffer(
@@ -292,7 +292,6 @@ async def test_a_topic_without_partitions_is_waited_for(ledger: ProducerLedger) 
     ledger.create("orders", 0)
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         waiting = asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a")))
-        while not ledger.broker.asked(METADATA):
-            await asyncio.sleep(0.001)
+        await until(lambda: ledger.broker.asked(METADATA))
         ledger.create("orders", 1)
         assert (await waiting).offset == 0

@@ -17,6 +17,7 @@ from millstream.client.message_stream import Source
 from millstream.client.subscriber import Handler, Subscriber
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import Verb
+from millstream_testing.waiting import until
 
 HANG_S = 60
 
@@ -142,8 +143,7 @@ def test_a_handler_does_not_block_the_end_of_the_program() -> None:
     async def main() -> None:
         sources.append(ScriptedSource(1))
         await Subscriber(sources[0], handle, concurrency=1, forget=forget).start()
-        while sources[0].messages:
-            await asyncio.sleep(0)
+        await until(lambda: not sources[0].messages)
 
     asyncio.run(main())
     assert sources[0].settled == {0: (Verb.RELEASE, 0, "the worker was stopped")}
@@ -329,8 +329,7 @@ async def test_a_failure_while_nothing_succeeds_is_not_counted_as_an_attempt(mon
 
     subscriber = Subscriber(source, handle, concurrency=20, forget=forget)
     await subscriber.start()
-    while source.messages:
-        await asyncio.sleep(0)
+    await until(lambda: not source.messages)
     gate.set()
     await source.all_reported()
     assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 10
@@ -354,9 +353,7 @@ async def test_a_handler_that_fails_for_some_messages_keeps_its_concurrency(case
         source.messages = source.messages[:1] * 60
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
     await subscriber.start()
-    async with asyncio.timeout(HANG_S):
-        while source.messages:
-            await asyncio.sleep(0)
+    await until(lambda: not source.messages)
     assert source.limits == []
     await subscriber.drain()
 

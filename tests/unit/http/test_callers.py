@@ -18,6 +18,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.callers import PENDING_PER_HOST_MAX, Callers
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.security_messages import AuthenticateRequest, AuthenticateResponse
+from millstream_testing.waiting import until
 
 HOST = "10.0.0.7"
 
@@ -203,9 +204,7 @@ async def test_connections_of_an_idle_caller_are_closed(node: Node, monkeypatch:
     monkeypatch.setattr(callers_module, "IDLE_S", 0.05)
     callers = made(node)
     await principal(callers, basic("alice"))
-    async with asyncio.timeout(30):
-        while not node.closed:
-            await asyncio.sleep(0)
+    await until(lambda: node.closed)
     assert await principal(callers, basic("alice")) == "User:alice"
     assert len(node.asked) == 2
     await callers.close()
@@ -216,8 +215,7 @@ async def test_a_stream_ends_when_its_caller_is_no_longer_valid(node: Node, monk
     callers = made(node)
     lapsed = asyncio.ensure_future(callers.until_lapsed(callers.read(basic("alice"), HOST)))
     async with asyncio.timeout(30):
-        while len(node.asked) < 3:
-            await asyncio.sleep(0)
+        await until(lambda: len(node.asked) >= 3)
         assert not lapsed.done()
         node.responses["alice"] = AuthenticateResponse(error=58, message="the user was deleted")
         assert (await lapsed).detail == "the user was deleted"

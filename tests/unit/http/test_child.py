@@ -14,6 +14,7 @@ from millstream.gateway import child
 from millstream.gateway.child import HttpChild
 from millstream.protocol.wire import node_status as broker_status
 from millstream.protocol.wire.node_status import QUESTION, BrokerStatusPipe
+from millstream_testing.waiting import until
 
 STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 
@@ -40,8 +41,7 @@ async def test_a_child_that_keeps_dying_is_restarted_every_time(
     caplog.set_level(logging.WARNING)
     gateway = HttpChild(listening, "127.0.0.1:9092", backoff_min_s=0.001)
     running = asyncio.create_task(gateway.run())
-    while gateway.restarts < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: gateway.restarts >= 2)
     await gateway.stop()
     await running
     assert gateway.pid is None

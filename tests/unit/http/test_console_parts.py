@@ -55,80 +55,71 @@ class Clock:
         return self.now
 
 
-def test_a_response_is_shared_for_a_hundred_times_its_cost() -> None:
-    async def run() -> None:
-        clock = Clock()
-        recent, asked = ResponseCache(clock=clock, used=clock), 0
+async def test_a_response_is_shared_for_a_hundred_times_its_cost() -> None:
+    clock = Clock()
+    recent, asked = ResponseCache(clock=clock, used=clock), 0
 
-        async def ask() -> int:
-            nonlocal asked
-            asked += 1
-            await asyncio.sleep(0)
-            clock.now += 0.2
-            return asked
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        clock.now += 0.2
+        return asked
 
-        key = ("User:alice", "/console")
-        assert await asyncio.gather(*(recent.get(key, ask) for _ in range(20))) == [1] * 20
-        clock.now += 0.2 / COST_MAX - 1
-        assert await recent.get(key, ask) == 1
-        assert await recent.get(("User:bob", "/console"), ask) == 2
-        clock.now += 2
-        assert await recent.get(key, ask) == 3
-        recent.clear()
-        assert await recent.get(key, ask) == 4
-
-    asyncio.run(run())
+    key = ("User:alice", "/console")
+    assert await asyncio.gather(*(recent.get(key, ask) for _ in range(20))) == [1] * 20
+    clock.now += 0.2 / COST_MAX - 1
+    assert await recent.get(key, ask) == 1
+    assert await recent.get(("User:bob", "/console"), ask) == 2
+    clock.now += 2
+    assert await recent.get(key, ask) == 3
+    recent.clear()
+    assert await recent.get(key, ask) == 4
 
 
-def test_all_sessions_together_use_at_most_a_hundredth_of_the_time() -> None:
-    async def run() -> None:
-        clock = Clock()
-        recent, asked = ResponseCache(clock=clock, used=clock), 0
+async def test_all_sessions_together_use_at_most_a_hundredth_of_the_time() -> None:
+    clock = Clock()
+    recent, asked = ResponseCache(clock=clock, used=clock), 0
 
-        async def ask() -> int:
-            nonlocal asked
-            asked += 1
-            clock.now += 0.05
-            return asked
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        clock.now += 0.05
+        return asked
 
-        began, passed = clock.now, 600.0
-        while clock.now < began + passed:
-            for session in range(20):
-                await recent.get((f"session {session}", "/console"), ask)
-            clock.now += 10.0
-        # The first session did not know of the others yet.
-        assert asked <= 20 + passed * COST_MAX / 0.05 * 1.5
-        # Closed sessions no longer count.
-        clock.now += RECENT_S_MAX + 1
-        await recent.get(("session 0", "/console"), ask)
-        clock.now += 0.05 / COST_MAX + 0.1
-        before = asked
-        await recent.get(("session 0", "/console"), ask)
-        assert asked == before + 1
-
-    asyncio.run(run())
+    began, passed = clock.now, 600.0
+    while clock.now < began + passed:
+        for session in range(20):
+            await recent.get((f"session {session}", "/console"), ask)
+        clock.now += 10.0
+    # The first session did not know of the others yet.
+    assert asked <= 20 + passed * COST_MAX / 0.05 * 1.5
+    # Closed sessions no longer count.
+    clock.now += RECENT_S_MAX + 1
+    await recent.get(("session 0", "/console"), ask)
+    clock.now += 0.05 / COST_MAX + 0.1
+    before = asked
+    await recent.get(("session 0", "/console"), ask)
+    assert asked == before + 1
 
 
-def test_a_response_is_shared_for_minutes_at_most_and_an_error_never() -> None:
-    async def run() -> None:
-        clock = Clock()
-        recent, asked = ResponseCache(clock=clock, used=clock), 0
+async def test_a_response_is_shared_for_minutes_at_most_and_an_error_never() -> None:
+    clock = Clock()
+    recent, asked = ResponseCache(clock=clock, used=clock), 0
 
-        async def ask() -> int:
-            nonlocal asked
-            asked += 1
-            clock.now += 10.0
-            if asked == 1:
-                raise ValueError("down")
-            return asked
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        clock.now += 10.0
+        if asked == 1:
+            raise ValueError("down")
+        return asked
 
-        with pytest.raises(ValueError, match="down"):
-            await recent.get(("", "/"), ask)
-        assert await recent.get(("", "/"), ask) == 2
-        clock.now += RECENT_S_MAX + 0.1
-        assert await recent.get(("", "/"), ask) == 3
-
-    asyncio.run(run())
+    with pytest.raises(ValueError, match="down"):
+        await recent.get(("", "/"), ask)
+    assert await recent.get(("", "/"), ask) == 2
+    clock.now += RECENT_S_MAX + 0.1
+    assert await recent.get(("", "/"), ask) == 3
 
 
 async def test_a_silent_node_does_not_block_a_page() -> None:

@@ -55,9 +55,7 @@ async def wrong(_task: Task, _services: Services) -> str:
 
 
 async def ended(task: Task) -> None:
-    async with asyncio.timeout(30):
-        while task.is_running:
-            await asyncio.sleep(0)
+    await until(lambda: not task.is_running)
 
 
 async def test_a_short_task_responds_at_once() -> None:

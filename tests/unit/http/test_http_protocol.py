@@ -19,6 +19,7 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream.gateway.protocol import Protocol
+from millstream_testing.waiting import until
 
 WAIT_S = 60.0
 LARGE = 32 * 1024 * 1024
@@ -181,8 +182,7 @@ async def test_a_stalled_body_is_refused_and_its_connection_freed(
         assert response.startswith(b"HTTP/1.1 408 ")
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
-        while server.made[0] in server.made[0].connections:
-            await asyncio.sleep(0)
+        await until(lambda: server.made[0] not in server.made[0].connections)
     writer.close()
 
 

@@ -28,6 +28,7 @@ from millstream.protocol.private.subscription_messages import (
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
+from millstream_testing.waiting import until
 
 HEADER = b"\0\0\0\0\0"
 NOT_FOUND = 69
@@ -170,8 +171,7 @@ async def test_messages_beyond_the_requested_bytes_are_returned() -> None:
 async def test_a_long_poll_gets_messages_of_any_node_and_cancels_the_others() -> None:
     cluster = Cluster(3)
     waiting = asyncio.create_task(leasing(cluster).receive(request()))
-    while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
-        await asyncio.sleep(0)
+    await until(lambda: waiting.done() or all(len(node.asked) == 2 for node in cluster.nodes.values()))
     cluster.nodes[2].messages = 1
     cluster.nodes[2].came.set()
     (message,) = await waiting
@@ -193,8 +193,7 @@ async def test_a_throttled_worker_is_notified_unless_another_node_has_messages(w
 async def test_messages_beyond_the_requested_number_are_returned() -> None:
     cluster = Cluster(2)
     waiting = asyncio.create_task(leasing(cluster).receive(request(max_records=1)))
-    while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
-        await asyncio.sleep(0)
+    await until(lambda: waiting.done() or all(len(node.asked) == 2 for node in cluster.nodes.values()))
     for node in cluster.nodes.values():
         node.messages = 1
         node.came.set()
@@ -237,8 +236,7 @@ async def test_a_client_that_disconnects_while_a_node_hangs_leaves_nothing_lease
     cluster.nodes[2].messages = 4
     cluster.nodes[1].hangs = True
     asking = asyncio.create_task(leasing(cluster).receive(request()))
-    while not cluster.nodes[1].asked:
-        await asyncio.sleep(0)
+    await until(lambda: cluster.nodes[1].asked)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -290,8 +288,7 @@ async def test_messages_that_arrive_after_the_client_disconnected_are_returned(
     if not is_cancelled:
         monkeypatch.setattr(module, "RESPONSE_S", -0.9)
     asking = asyncio.create_task(asks.receive(request(wait_ms=1000)))
-    while not node.asked:
-        await asyncio.sleep(0)
+    await until(lambda: node.asked)
     # They are leased in the moment in which the request is cancelled.
     node.messages = 4
     if is_cancelled:
@@ -311,8 +308,7 @@ async def test_a_request_that_fails_after_the_program_gave_up_logs_nothing(caplo
     asking = asyncio.create_task(
         requests.receive(cast("Pool", node), ReceiveRequest("s", "w", 1, 1, 1000), timeout_s=60)
     )
-    while not node.asked:
-        await asyncio.sleep(0)
+    await until(lambda: node.asked)
     (pending,) = requests._open
     asking.cancel()
     await asyncio.wait([asking])

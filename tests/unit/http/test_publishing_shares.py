@@ -19,6 +19,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream.protocol.private.publish_once import PublishOnceResult
 from millstream.protocol.records.record import NewRecord
+from millstream_testing.waiting import until
 
 PARTITIONS = 8
 
@@ -80,8 +81,7 @@ async def test_partitions_are_published_concurrently_up_to_a_limit(
     monkeypatch.setattr(publishing, "PARTITIONS_AT_ONCE", 3)
     broker.may_respond.clear()
     posting = asyncio.create_task(broker.post([(at % PARTITIONS, f"{at}") for at in range(20)]))
-    while broker.under_way < 3:
-        await asyncio.sleep(0)
+    await until(lambda: broker.under_way >= 3)
     broker.may_respond.set()
     reported = await posting
     assert broker.most == 3

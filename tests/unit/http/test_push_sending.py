@@ -38,6 +38,7 @@ from millstream.protocol.private.subscription_messages import (
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, Record, encode_batch
+from millstream_testing.waiting import until
 from millstream_testing.webhook import Request, Response, Webhook
 
 KEY = b"0123456789abcdef"
@@ -324,8 +325,7 @@ async def test_an_endpoint_that_refuses_connections_costs_no_attempts(
     monkeypatch.setattr(pace, "PAUSE_S_MAX", 0.01)
     await hook.stop()
     run = Run(hook, 100)
-    while run.pusher.report().unreachable < 4 * pushing.PROBES_MAX:
-        await asyncio.sleep(0.01)
+    await until(lambda: run.pusher.report().unreachable >= 4 * pushing.PROBES_MAX)
     assert not run.ledger.output
     assert run.pusher.report().state == "down"
     assert run.pusher.report().in_flight == 1
@@ -346,8 +346,7 @@ async def test_an_endpoint_that_goes_down_costs_a_single_message_no_attempt(
     assert run.pusher.report().concurrency > 10
     await hook.stop()
     run.shelf.add(_message(300, 60_000))
-    while run.pusher.report().unreachable < 4 * pushing.PROBES_MAX:
-        await asyncio.sleep(0.01)
+    await until(lambda: run.pusher.report().unreachable >= 4 * pushing.PROBES_MAX)
     assert (run.pusher.report().state, run.ledger.of(Verb.RELEASE)) == ("down", [])
     await hook.start()
     await run.ledger.until(lambda: 300 in run.ledger.of(Verb.ACCEPT))
@@ -425,8 +424,7 @@ async def test_a_message_queued_for_its_endpoint_when_push_ends_was_not_delivere
     monkeypatch.setattr(pace, "PAUSE_S_MAX", WAIT_S)
     await hook.stop()
     run = Run(hook, 3)
-    while run.pusher.report().state != "down":
-        await asyncio.sleep(0.01)
+    await until(lambda: run.pusher.report().state == "down")
     await run.end()
     assert run.ledger.output == [(0, Verb.RETURN, 0)]
 

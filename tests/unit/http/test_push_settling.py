@@ -20,6 +20,7 @@ from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+from millstream_testing.waiting import until
 
 OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 LEADER = NodeId(2)
@@ -101,8 +102,7 @@ async def nodes() -> SettlingNodes:
 async def test_settlements_made_during_a_request_are_batched(nodes: SettlingNodes) -> None:
     nodes.here.may_respond.clear()
     first = [nodes.accept(0), nodes.accept(1)]
-    while not nodes.here.requests:
-        await asyncio.sleep(0)
+    await until(lambda: nodes.here.requests)
     later = [nodes.accept(2), nodes.accept(3, partition=1), nodes.accept(4)]
     await asyncio.sleep(0)
     nodes.here.may_respond.set()
@@ -163,8 +163,7 @@ async def test_a_hanging_leader_does_not_block_other_partitions(nodes: SettlingN
     nodes.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
     nodes.there.may_respond.clear()
     moved = [nodes.accept(0), nodes.accept(0, partition=1)]
-    while not nodes.there.requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: nodes.there.requests)
     assert await nodes.accept(1, partition=2) is True
     assert not any(one.done() for one in moved)
     nodes.there.may_respond.set()

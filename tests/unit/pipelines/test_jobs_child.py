@@ -28,6 +28,8 @@ from millstream.core.pipeline import PipelineKind
 from millstream.pipelines.runtime import jobs_child
 from millstream.pipelines.runtime.child import driver_options
 from millstream.pipelines.runtime.jobs_child import JobsChild
+from millstream_testing.child_process import is_alive
+from millstream_testing.waiting import until
 
 MODULE = "millstream_testing.scripted_job"
 WAIT_S = 180.0
@@ -283,20 +285,11 @@ async def test_stopping_a_job_ends_its_run_with_all_its_processes(nodes: JobNode
     )
     async with nodes.node():
         await nodes.create("forks", child)
-        async with asyncio.timeout(WAIT_S):
-            while not pids.exists() or len(pids.read_text().split()) < 2:
-                await asyncio.sleep(0.05)
+        await until(lambda: pids.exists() and len(pids.read_text().split()) >= 2)
         await nodes.pipelines.stop("forks")
         (run,) = await nodes.ended("forks")
         assert (run.state, run.error) == (RunState.CANCELLED, "it was stopped")
-    assert not [pid for pid in pids.read_text().split() if is_alive(pid)]
-
-
-def is_alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not [pid for pid in pids.read_text().split() if is_alive(int(pid))]
 
 
 async def test_a_continuous_job_shows_what_its_queries_read(nodes: JobNodes) -> None:

@@ -219,7 +219,6 @@ def test_a_batch_is_not_repeated_for_each_new_column(tmp_path: Path) -> None:
 
 
 def reports_of(batch: TopicBatch, partitions: Sequence[Payloads], tasks: int, piece: int) -> list[Report]:
-    """Run the tasks of a batch."""
     ranges = batch.topic_ranges()
     each = -(-sum(map(len, ranges)) // tasks)
     reports, landing, room = [], Landing("t", batch.work(NOW, "")), each

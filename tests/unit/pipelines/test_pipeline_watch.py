@@ -13,8 +13,6 @@ CHECK_INTERVAL_S = 5.0
 
 
 class Pipeline:
-    """A watched pipeline."""
-
     def __init__(self, name: str = "a", *, stall_s: float = 60.0) -> None:
         self.name = name
         self.progress = Progress()

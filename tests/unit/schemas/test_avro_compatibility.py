@@ -16,7 +16,6 @@ from millstream.protocol.schemas.formats import InvalidSchema
 
 
 def kinds(reader: Any, writer: Any) -> list[str]:
-    """The kinds of incompatibilities."""
     parsed = [AvroSchema.parse(json.dumps(one)) for one in (reader, writer)]
     return [difference.kind for difference in compare(*parsed)]
 

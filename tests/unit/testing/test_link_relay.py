@@ -25,7 +25,6 @@ def request(client_id: str | None) -> bytes:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """An echo server."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:

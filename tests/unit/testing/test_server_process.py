@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,9 @@ import psutil
 import pytest
 
 from millstream_testing import fork_server
+from millstream_testing.child_process import is_alive
 from millstream_testing.server import Server, ServerFailed
+from millstream_testing.waiting import wait_until
 
 RUN_S_MAX = 240.0
 FAKE = """
@@ -47,25 +48,12 @@ class FakeServer(Server):
         return int((self.data.parent / "child").read_text())
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process ends within a while; an unreaped one counts as ended."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_a_clean_stop_returns_the_exit_code(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data").start()
     assert server.is_running()
     assert server.stop() == 0
     assert not server.is_running()
-    assert is_gone(server.child_pid())
+    wait_until(lambda: not is_alive(server.child_pid()))
 
 
 def test_a_second_start_keeps_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +72,8 @@ def test_kill_ends_the_children_too(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data").start()
     pid, child = server.pid, server.child_pid()
     server.kill()
-    assert is_gone(pid)
-    assert is_gone(child)
+    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(child))
     server.kill()
 
 
@@ -94,7 +82,7 @@ def test_killing_only_the_main_process_leaves_its_children(tmp_path: Path) -> No
         server.kill_main()
         assert not server.is_running()
         assert psutil.pid_exists(server.child_pid())
-    assert is_gone(server.child_pid())
+    wait_until(lambda: not is_alive(server.child_pid()))
 
 
 def test_a_server_that_exits_at_once_shows_its_log(tmp_path: Path) -> None:
@@ -121,15 +109,15 @@ def test_nothing_is_left_when_the_test_process_is_killed(tmp_path: Path) -> None
         check=False,
     )
     assert run.returncode == -signal.SIGKILL
-    assert is_gone(int(run.stdout))
-    assert is_gone(int((tmp_path / "child").read_text()))
+    wait_until(lambda: not is_alive(int(run.stdout)))
+    wait_until(lambda: not is_alive(int((tmp_path / "child").read_text())))
 
 
 def test_a_forgotten_server_is_reaped(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data").start()
     pid = server.pid
     del server
-    assert is_gone(pid)
+    wait_until(lambda: not is_alive(pid))
 
 
 def test_servers_are_forked_after_one_was_killed_while_its_gateway_was_forked(tmp_path: Path) -> None:

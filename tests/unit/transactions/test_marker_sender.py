@@ -219,8 +219,7 @@ async def test_an_exception_and_a_full_disk_do_not_stop_retries(node: Node, capl
     (log,) = node.topics.partitions_of(node.topics.get(TRANSACTION_STATE))  # type: ignore[arg-type]
     await node.coordinator.end(who, commit=True, version=0)
     log.refusal = StorageFailure("the disk is full")
-    while tries < 4:
-        await asyncio.sleep(0.01)
+    await until(lambda: tries >= 4)
     log.refusal = None
     assert await node.ended() == "CompleteCommit"
     assert "a defect" in caplog.text

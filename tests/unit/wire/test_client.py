@@ -46,6 +46,7 @@ from millstream_testing.scripted_broker import (
     fetched,
     produced,
 )
+from millstream_testing.waiting import until
 
 NODE = NodeId(1)
 PRIVATE = codec.PRIVATE_KEY_MIN
@@ -105,8 +106,7 @@ async def test_a_broker_that_starts_meanwhile_is_found(
     await broker.stop()
     client = Client.connect(broker.address, connect_s=60)
     connecting = asyncio.get_running_loop().create_task(client.__aenter__())
-    while "no broker responds" not in caplog.text:
-        await asyncio.sleep(0)
+    await until(lambda: "no broker responds" in caplog.text)
     await broker.start()
     async with asyncio.timeout(60), await connecting:
         assert broker.connections == 1
@@ -222,8 +222,7 @@ async def test_closing_fails_pending_requests(broker: ScriptedBroker) -> None:
     broker.handlers[PRIVATE] = wait
     async with connect(broker) as client:
         waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
-        while not broker.asked(PRIVATE):
-            await asyncio.sleep(0)
+        await until(lambda: broker.asked(PRIVATE))
     with pytest.raises(BrokerUnreachable, match="connection"):
         await waiting
     never.set()
@@ -239,8 +238,7 @@ async def test_a_closed_client_stays_closed(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = wait
     async with connect(broker) as client:
         polling = asyncio.create_task(client.fetch("orders", 0, 0))
-        while not broker.asked(FETCH):
-            await asyncio.sleep(0)
+        await until(lambda: broker.asked(FETCH))
     # A pending request is not retried on its own connection.
     with pytest.raises(InvalidRequest, match="the client is closed"):
         await polling
@@ -352,8 +350,7 @@ async def test_a_cancelled_request_does_not_affect_others(broker: ScriptedBroker
     broker.handlers[PRIVATE] = slow
     async with connect(broker) as client:
         waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
-        while not broker.asked(PRIVATE):
-            await asyncio.sleep(0)
+        await until(lambda: broker.asked(PRIVATE))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -625,8 +622,7 @@ async def test_a_waiting_fetch_blocks_nothing(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = wait
     async with connect(broker) as client:
         polls = [asyncio.create_task(client.fetch("orders", index, 0)) for index in range(2)]
-        while broker.asked(FETCH) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: broker.asked(FETCH) >= 2)
         await client.metadata()
         polls[0].cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -49,7 +49,6 @@ def leased(offset: int, *, partition: int = 0, node: int = 1, attempt: int = 1) 
 
 
 async def settled(broker: Broker, *messages: LeasedMessage) -> list[MillstreamError | None]:
-    """The result of settling them."""
     client: Any = broker
     return await SubscriptionClient(client).settle("billing", "one", messages, Verb.ACCEPT)
 
