@@ -20,7 +20,6 @@ class AiokafkaWorker(Worker):
     """Reads its own partitions and produces in transactions; another one with the same id fences it."""
 
     def run(self) -> None:
-        """Work until stopped."""
         try:
             asyncio.run(self._work())
         except (KafkaError, AssertionError) as error:

@@ -35,7 +35,6 @@ def chromium() -> str:
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Run a browser."""
     with sync_playwright() as playwright:
         # The sandbox needs privileges that containers lack; the pages are our own.
         arguments = ["--no-sandbox", "--disable-gpu"]
@@ -67,7 +66,6 @@ class WatchedPage:
 
 
 def open_page(browser: Browser, address: str, **context: Any) -> WatchedPage:
-    """Open an address in a new session."""
     watched = WatchedPage(browser.new_context(reduced_motion="reduce", **context).new_page())
     watched.page.set_default_timeout(WAIT_S * 1000)
     watched.page.goto(address)

@@ -15,11 +15,9 @@ class ManualClock:
         return self._now_ms
 
     def monotonic(self) -> float:
-        """Monotonic seconds."""
         return self._monotonic
 
     def advance_ms(self, milliseconds: int) -> None:
-        """Advance the time."""
         self._now_ms += milliseconds
         self._monotonic += milliseconds / 1000
 

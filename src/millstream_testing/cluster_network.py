@@ -103,7 +103,6 @@ class RelayNetwork:
         return {"advertise": self._to_node[node].address, "etcd": etcd, "catalog": self._catalog}
 
     def addresses(self, node: int) -> tuple[str, str]:
-        """Return an address on loopback."""
         return self._addresses[node]
 
     def bootstrap(self) -> str:

@@ -58,17 +58,14 @@ class CommandLine:
         self.brokers = brokers
 
     def __call__(self, *arguments: object) -> Outcome:
-        """Run a command in this process."""
         os.environ.setdefault(TIMEOUT_VARIABLE, PATIENCE_S)
         return call_command([*map(str, arguments), "--brokers", self.brokers])
 
     def process(self, *arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
-        """Run a command in its own process."""
         return run_command([*map(str, arguments), "--brokers", self.brokers], stdin=stdin, cwd=cwd)
 
 
 def call_command(arguments: Sequence[str]) -> Outcome:
-    """Run one command in this process."""
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = call(list(arguments))

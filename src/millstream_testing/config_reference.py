@@ -68,7 +68,6 @@ Kafka settings that Millstream does not support are refused, with the reason:
 
 
 def reference() -> str:
-    """Return the whole page."""
     node = _table(declared for _, declared in Config.declared().values())
     subscriptions = _SUBSCRIPTIONS + _table(SubscriptionSettings.declared().values())
     mirrors = _MIRRORS + _table(declared for _, declared in settings_of(MirrorSettings))

@@ -50,7 +50,6 @@ class ConfluentWorker(Worker):
         self._batch: list[Message] = []
 
     def run(self) -> None:
-        """Work until stopped."""
         self._retry("init_transactions", lambda: self._producer.init_transactions(_CALL_S))
         self._consumer.subscribe([self.task.source], on_revoke=self._discard_revoked, on_lost=self._discard_revoked)
         while not self.stopping.is_set():

@@ -21,7 +21,6 @@ class ConsumerProtocolClient:
         self.begin("")
 
     def begin(self, member_id: str) -> None:
-        """Start a new process."""
         self.consumer = SimulatedConsumer(
             member_id, instance_id=self.instance_id, rebalance_timeout_ms=self._rebalance_timeout_ms
         )

@@ -69,7 +69,6 @@ class SimulatedConsumer:
         )
 
     def leave_request(self, epoch: int = -1, *, group_id: str = GROUP) -> ConsumerHeartbeat:
-        """Return the heartbeat with which it leaves."""
         return ConsumerHeartbeat(group_id=group_id, member_id=self.member_id, epoch=epoch, instance_id=self.instance_id)
 
     def handle_response(self, response: HeartbeatResult) -> None:
@@ -118,7 +117,6 @@ class ConsumerHarness(GroupHarness):
         return topic.topic_id
 
     def remove_topic(self, name: str) -> None:
-        """Delete a topic."""
         self.cluster.remove(name)
         del self.topics[name]
 
@@ -127,7 +125,6 @@ class ConsumerHarness(GroupHarness):
         return self.topics[name]
 
     def partitions(self, **by_name: set[int]) -> Assignment:
-        """Return an assignment by topic names."""
         return assignment_of((self.id_of(name), numbers) for name, numbers in by_name.items())
 
     def consumers(self, group_id: str = GROUP) -> ConsumerGroup:
@@ -160,7 +157,6 @@ class ConsumerHarness(GroupHarness):
         return super().leave(*leavers, group_id=group_id)
 
     def describe_consumers(self, group_id: str = GROUP) -> ConsumerGroupDescription:
-        """Describe a consumer group."""
         return self.run(lambda shard: shard.consumers.describe(group_id)).result()
 
     def _new_shard(self) -> GroupShard:
@@ -230,7 +226,6 @@ class ClassicConsumer:
         return response
 
     def send_heartbeat(self) -> Deferred[None]:
-        """Send a heartbeat."""
         return self._harness.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
 
     def rejoin_if_needed(self) -> None:

@@ -27,7 +27,6 @@ class EtcdGroupMember(LocalEtcd):
         self.peer = f"http://{self._peer.address}"
 
     def flags(self) -> dict[str, object]:
-        """Return its flags."""
         return super().flags() | {
             "name": self.name,
             "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),

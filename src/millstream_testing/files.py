@@ -150,7 +150,6 @@ class MemoryFiles:
         self._failing_syncs += endings
 
     def fail_next_writes(self, *endings: str) -> None:
-        """Fail the next write to a file for each given suffix."""
         self._failing_writes += endings
 
     def flip_bit(self, path: str, position: int, bit: int) -> None:
@@ -172,7 +171,6 @@ class MemoryFiles:
         return bytes(self._file(path).data)
 
     def walk(self, directory: str = "") -> Iterator[str]:
-        """Return the paths of all files."""
         for name in sorted(self.names(directory or "/")):
             path = f"{directory}/{name}"
             entry = self._find(path)
@@ -207,7 +205,6 @@ class MemoryFiles:
         return self.open(path)
 
     def close(self, descriptor: int, /) -> None:
-        """Close a descriptor."""
         with self._lock:
             self._opened(descriptor)
             del self._open[descriptor], self._names[descriptor]
@@ -255,12 +252,10 @@ class MemoryFiles:
             file.sync()
 
     def truncate(self, descriptor: int, size: int, /) -> None:
-        """Truncate the file."""
         with self._lock:
             self._opened(descriptor).truncate(size)
 
     def size(self, descriptor: int, /) -> int:
-        """Return the size of an open file."""
         return len(self._opened(descriptor).data)
 
     def stamp(self, descriptor: int, /) -> int:
@@ -283,7 +278,6 @@ class MemoryFiles:
         return list(entry.entries) if isinstance(entry, MemoryDirectory) else []
 
     def exists(self, path: str, /) -> bool:
-        """Whether a file or directory exists."""
         return self._find(path) is not None
 
     def make_directory(self, path: str, /) -> None:
@@ -317,7 +311,6 @@ class MemoryFiles:
             _sync_below(self._root)
 
     def rename(self, old: str, new: str, /) -> None:
-        """Rename a file or directory within its directory."""
         with self._lock:
             parent, name = self._parent(old)
             other, new_name = self._parent(new)
@@ -335,7 +328,6 @@ class MemoryFiles:
             parent.change({name: None})
 
     def remove_directory(self, path: str, /) -> None:
-        """Remove an empty directory."""
         with self._lock:
             if self.names(path):
                 raise OSError(errno.ENOTEMPTY, "directory not empty", path)

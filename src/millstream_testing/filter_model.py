@@ -16,8 +16,6 @@ Truth = bool | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A message."""
-
     key: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     payload: Any = None
@@ -32,7 +30,6 @@ class Term:
 
 
 def literal_text(value: Any) -> str:
-    """Return a value as an SQL literal."""
     if value is None:
         return "NULL"
     if isinstance(value, bool):
@@ -43,7 +40,6 @@ def literal_text(value: Any) -> str:
 
 
 def field_at(row: Row, path: Sequence[str | int]) -> Any:
-    """Return a field of the payload."""
     found = row.payload
     for step in path:
         if isinstance(step, str):

@@ -75,7 +75,6 @@ class GroupHarness:
         return later
 
     def append(self, records: Iterable[StateRecord]) -> None:
-        """Append records to the log and replay them."""
         for record in records:
             self.log.append(record)
             self.shard.replay(record)
@@ -181,12 +180,10 @@ class GroupHarness:
     def heartbeat(
         self, member_id: str, *, generation: int | None = None, instance_id: str | None = None, group_id: str = GROUP
     ) -> Deferred[None]:
-        """Send a heartbeat of a member."""
         who = self._ref(member_id, generation, instance_id, group_id)
         return self.run(lambda shard: shard.heartbeat(who))
 
     def leave(self, *leavers: LeavingMember, group_id: str = GROUP) -> list[LeaveResult]:
-        """Make members leave."""
         return self.run(lambda shard: shard.leave(group_id, leavers)).result()
 
     def commit(

@@ -203,7 +203,6 @@ class History:
 
     @property
     def acknowledgements(self) -> int:
-        """The number of acknowledgements."""
         return len(self._acked_message)
 
     def next_offsets(self, consumer: str, topic: str) -> dict[int, int]:
@@ -220,7 +219,6 @@ class History:
         return found
 
     def add(self, event: Event) -> None:
-        """Add one event from a file."""
         match event:
             case Sent():
                 self.sent(event.producer, event.sequence, event.topic, event.partition)

@@ -33,7 +33,6 @@ def columns(schema: pa.Schema | None) -> pa.Schema:
 
 
 def good(offsets: Iterable[int], schema: pa.Schema) -> pa.RecordBatch:
-    """Return messages that fit."""
     span = list(offsets)
     halves = {name: 0.5 if pa.types.is_floating(schema.field(name).type) else 0 for name in NUMBERS}
     return rows(0, span, schema, **{name: [offset + more for offset in span] for name, more in halves.items()})

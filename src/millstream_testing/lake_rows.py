@@ -53,14 +53,12 @@ def write(
 
 
 def write_quarantine(table: LakeTable, partition: int, offsets: Iterable[int]) -> list[WrittenFile]:
-    """Write files for the quarantine of a table."""
     writer = table.quarantine_writer(TOPIC, landed=LANDED)
     writer.write(rows(partition, offsets, QUARANTINE))
     return writer.close()
 
 
 def land(table: LakeTable, partition: int, start: int, end: int) -> bool:
-    """Land a range of one partition."""
     files = write(table, [rows(partition, range(start, end))])
     return table.commit(files, {(TOPIC, partition): (start, end)}, schema=RAW)
 
@@ -94,5 +92,4 @@ def files_rows(storage: Storage) -> Counter[tuple[int, int]]:
 
 
 def once(partition: int, offsets: Iterable[int]) -> Counter[tuple[int, int]]:
-    """Return each of these offsets once."""
     return Counter((partition, offset) for offset in offsets)

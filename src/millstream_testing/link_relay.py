@@ -35,8 +35,6 @@ class Direction(Enum):
 
 
 class RelayThread:
-    """A thread that runs relays."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="relays", daemon=True)

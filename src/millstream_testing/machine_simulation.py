@@ -158,8 +158,6 @@ class CrashingFiles(MemoryFiles):
 
 
 class MachineSimulation:
-    """The simulation of one seed."""
-
     def __init__(self, seed: int) -> None:
         self._rng = Random(f"{seed} machine")
         self.files = CrashingFiles(seed)
@@ -189,7 +187,6 @@ class MachineSimulation:
         self.batches = 0
 
     def close(self) -> None:
-        """Discard the catalog."""
         self._catalog.close()
 
     def run(self) -> None:
@@ -398,7 +395,6 @@ class MachineSimulation:
 
 
 def simulate_machine(seed: int, *, tracing: bool = False) -> Outcome:
-    """Run one seed and return the outcome."""
     outcome = Outcome(seed)
     world = MachineSimulation(seed)
     try:

@@ -37,7 +37,6 @@ def versions_of(api_key: int) -> list[int]:
 
 
 def api_keys() -> Iterator[int]:
-    """Return every API that kio knows."""
     yield from sorted(api_key_map)
 
 

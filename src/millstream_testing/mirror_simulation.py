@@ -833,7 +833,6 @@ async def _list_groups(client: Any) -> list[tuple[str, str, str]]:
 
 
 def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
-    """Run one seed."""
     outcome = Outcome(seed)
     with seeded_entropy(seed), ExitStack() as stack:
         # Every crash would be logged.

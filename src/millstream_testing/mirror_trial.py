@@ -129,17 +129,14 @@ class Site:
             list(pool.map(Server.start, down))
 
     def kill(self) -> None:
-        """Kill every node."""
         for node in self.nodes:
             node.kill()
 
     def cut(self, directions: Iterable[Direction] = Direction) -> None:
-        """Cut the link."""
         for link in self.links:
             link.cut(directions=directions)
 
     def heal(self) -> None:
-        """Restore the link."""
         for link in self.links:
             link.heal()
 
@@ -156,7 +153,6 @@ class Site:
 
 
 def _values(pulled: Outcome) -> set[str]:
-    """Return the messages that a pull has printed."""
     return {json.loads(line)["value"] for line in pulled.lines if line.startswith("{")}
 
 

@@ -76,7 +76,6 @@ class Source:
         return [] if is_whole else [f"topic {self.topic} does not have what was published"]
 
     def document(self, place: Place) -> dict[str, Any]:
-        """Return the payload of a message."""
         return dict(json.loads(self.messages[place].value or b""))
 
     def where(self, keeps: Callable[[dict[str, Any]], bool]) -> set[Place]:

@@ -43,7 +43,6 @@ class DeadLinks:
     """Reaches no other node."""
 
     def open(self, node: NodeId) -> _DeadLink:
-        """Return a link that fails."""
         return _DeadLink()
 
 
@@ -72,12 +71,10 @@ class GroupNode:
 
     @property
     def topics(self) -> Topics:
-        """The node's topics."""
         return self.cluster.topics
 
     @property
     def view(self) -> ClusterView:
-        """The node's view of the cluster."""
         return self.cluster.view
 
     async def start(self) -> Self:
@@ -110,7 +107,6 @@ class GroupNode:
         return self
 
     async def stop(self) -> None:
-        """Stop cleanly."""
         await self.cluster.leave()
         await self.cluster.close()
         self.cluster.topics.close()

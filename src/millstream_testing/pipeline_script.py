@@ -14,7 +14,6 @@ HANG_S = 60.0
 
 
 def landing(name: str = "landing", **overrides: str) -> Pipeline:
-    """Return a declared pipeline."""
     return Pipeline(
         pipeline_id=uuid.uuid5(uuid.NAMESPACE_OID, name),
         name=name,
@@ -37,11 +36,9 @@ class UncontendedClaim:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it is certainly held."""
         return self.is_held and self.confirms
 
     def member(self) -> GroupMember:
-        """Return a fixed member."""
         return GroupMember("me", self.taken)
 
     def take(self) -> None:
@@ -52,12 +49,10 @@ class UncontendedClaim:
         self.is_held = True
 
     def leave(self) -> None:
-        """Release it."""
         self.left += 1
         self.is_held = False
 
     def lose(self) -> None:
-        """Lose the claim to another run."""
         self.is_held = False
         self.on_lost()
 
@@ -83,8 +78,6 @@ class Script:
 
 
 class ScriptedJob:
-    """A job with scripted steps."""
-
     def __init__(self, script: Script, context: JobContext) -> None:
         self._script = script
         self._context = context
@@ -103,5 +96,4 @@ class ScriptedJob:
         return line
 
     def close(self) -> None:
-        """Count the close."""
         self._script.closed += 1

@@ -63,7 +63,6 @@ class ProducerLedger:
 
     @asynccontextmanager
     async def publishing(self, **options: Any) -> AsyncIterator[Publisher]:
-        """Return a publisher to this broker."""
         async with Client.connect(self.broker.address, timeout_s=60) as client:
             publisher = Publisher(client, **options)
             try:
@@ -96,7 +95,6 @@ class ProducerLedger:
         self.requests = self.producers = 0
 
     def delete(self, topic: str) -> None:
-        """Delete a topic with its contents."""
         if self.broker.topics.pop(topic, None) is None:
             return
         self.past.append({key: log for key, log in self.stored.items() if key[0] == topic})

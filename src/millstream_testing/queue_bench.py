@@ -75,7 +75,6 @@ class Workbench:
         opener: Callable[[ScannedRange], Awaitable[ScannedRange]] | None = None,
         **settings: object,
     ) -> Delivery:
-        """Return a queue as the engine opens it."""
         on = partition or self.partition
         key = QueueKey(SUBSCRIPTION_ID, on.topic.topic_id, on.index)
         stored = await self.store.load(key, Epoch(on.leader_epoch))
@@ -92,12 +91,10 @@ class Workbench:
 
 
 def wanted(count: int = 1, worker: str = "one") -> Demand:
-    """Return the demand of a worker."""
     return Demand(worker, count, 1_000_000)
 
 
 def offsets(received: ReceivedMessages) -> list[int]:
-    """Return the offsets of the delivered messages."""
     return [offset for lease in received.leases for offset in range(lease.first, lease.last + 1)]
 
 

@@ -36,7 +36,6 @@ class MemoryStateStore:
         self._held: list[tuple[QueueWrite, PendingWrite]] = []
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
-        """Load a queue."""
         await self.loading.wait()
         if self.error is not None:
             raise self.error

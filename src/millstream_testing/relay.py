@@ -27,7 +27,6 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """The address for clients."""
         return f"127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:

@@ -45,7 +45,6 @@ LAG_S = 1.0
 
 
 def partition_key(index: int = 0) -> keys.PartitionKey:
-    """A partition of the topic."""
     return TOPIC.topic_id, PartitionIndex(index)
 
 
@@ -123,7 +122,6 @@ class ReplicaNode:
         await self.replicas.start()
 
     async def stop(self) -> None:
-        """Stop the process cleanly."""
         await self._end()
         await self.logs.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -145,7 +143,6 @@ class ReplicaNode:
         self.partitions.clear()
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
-        """Return a partition by the topic's id."""
         partition = self.partitions.get((topic_id, PartitionIndex(index)))
         if partition is None:
             raise UnknownTopicId("not here")
@@ -224,7 +221,6 @@ class ReplicaGroup:
                 await node.stop()
 
     def stored_state(self, index: int = 0) -> Versioned | None:
-        """Return the state of a partition in the store."""
         key = keys.partition_key(partition_key(index))
         entry = self.service.read(key).entries.get(key)
         return None if entry is None else Versioned(PartitionState.from_json(entry.value), entry.revision)
@@ -249,7 +245,6 @@ class ReplicaGroup:
             self.cut |= {(NodeId(node), other), (other, NodeId(node))}
 
     def heal(self) -> None:
-        """Heal every cut."""
         self.cut.clear()
         for node in self.nodes.values():
             node.store.unblock()

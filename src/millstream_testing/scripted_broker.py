@@ -38,7 +38,6 @@ class ScriptedBroker:
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
         return f"127.0.0.1:{self.port}"
 
     def asked(self, api_key: int) -> int:

@@ -73,11 +73,9 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process id of the server."""
         return self._running().pid
 
     def is_running(self) -> bool:
-        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
@@ -142,7 +140,6 @@ class Server:
         return wait_until(self._find_metrics)
 
     def log_tail(self) -> str:
-        """Return the end of the log."""
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")

@@ -42,7 +42,6 @@ class ServerGroup:
         return self
 
     def kill(self) -> None:
-        """Kill every node."""
         for node in self:
             node.kill()
 

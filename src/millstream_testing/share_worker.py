@@ -50,7 +50,6 @@ class ShareWorker:
         self._empty_ms = 0
 
     def run(self) -> None:
-        """Work until stopped."""
         while not self._stopping.is_set():
             self._incarnations += 1
             self._journal = WorkerJournal(

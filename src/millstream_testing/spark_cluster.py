@@ -53,7 +53,6 @@ def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(WAIT_S)

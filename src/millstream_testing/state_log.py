@@ -23,7 +23,6 @@ LeadershipListener = Callable[[PartitionIndex, "MemoryPartition | None"], None]
 
 
 def single_replica_state(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
-    """Return the state of a partition whose only replica leads it."""
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
 
@@ -57,7 +56,6 @@ class MemoryPartition:
         return self._batches[-1].next_offset if self._batches else self.log_start
 
     def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
-        """Append one batch."""
         if self.refusal is not None:
             raise self.refusal
         base_offset = self.end_offset
@@ -70,7 +68,6 @@ class MemoryPartition:
         return AppendedRange(base_offset, next_offset, -1, self.log_start, False)
 
     def is_acknowledged(self, appended: AppendedRange) -> bool:
-        """Whether an append is already acknowledged."""
         return appended.next_offset <= self.high_watermark
 
     def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
@@ -182,7 +179,6 @@ class MemoryTopics:
         return self.add(name, partitions=max(1, partitions), overrides=overrides or {})
 
     def add(self, name: str, *, partitions: int = 1, overrides: Mapping[str, str] | None = None) -> Topic:
-        """Create a topic at once."""
         if name in self._topics:
             raise TopicExists(f"topic {name!r} already exists")
         topic = Topic(
@@ -200,7 +196,6 @@ class MemoryTopics:
         return topic
 
     def grow(self, name: str, partitions: int) -> Topic:
-        """Add partitions to a topic."""
         topic = self._topics[name] = dataclasses.replace(self._topics[name], partitions=partitions)
         missing = partitions - len(self._partitions[name])
         self._partitions[name] += [MemoryPartition(acknowledges=self.acknowledges) for _ in range(missing)]
@@ -208,7 +203,6 @@ class MemoryTopics:
         return topic
 
     def remove(self, name: str) -> None:
-        """Delete a topic."""
         self.version += 1
         del self._topics[name]
         del self._partitions[name]

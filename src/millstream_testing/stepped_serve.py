@@ -55,8 +55,6 @@ def main() -> None:
     clock = SteppedClock(Path(sys.argv.pop(1)))
 
     class SteppedBroker(broker.Broker):
-        """A broker with this clock."""
-
         def __init__(self, config: Config, *, children: broker.ChildProcesses) -> None:
             super().__init__(config, children=children, clock=clock)
 

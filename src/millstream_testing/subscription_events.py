@@ -86,7 +86,6 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 def decode(line: bytes) -> Event:
-    """Read one line."""
     return _decoder.decode(line)
 
 
@@ -108,8 +107,6 @@ class JournalFile:
 
 
 class WorkerJournal:
-    """The journal of one worker of one subscription."""
-
     def __init__(self, journal_file: JournalFile, subscription: str, worker: str) -> None:
         self.worker = worker
         self.subscription = subscription
@@ -141,11 +138,9 @@ class WorkerJournal:
         return self._number
 
     def settle_completed(self, number: int, positions: Sequence[tuple[int, int]], *, taken: bool) -> None:
-        """Record the response to a settlement."""
         self._record(SettleCompleted, number=number, positions=list(positions), taken=taken)
 
     def worker_left(self) -> None:
-        """Record that the worker leaves."""
         self._record(WorkerLeft)
 
     def _record(self, kind: type[Event], **fields: object) -> None:

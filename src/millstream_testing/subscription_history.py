@@ -77,7 +77,6 @@ class Settlement(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether it was certainly applied."""
         return self.taken and self.response_ms is not None
 
     @property
@@ -122,7 +121,6 @@ class Spans:
         return iter(self._spans)
 
     def overlaps(self, begin_ms: int, end_ms: int) -> bool:
-        """Whether any of them overlaps this one."""
         return self.next_ms(begin_ms) <= end_ms
 
     def next_ms(self, at_ms: int) -> float:
@@ -244,7 +242,6 @@ def _settlements(
 
 
 def summary(checked: Collection[History], truths: Collection[GroundTruth]) -> str:
-    """Summarize the histories in numbers."""
     verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
     unknown = sum(one.response_ms is None for history in checked for one in history.settlements)
     refused = sum(one.response_ms is not None and not one.taken for history in checked for one in history.settlements)

@@ -23,7 +23,6 @@ from millstream_testing.transaction_program import die_with_parent
 
 
 def main() -> None:
-    """Run one task."""
     die_with_parent()
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
     journal_file = JournalFile(task.file)

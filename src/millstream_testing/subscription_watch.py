@@ -22,8 +22,6 @@ DETECTION_MS: Final = 2_000
 
 
 class Watch:
-    """Polls until it is cancelled."""
-
     def __init__(self, cluster: TrialCluster, topics: Sequence[str], print_line: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._topics = topics
@@ -35,7 +33,6 @@ class Watch:
         """Running nodes that did not respond for long."""
 
     async def run(self) -> None:
-        """Watch all nodes."""
         await asyncio.gather(*(self._watch(node) for node in self._cluster.nodes.values()))
 
     async def _watch(self, node: TrialNode) -> None:

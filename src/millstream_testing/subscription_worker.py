@@ -69,7 +69,6 @@ class Worker:
         self._journal = WorkerJournal(journal_file, subscription, "")
 
     async def run(self) -> None:
-        """Work until cancelled."""
         while True:
             self._incarnations += 1
             name = f"{self._task.producer}.{self._incarnations}"

@@ -268,7 +268,6 @@ class _Check:
             self._report.add(Kind.SKIPPED, (*where, readable[first]), f"{consumer} {on}; {last - first} not read")
 
     def _find_wrong_inputs(self) -> None:
-        """Find offsets of the source that a program skipped."""
         for (producer, number), one in self._history.transactions.items():
             got = {(output.source_partition, output.source_offset) for output in one.begun.outputs}
             for each in one.begun.inputs:

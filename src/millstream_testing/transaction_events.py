@@ -107,6 +107,5 @@ _DECODER = msgspec.json.Decoder(Event)
 
 
 def decode(line: bytes) -> Event:
-    """One event of a file."""
     event: Event = _DECODER.decode(line)
     return event

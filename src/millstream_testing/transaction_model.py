@@ -88,7 +88,6 @@ class ModelPartition:
 
     @property
     def undecided(self) -> set[int]:
-        """Return the open transactions."""
         return {one.transaction for one in self._open.values()}
 
     def append(self, producer_id: ProducerId, epoch: int, transaction: int) -> None:

@@ -32,7 +32,6 @@ class TransactionTrialState:
         self.failure: str | None = None
 
     def record(self, events: Iterable[Event]) -> None:
-        """Record events."""
         with self.lock:
             for event in events:
                 self.history.add(event)
@@ -175,7 +174,6 @@ def polled_of(reader: str, partition_key: PartitionKey, offset: int, value: byte
 
 
 def partitions_of(topics: Topics) -> list[PartitionKey]:
-    """Return every partition of some topics."""
     return [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
 
 

@@ -23,7 +23,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run one task."""
     die_with_parent()
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
     if task.command:

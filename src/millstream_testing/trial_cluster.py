@@ -73,7 +73,6 @@ class TrialNode(Server):
         return self
 
     def stop(self) -> int:
-        """Stop cleanly."""
         self._is_ready = False
         return super().stop()
 
@@ -120,7 +119,6 @@ class Disk:
         self._mount(f"remount,size={used + _LEFT_BYTES}")
 
     def free(self) -> None:
-        """Restore the size."""
         self._mount(f"remount,size={DISK_BYTES}")
 
     def _mount(self, options: str, *more: str) -> None:
@@ -233,7 +231,6 @@ class TrialCluster:
         return "; ".join([*problems, *unhealthy])
 
     def logs(self) -> str:
-        """Return the end of every node's log."""
         return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self.nodes.items())
 
     def _start(self) -> None:

@@ -60,7 +60,6 @@ class TrialPublisher:
                 await asyncio.sleep(RETRY_S)
 
     def stop(self) -> None:
-        """Stop publishing."""
         self._is_stopped = True
 
     async def _publish(self, client: Client, count: int) -> None:
@@ -73,7 +72,6 @@ class TrialPublisher:
 
 
 async def messages_of(client: Client, topic: str) -> dict[Position, Record]:
-    """Return all messages of a topic."""
     metadata = await client.metadata([topic])
     if topic not in metadata.topics:
         raise UnknownTopic(f"there is no topic {topic!r}")

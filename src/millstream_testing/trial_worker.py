@@ -53,7 +53,6 @@ class WorkerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is running."""
         return self.process.poll() is None
 
     def kill(self) -> None:
@@ -79,7 +78,6 @@ class WorkerProcess:
                 yield line
 
     def log_tail(self) -> str:
-        """Return the end of its output."""
         return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
 
@@ -98,7 +96,6 @@ class TrialWorker:
 
     @property
     def current(self) -> WorkerProcess:
-        """The newest process."""
         return self.processes[-1]
 
     def start(self) -> None:
@@ -110,15 +107,12 @@ class TrialWorker:
         )
 
     def kill(self) -> None:
-        """Kill the newest process."""
         self.current.kill()
 
     def pause(self) -> None:
-        """Pause the newest process."""
         self.current.pause()
 
     def resume(self) -> None:
-        """Resume the newest process."""
         self.current.resume()
 
     def stop(self) -> None:
@@ -162,7 +156,6 @@ class TrialWorker:
         return [each.task.producer for each in self._replaced]
 
     def end(self) -> None:
-        """Kill all processes."""
         for each in self.processes:
             if each.is_running:
                 each.kill()

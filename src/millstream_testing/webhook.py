@@ -16,8 +16,6 @@ from millstream.cli.local_process import ReservedPort
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request."""
-
     path: str
     headers: dict[str, str]
     body: bytes
@@ -59,12 +57,10 @@ class Webhook:
 
     @property
     def url(self) -> str:
-        """The URL to push to."""
         return f"http://{self._port.address}/hook"
 
     @property
     def bodies(self) -> list[bytes]:
-        """The bodies of all requests so far."""
         return [request.body for request in self.requests]
 
     async def start(self) -> None:

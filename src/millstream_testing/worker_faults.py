@@ -17,8 +17,6 @@ class Step(NamedTuple):
 
 
 class WorkerFault(NamedTuple):
-    """A fault of one program."""
-
     what: str
     kills: int
     steps: list[Step]

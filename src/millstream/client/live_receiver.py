@@ -124,7 +124,6 @@ class LiveReceiver(Source):
                 await backoff.pause()
 
     async def _read_from_node(self, places: Sequence[TopicPartition]) -> None:
-        """Read partitions of one node until one of them has moved."""
         while True:
             await self._room.wait()
             positions = {place: self._positions[place] for place in places}

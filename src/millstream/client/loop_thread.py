@@ -93,7 +93,6 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def each(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
-        """Iterate over an asynchronous iterator."""
         try:
             while True:
                 try:

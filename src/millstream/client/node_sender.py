@@ -32,15 +32,11 @@ ACKS_NONE: Final = 0
 
 
 class _SentBatch(NamedTuple):
-    """A batch of a request."""
-
     queue: PartitionQueue
     batch: OutgoingBatch
 
 
 class NodeSender:
-    """Sends batches to one node."""
-
     def __init__(
         self, node: NodeId, *, acks: int, linger_s: float, timeout_s: float, recover: Callable[[PartitionQueue], None]
     ) -> None:

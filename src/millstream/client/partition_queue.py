@@ -304,7 +304,6 @@ class PartitionQueue:
         self._proven = False
 
     def room(self, now: float, record_bytes: int) -> OutgoingBatch:
-        """Return the batch for the next record."""
         waiting = self.waiting
         if waiting:
             batch = waiting[-1]
@@ -366,7 +365,6 @@ class PartitionQueue:
     # -- responses ------------------------------------------------------------------------------------------
 
     def stored(self, batch: OutgoingBatch, produced: Produced) -> None:
-        """Handle an acknowledged batch."""
         batch.in_flight = False
         self._proven = True
         self.failures = 0

@@ -250,7 +250,6 @@ class Receiver(Source):
         self._returns_buffered = False
 
     async def start(self) -> None:
-        """Start receiving from every node."""
         await self._polls.follow_nodes()
 
     def stop_renewing(self, message: Message) -> None:

@@ -451,7 +451,6 @@ class Settler:
         self._lane_for(settlement.lease.node).add(settlement)
 
     async def flush(self) -> None:
-        """Wait until everything is settled."""
         if self._open:
             self._idle.append(self._loop.create_future())
             await self._idle[-1]

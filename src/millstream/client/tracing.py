@@ -106,8 +106,6 @@ def is_enabled() -> bool:
 
 
 class PublishSpan:
-    """The span of one publish."""
-
     __slots__ = ("_span",)
 
     def __init__(self, span: Span) -> None:

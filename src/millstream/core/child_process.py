@@ -85,7 +85,6 @@ class SupervisedChild(ABC):
             await backoff.pause_unless(self._stopping)
 
     async def spawned(self) -> None:
-        """Wait until a child is running."""
         await self._spawned.wait()
 
     async def stop(self) -> None:

@@ -212,7 +212,6 @@ def salted(credential: ScramCredential, password: str) -> bytes:
 def derive(
     user: str, mechanism: str, salted_password: bytes, *, salt: bytes = b"", iterations: int = ITERATIONS
 ) -> ScramCredential:
-    """Return the keys of a salted password."""
     return ScramCredential(
         user=user,
         mechanism=mechanism,

@@ -108,7 +108,6 @@ class Token(NamedTuple):
         return self.kind is Kind.WORD and self.text.upper() in words
 
     def is_sign(self, *signs: str) -> bool:
-        """Return whether this is one of some signs."""
         return self.kind is Kind.MARK and self.text in signs
 
 

@@ -66,7 +66,6 @@ class TaskSupervisor:
         return task
 
     async def close(self) -> None:
-        """Cancel every task and wait for it."""
         await cancel_and_wait(*self._tasks)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

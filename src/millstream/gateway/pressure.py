@@ -141,8 +141,6 @@ class ClientDisconnected(Exception):
 
 
 class RequestMemory:
-    """The memory that one request holds."""
-
     __slots__ = ("_lane", "_pressure", "_principal", "_reserved")
 
     def __init__(self, pressure: Pressure, lane: Lane, principal: str = "") -> None:

@@ -75,7 +75,6 @@ class TlsAcceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until the handshakes have ended."""
         await asyncio.gather(*self._handshakes, return_exceptions=True)
 
     def _resume(self) -> None:
@@ -154,7 +153,6 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def main_loop(self) -> None:
-        """Serve until stopped."""
         await self._stop_requested.wait()
 
     def stop(self) -> None:

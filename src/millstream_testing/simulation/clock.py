@@ -19,7 +19,6 @@ class SimulatedClock:
         return _BEGIN_MS + self._ahead_ms + int(self._loop.time() * 1000)
 
     def monotonic(self) -> float:
-        """Monotonic seconds."""
         return self._loop.time()
 
     def jump_ms(self, milliseconds: int) -> None:

@@ -53,7 +53,6 @@ class Committed:
         return end
 
     def check_acknowledged(self, sent: bytes, base_offset: int, next_offset: int, whose: str) -> None:
-        """Check that an acknowledged batch is committed at the acknowledged offset."""
         if next_offset > self.end or self._at(base_offset)[_SENT_FROM:] != sent[_SENT_FROM:]:
             raise Violation(
                 f"{self.name}: {whose} got offset {base_offset} for its batch, but committed is up to {self.end} "

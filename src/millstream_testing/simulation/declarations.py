@@ -30,7 +30,6 @@ class SimulatedDeclarations(Declarations):
         self._catalog.add_topics([topic])
 
     def close(self) -> None:
-        """Discard the catalog."""
         self._catalog.close()
 
     async def run(self, ask: Callable[[Catalog], T]) -> T:

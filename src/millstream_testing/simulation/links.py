@@ -37,7 +37,6 @@ class SimulatedLink:
         self._network = network
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
-        """Send a fetch to the leader."""
         frame = bytes(write_replica_fetch(fetch))
 
         async def serve() -> bytes:
@@ -68,5 +67,4 @@ class SimulatedLinks:
 
 
 def node_name(node: NodeId) -> str:
-    """Return the name of a node on the network."""
     return f"node-{node}"

@@ -66,7 +66,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # -- the asyncio interface --------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Return virtual seconds."""
         return self._now
 
     def call_soon(  # type: ignore[override]
@@ -88,13 +87,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Call after a time."""
         return self.call_at(self._now + max(0.0, delay), callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Call at a time."""
         if context is None:
             context = copy_context()
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -161,7 +158,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return process
 
     def spawn(self, process: Process, coro: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task in a process."""
         return self.create_task(coro, name=name, context=process.context.copy())
 
     def kill(self, process: Process) -> None:
@@ -175,7 +171,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._leave(process)
 
     def resume(self, process: Process) -> None:
-        """Resume a paused process."""
         process.paused = False
         if process.alive and process.ready:
             self._join(process)

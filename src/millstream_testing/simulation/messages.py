@@ -14,7 +14,6 @@ def make_batch(
     base_sequence: int = -1,
     transactional: bool = False,
 ) -> bytes:
-    """Return a batch with one short record for each value."""
     records = b"".join(_record(delta, value) for delta, value in enumerate(values))
     batch = bytearray(HEADER_BYTES) + records
     seal_batch(

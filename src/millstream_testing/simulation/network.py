@@ -73,7 +73,6 @@ class Network:
             self._loop.call_later(self.delay_s(), _fail, response, LinkDown(f"{process.name} hung up"))
 
     def delay_s(self) -> float:
-        """Return the delay in one direction."""
         draw = self._rng.random
         if self.late_chance and draw() < self.late_chance:
             return draw() * self.late_max_s

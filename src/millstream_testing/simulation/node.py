@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 
 class NodeEnvironment(Protocol):
-    """The environment of a node."""
-
     plan: Plan
     loop: SimulatedLoop
     network: Network
@@ -143,8 +141,6 @@ class NodeProcess:
 
 
 class SimulatedNode:
-    """A node and its machine."""
-
     def __init__(self, node_id: NodeId, environment: NodeEnvironment) -> None:
         self.node_id = node_id
         self.name = node_name(node_id)
@@ -187,7 +183,6 @@ class SimulatedNode:
             self.component_failed("start", error)
 
     def component_failed(self, name: str, error: BaseException) -> None:
-        """Report that a background component has failed."""
         self.environment.record(self.name, f"{name} failed: {error!r}")
         if isinstance(error, NodeIdTaken):
             # The registration of the previous process has outlived the node's timeout; its supervisor restarts it.
@@ -197,7 +192,6 @@ class SimulatedNode:
             self.environment.fail(error)
 
     def kill(self) -> None:
-        """Kill the process."""
         if self._end():
             self.files.kill()
 
@@ -224,7 +218,6 @@ class SimulatedNode:
         self.kill()
 
     def pause(self) -> None:
-        """Pause the process."""
         if self._process is not None:
             self.environment.loop.pause(self._process)
 
@@ -233,7 +226,6 @@ class SimulatedNode:
             self.environment.loop.resume(self._process)
 
     def step_clock(self, milliseconds: int) -> None:
-        """Set the wall clock."""
         self.clock.jump_ms(milliseconds)
 
     def fail_disk(self) -> None:
@@ -275,7 +267,6 @@ class SimulatedNode:
             self.suspect = False
 
     def server(self) -> FollowerFetch:
-        """Return the handler of follower fetches."""
         if self._node_process is None:
             raise BrokerUnreachable(f"{self.name} starts")
         return self._node_process.follower_fetch
@@ -309,7 +300,6 @@ class SimulatedNode:
         return await work(self._node_process.cluster.plans)
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
-        """Return the leader of a partition according to this node."""
         run = self._node_process
         versioned = None if run is None else run.cluster.view.states.get(key)
         return versioned.state.leader if versioned is not None and versioned.state.has_leader else None

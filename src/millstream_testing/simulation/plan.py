@@ -69,7 +69,6 @@ class Plan:
         )
 
     def config(self, node_id: NodeId) -> Config:
-        """Return the settings of a node."""
         return Config(
             node_id=node_id,
             etcd="simulated",

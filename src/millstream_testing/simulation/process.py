@@ -47,7 +47,6 @@ class Process:
             self._tasks_max = max(_TASKS_MIN, 2 * len(self._tasks))
 
     def pending_tasks(self) -> list[asyncio.Task[Any]]:
-        """Return the tasks that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
 
@@ -55,5 +54,4 @@ PROCESS: ContextVar[Process] = ContextVar("PROCESS")
 
 
 def current_process() -> Process:
-    """Return the running process."""
     return PROCESS.get()

@@ -17,7 +17,6 @@ class Trace:
         self._notes: list[tuple[int, float, str, str]] = []
 
     def record(self, source: str, event: str) -> None:
-        """Add a line."""
         self._lines.append((self.elapsed_s, source, event))
 
     @property

@@ -99,11 +99,9 @@ class Producer(Client):
         self._stopping = False
 
     def stop(self) -> None:
-        """Stop after the current batch."""
         self._stopping = True
 
     async def run(self, pause_s: float) -> None:
-        """Send until stopped."""
         while not self._stopping:
             await self._send(self._next_batch())
             await asyncio.sleep(self._rng.expovariate(1 / pause_s))
@@ -160,7 +158,6 @@ class Consumer(Client):
         self._record = record
 
     async def run(self, pause_s: float) -> None:
-        """Read forever."""
         while True:
             leader = await self._find_leader()
             try:

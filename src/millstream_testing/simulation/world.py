@@ -44,8 +44,6 @@ class NotRecovered(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a seed."""
-
     seed: int
     failure: str | None = None
     digest: int = 0
@@ -116,7 +114,6 @@ class World:
     # -- the interface of the components -----------------------------------------------------------------------
 
     def record(self, source: str, event: str) -> None:
-        """Add a line to the trace."""
         self.trace.record(source, event)
 
     def node(self, node_id: NodeId) -> SimulatedNode:
@@ -127,7 +124,6 @@ class World:
         self.network.endpoints[node.name] = process
 
     def fail(self, error: BaseException) -> None:
-        """End the simulation with an error."""
         if self._failure is None:
             self._failure = error if isinstance(error, Exception) else Violation(repr(error))
 
@@ -182,7 +178,6 @@ class World:
             self.fail(violation)
 
     def check_after_step(self, node: SimulatedNode) -> None:
-        """Check the rules after a step of a node."""
         self.rules.check_after_step(node)
 
     def _after_step(self, process: Process) -> None:
@@ -305,7 +300,6 @@ class _LogHandler(logging.Handler):
         self.world: World | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a line."""
         world = self.world
         if world is None:
             return

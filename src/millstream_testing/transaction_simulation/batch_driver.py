@@ -57,8 +57,6 @@ class Attempt(Writer):
 
 
 class BatchDriver(Caller):
-    """A query."""
-
     def __init__(self, context: ClientContext, query: str) -> None:
         super().__init__(f"driver-{query}", context)
         self.query = query
@@ -68,16 +66,13 @@ class BatchDriver(Caller):
         self._stopping = False
 
     def stop(self) -> None:
-        """Stop after the current batch."""
         self._stopping = True
 
     @property
     def is_idle(self) -> bool:
-        """Whether no attempt is active."""
         return all(task.done() or not process.alive for _, process, task in self._attempts)
 
     def failure(self) -> BaseException | None:
-        """Return the error of an attempt."""
         done = (task for _, process, task in self._attempts if task.done() and process.alive)
         return next((error for task in done if (error := task.exception()) is not None), None)
 

@@ -59,8 +59,6 @@ class RetriesExhausted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientContext:
-    """The environment of every client."""
-
     plan: TransactionPlan
     loop: SimulatedLoop
     network: Network
@@ -98,7 +96,6 @@ class Caller:
             await self.pause()
 
     async def pause(self) -> None:
-        """Wait a moment."""
         await asyncio.sleep(self.rng.uniform(0.2, 1.0) * PAUSE_S)
 
     async def _find(self, target: RequestTarget) -> TransactionNode:

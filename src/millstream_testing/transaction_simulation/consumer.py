@@ -26,7 +26,6 @@ class CommittedConsumer(Caller):
         self._target = RequestTarget(LEADER, partition.topic, partition.partition)
 
     async def run(self) -> None:
-        """Read forever."""
         while True:
             read = await self.send(self._target, self._read)
             if read.records:

@@ -28,7 +28,6 @@ class Decisions:
         return decision in self._made
 
     def add(self, batch: bytes) -> None:
-        """Add the next committed batch."""
         for record in decode_batch(batch, read_header(batch)):
             key = read_key(record.key or b"")
             if not isinstance(key, TransactionKey) or record.value is None:

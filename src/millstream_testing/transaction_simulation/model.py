@@ -71,7 +71,6 @@ class Model:
         return transaction
 
     def begun_so_far(self) -> int:
-        """The number of transactions that have begun."""
         return len(self.transactions)
 
     def initialized(self, transactional_id: str, instance: int, begun_before: int) -> None:
@@ -81,7 +80,6 @@ class Model:
                 self.mark_aborted(transaction, "a newer producer was initialized")
 
     def commit_acknowledged(self, transaction: ModelTransaction) -> None:
-        """Record an acknowledged commit."""
         if transaction.abort_reason is not None:
             raise Violation(
                 f"transaction {transaction.number} was acknowledged as committed, although {transaction.abort_reason}"

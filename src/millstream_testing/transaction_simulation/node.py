@@ -95,7 +95,6 @@ class TransactionNodeProcess(NodeProcess):
         await self.groups.close()
 
     async def respond(self, request: Any) -> Any:
-        """Respond to a message of another node."""
         if isinstance(request, WriteTxnMarkersRequest):
             return await self._write_markers.handle(request, _CLIENT)
         return await self._add_partitions.handle(AddPartitionsCall(_NEWEST_ADD, request.transactions), _CLIENT)
@@ -130,11 +129,9 @@ class TransactionNode(SimulatedNode):
     # -- producers --------------------------------------------------------------------------------------------
 
     async def init(self, request: InitRequest) -> InitResponse:
-        """Initialize a producer."""
         return await self.serving().coordinator.init(request)
 
     async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition]) -> None:
-        """Add partitions to a transaction of the first version."""
         await self.serving().coordinator.add_partitions(who, partitions, version=0)
 
     async def add_offsets(self, who: ProducerRef, group: str) -> None:
@@ -207,11 +204,9 @@ class TransactionNode(SimulatedNode):
         await self.serving().coordinator.prepare(who)
 
     async def complete_batch(self, query: str, batch: int, members: tuple[ProducerRef, ...]) -> bool:
-        """Commit the members of a batch together."""
         return await self.serving().coordinator.complete_batch(query, batch, members)
 
     async def abort_batch(self, query: str, batch: int) -> int:
-        """Abort every attempt at a batch."""
         return await self.serving().coordinator.abort_batch(query, batch)
 
     # -- consumers --------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class SimulatedPeers:
         self._duplicates: set[asyncio.Task[None]] = set()
 
     async def send(self, node: NodeId, request: Any) -> Any:
-        """Send a message to a node."""
         if self._rng.random() < self._duplicate_chance and _may_come_twice(request):
             task = asyncio.get_running_loop().create_task(self._send_again(node, request))
             self._duplicates.add(task)

@@ -77,7 +77,6 @@ class TransactionPlan(Plan):
 
     @property
     def data(self) -> list[TopicPartition]:
-        """Return the partitions that producers write to."""
         topic = self.topics[0]
         return [TopicPartition(topic.name, PartitionIndex(index)) for index in range(topic.partitions)]
 

@@ -60,7 +60,6 @@ class Writer(Caller):
 
     @property
     def coordinator(self) -> RequestTarget:
-        """The target of requests about transactions."""
         return RequestTarget(COORDINATOR, self.transactional_id)
 
     async def initialize(self, *, expected: bool = False) -> None:
@@ -88,7 +87,6 @@ class Writer(Caller):
         return self.context.model.begin(self.transactional_id, self.instance, batch)
 
     async def write(self, transaction: ModelTransaction, partition: TopicPartition) -> None:
-        """Write some batches to one partition."""
         target = RequestTarget(LEADER, partition.topic, partition.partition)
         for _ in range(self.rng.randint(1, BATCHES_MAX)):
             sequence = self._sequences.get(partition, 0)
@@ -143,7 +141,6 @@ class TransactionalProducer(Writer):
         self._stopping = False
 
     def stop(self) -> None:
-        """Stop after the current transaction."""
         self._stopping = True
 
     async def run(self) -> None:

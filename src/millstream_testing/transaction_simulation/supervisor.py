@@ -39,12 +39,10 @@ class Supervisor:
         return self._stopping.is_set() and all(task.done() or not process.alive for _, process, task in self._running)
 
     def failure(self) -> BaseException | None:
-        """Return the error of a producer."""
         done = (task for _, process, task in self._running if task.done() and process.alive)
         return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def run(self) -> None:
-        """Start producers until stopped."""
         for instance in range(PRODUCERS_MAX):
             if self._stopping.is_set():
                 return

@@ -42,7 +42,6 @@ class Visible:
         return min((one.first_offset for one in self._open.values()), default=None)
 
     def add(self, batch: bytes) -> None:
-        """Add the next committed batch."""
         header = read_header(batch)
         self.end = header.next_offset
         self.batches += 1

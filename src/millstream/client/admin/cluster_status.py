@@ -186,8 +186,6 @@ class ReplicaBehind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """The cluster at one moment."""
-
     cluster_id: str
     controller: int | None
     nodes: list[ClusterNode]

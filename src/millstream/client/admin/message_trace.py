@@ -52,7 +52,6 @@ def _is_number(text: str) -> bool:
 
 
 async def trace_message(client: Client, position: str) -> dict[str, Any]:
-    """Return the trace of the message at a position as a document."""
     parsed = parse_position(position)
     try:
         return await trace_at(client, parsed._replace(topic=await topic_name(client, parsed.topic)))
@@ -159,7 +158,6 @@ async def trace_at(
 
 
 async def topic_name(client: Client, topic: str) -> str:
-    """Return the name of a topic that is given by name or by id."""
     try:
         topic_id = UUID(topic)
     except ValueError:

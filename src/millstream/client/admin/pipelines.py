@@ -418,7 +418,6 @@ class PipelineStorage(NamedTuple):
 
 
 def storage_in(data: str, *, lake: str = "", folder: str = "") -> PipelineStorage:
-    """Return the locations for a data folder and settings."""
     return PipelineStorage(lake or os.path.join(data, LAKE), folder or os.path.join(data, FOLDER), data)
 
 

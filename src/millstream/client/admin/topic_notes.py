@@ -80,7 +80,6 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
 async def change_notes(
     client: Client, topic: TopicMetadata, changed: Iterable[str], partitions: int | None
 ) -> list[str]:
-    """Return notes on changed settings or added partitions."""
     notes = []
     if partitions is not None and partitions > len(topic.partitions):
         notes.append("New messages of a key may go to a different partition than earlier ones.")

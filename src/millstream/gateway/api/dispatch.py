@@ -46,7 +46,6 @@ class PathTree(Generic[S]):
         self._root: _Node[S] = _Node()
 
     def add(self, method: str, path: str, served: S) -> None:
-        """Register the handler of a method and path."""
         node = self._root
         for segment in path.removeprefix("/").split("/"):
             node = node.below(segment)

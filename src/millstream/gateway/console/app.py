@@ -390,7 +390,6 @@ class ConsoleApp:
         await self._send(exchange, status, [_HTML, *headers], render(template, {**shown, **context}))
 
     async def redirect(self, exchange: Any, to: str, headers: Headers) -> None:
-        """Send the browser to another address."""
         await self._send(exchange, HTTPStatus.SEE_OTHER, [(b"location", to.encode()), *headers], b"")
 
     async def _send(self, exchange: _Exchange, status: HTTPStatus, headers: Headers, content: bytes) -> None:

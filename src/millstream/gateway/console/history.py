@@ -223,7 +223,6 @@ class History:
                 await self._task
 
     async def sampled(self) -> None:
-        """Wait for the next sample."""
         await self._sampled.wait()
 
     def top(self, number: int) -> list[tuple[str, Rates]]:

@@ -54,8 +54,6 @@ WAITING_MAX: Final = 10_000
 
 
 class BrokerConnections:
-    """The connections to this node."""
-
     def __init__(self, address: str) -> None:
         host, port = parse_address(address, name="kafka")
         self._pool = Pool(host, port, client_id="push", connect_s=RESPONSE_S, borrowed_max=WAITING_MAX)

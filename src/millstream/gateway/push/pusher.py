@@ -224,7 +224,6 @@ class Pusher:
         self._changed.set()
 
     def return_unfinished(self) -> None:
-        """Return messages that have not finished."""
         for task in self._in_flight:
             task.cancel()
 

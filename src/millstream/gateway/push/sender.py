@@ -139,8 +139,6 @@ class Target:
 
 
 class Sender:
-    """Sends messages to one endpoint."""
-
     def __init__(self, target: Target, trust: ssl.SSLContext, *, private_allowed: bool) -> None:
         self._target = target
         self._url = httpx.URL(target.url)

@@ -81,7 +81,6 @@ class RegistryRequest:
     """The context that the path begins with; empty if it names none."""
 
     def flag(self, name: str) -> bool:
-        """Whether a parameter is true."""
         return self.text(name).lower() == "true"
 
     def text(self, name: str) -> str:

@@ -157,7 +157,6 @@ class BatchLoop:
 
     @property
     def link(self) -> Link:
-        """The client of this process."""
         return task_link(self.options)
 
     def options_for(self, topic: str) -> WriteOptions:

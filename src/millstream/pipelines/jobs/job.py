@@ -90,8 +90,6 @@ class JobContext:
 
 
 class JobKind(Protocol):
-    """Makes jobs of one kind."""
-
     def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
         """Make a job for a pipeline; raise an error of `core/errors.py` if it cannot be run as declared."""
 

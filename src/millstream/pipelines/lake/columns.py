@@ -29,7 +29,6 @@ def inexact_reason(number: int) -> str:
 
 
 def paths_of_type(schema: pa.DataType | pa.Schema, target: pa.DataType, above: FieldPath = ()) -> Iterator[FieldPath]:
-    """Yield the paths that have a type."""
     kind = _kind(schema)
     if pa.types.is_struct(kind):
         for field in kind:

@@ -48,7 +48,6 @@ class Bucket(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Return its first hash."""
         return self.prefix << (HASH_BITS - self.depth)
 
     @property
@@ -116,8 +115,6 @@ def canonical_keys(columns: Sequence[pa.Array]) -> pa.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedBucket:
-    """A bucket after a merge."""
-
     rows: pa.Table
     """The current row of every key, with the columns of the table."""
     tombstones: pa.Table

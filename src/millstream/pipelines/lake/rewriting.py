@@ -52,8 +52,6 @@ _OWN: Final = re.compile(r"[^.]+(?:\.[0-9a-f]{16})?\.parquet")
 
 
 class Files(Protocol):
-    """The source of files."""
-
     def files(self) -> Any:
         """Return an Arrow file system, or an object that opens files like one."""
 
@@ -159,7 +157,6 @@ class Rewrite:
             raise
 
     def discard(self, results: Iterable[str]) -> None:
-        """Delete the rewritten files."""
         for result in results:
             self.delete(from_json(result))
 
@@ -174,7 +171,6 @@ def decode_numbers(result: str) -> list[int | None]:
 
 
 def renamed(path: str, attempt: str) -> str:
-    """Return the path of a rewritten file."""
     folder, slash, name = path.rpartition("/")
     stem = name.partition(".")[0]
     if not _OWN.fullmatch(name):
@@ -236,14 +232,11 @@ COMPACTION_ATTEMPTS_MAX: Final = 100
 
 
 class CompactionResult(NamedTuple):
-    """The result of a compaction."""
-
     files_before: int = 0
     files_after: int = 0
     rows: int = 0
 
     def plus(self, other: CompactionResult) -> CompactionResult:
-        """Return the sum of both."""
         return CompactionResult(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 

@@ -411,7 +411,6 @@ def _source(table: deltalake.DeltaTable) -> str:
 
 
 def _has(quarantine: deltalake.DeltaTable, table: deltalake.DeltaTable, version: int) -> bool:
-    """Whether a quarantine has the files of a version of its table."""
     return (quarantine.transaction_version(_source(table)) or 0) >= version
 
 

@@ -358,7 +358,6 @@ class TaskWriter(FileWriter):
 
     @property
     def is_open(self) -> bool:
-        """Whether a file is being written."""
         return self._file is not None
 
     def flush(self) -> None:
@@ -513,8 +512,6 @@ def _hour_values(landed: datetime | None) -> dict[str, str]:
 
 
 class OpenFile:
-    """A file being written."""
-
     def __init__(self, storage: Storage, path: str, schema: pa.Schema) -> None:
         self._storage = storage
         self._path = path

@@ -128,8 +128,6 @@ def exit_now() -> None:
 
 
 class _RunningPipeline:
-    """A runner with its thread."""
-
     def __init__(self, runner: Runner, attempt: int, *, after: _RunningPipeline | None) -> None:
         self.runner = runner
         self.attempt = attempt

@@ -828,6 +828,5 @@ async def _wait_or_kill(process: Process) -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of the code."""
     # Arrow's allocator would otherwise take a gigabyte of `python.memory` at once.
     return {"MIMALLOC_ARENA_EAGER_COMMIT": "0", **environment_without_settings()}

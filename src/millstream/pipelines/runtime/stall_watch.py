@@ -189,7 +189,6 @@ class Watch:
         self._asking.shutdown(wait=False)
 
     def check(self) -> None:
-        """Check all pipelines once."""
         now = self._clock()
         # A process or machine that was suspended has not hung for that long.
         passed_s = min(now - self._looked, 2 * self._check_interval_s)

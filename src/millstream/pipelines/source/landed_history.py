@@ -237,7 +237,6 @@ def _add_missing_columns(batches: Iterator[pa.RecordBatch], columns: tuple[str, 
 
 
 def _merge_by_offset(sources: list[Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
-    """Merge batches that are ordered by offset."""
     waiting = [(source, batch) for source in sources if (batch := next(source, None)) is not None]
     while len(waiting) > 1:
         reached = min(batch.column("offset")[-1].as_py() for _, batch in waiting)

@@ -63,7 +63,6 @@ class OffsetResolver:
         }
 
     def earliest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
-        """Return the log start offset of each partition."""
         return self._look_up({topic: dict.fromkeys(numbers, OFFSET_EARLIEST) for topic, numbers in partitions.items()})
 
     def latest(self, partitions: Partitions) -> dict[str, dict[int, int]]:

@@ -47,8 +47,6 @@ class StartingTimestamp:
 
 @dataclass(frozen=True, slots=True)
 class Timestamps:
-    """A time for every partition."""
-
     times_ms: Offsets
     or_latest: bool
 

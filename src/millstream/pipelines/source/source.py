@@ -84,7 +84,6 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return a writer of one batch."""
         from millstream.core.errors import InvalidSetting
         from millstream.pipelines.source.options import write_options
         from millstream.pipelines.source.sql_table import ASSIGNED_BY_BROKER, options_to_insert

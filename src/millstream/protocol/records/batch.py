@@ -82,7 +82,6 @@ class BatchHeader(NamedTuple):
 
     @property
     def end_position(self) -> int:
-        """The position of the byte after the batch."""
         return self.position + self.length + LOG_OVERHEAD_BYTES
 
     @property

@@ -111,8 +111,6 @@ class NewRecord(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record as it was read."""
-
     offset: Offset
     timestamp_ms: int
     key: bytes | None

@@ -45,7 +45,6 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any, *, is_sorted: bool = False) -> str:
-    """Encode JSON compactly."""
     return msgspec.json.encode(value, order="sorted" if is_sorted else None).decode()
 
 

@@ -206,8 +206,6 @@ def _check_against_metaschema(raw: Any) -> None:
 
 
 class _Builder:
-    """Builds the model of one schema."""
-
     def __init__(self, raw: Any, documents: Mapping[str, Any]) -> None:
         self._raw = raw
         draft = raw.get("$schema", "") if isinstance(raw, dict) else ""

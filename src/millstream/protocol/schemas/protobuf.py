@@ -110,7 +110,6 @@ class ProtobufSchema:
         return self.canonical()
 
     def serialized(self) -> str:
-        """Return the FileDescriptorProto in base 64."""
         return base64.b64encode(self.file.SerializeToString()).decode()
 
     def descriptors(self) -> str:

@@ -37,8 +37,6 @@ class TopicMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMetadata:
-    """A node and the address that it advertises."""
-
     node_id: NodeId
     host: str
     port: int

@@ -137,8 +137,6 @@ def tls_file_problem(error: OSError, files: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeName:
-    """A node as its certificate names it."""
-
     cluster: str
     node_id: NodeId
 

@@ -38,7 +38,6 @@ PATIENCE_S: Final = 5.0
 
 
 async def list_all(visit: Visit) -> Response:
-    """List the dead letter topics with their open letters."""
     return Page("dead_letters.html", {"topics": await dead_letter_topics(visit.services.client)})
 
 

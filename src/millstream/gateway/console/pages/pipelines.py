@@ -316,7 +316,6 @@ async def trigger(visit: Visit) -> Response:
 
 
 async def cancel_run(visit: Visit) -> Response:
-    """Cancel the run of a job that is in progress."""
     name = visit.names["pipeline"]
     visit.confirm(name)
     run = await PipelineClient(visit.services.client).cancel_run(name)

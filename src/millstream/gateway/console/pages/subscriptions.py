@@ -186,14 +186,12 @@ async def pause(visit: Visit) -> Response:
 
 
 async def resume(visit: Visit) -> Response:
-    """Deliver again."""
     name = visit.names["subscription"]
     await visit.services.subscriptions.alter(name, {PAUSED: None})
     return _done(name, f"Subscription {name} is resumed", "resume", name)
 
 
 async def seek(visit: Visit) -> Response:
-    """Move to another position."""
     name, to = visit.names["subscription"], visit.text("to")
     visit.confirm(name)
     moved = await visit.services.subscriptions.seek(name, place_of(to))

@@ -57,8 +57,6 @@ class _Folder:
 
 
 class AbandonedFiles:
-    """The abandoned files of one pipeline."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._folders: dict[Key, _Folder] = {}

@@ -95,8 +95,6 @@ def find_repeated(ids: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.A
 
 
 class RecentIds:
-    """The recently landed ids of one topic."""
-
     def __init__(
         self, table: LakeTable, header: str, window: timedelta, progress: Callable[[], None] = lambda: None
     ) -> None:

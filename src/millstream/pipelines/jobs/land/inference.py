@@ -222,7 +222,6 @@ class Evolution:
         return self.position(message.partition, message.offset)
 
     def before(self, partition: int, offset: int) -> list[NewFields]:
-        """Return the messages with new fields before one."""
         end = self.position(partition, offset)
         return [message for message in self.messages if self._position_of(message) < end]
 
@@ -293,8 +292,6 @@ _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[
 
 
 class SampleResult(NamedTuple):
-    """The result of a sample."""
-
     fields: pa.Schema
     messages: int
     """The messages that could be decoded."""

@@ -54,7 +54,6 @@ class Sources:
 
     @property
     def link(self) -> Link:
-        """The client of this process."""
         return link_to(
             self._brokers,
             client_id=_CLIENT_ID,

@@ -254,7 +254,6 @@ class TopicBatch:
         return False
 
     def _grow(self, new_fields: Sequence[NewFields]) -> None:
-        """Add new fields."""
         self.rounds += 1
         evolution = self.evolution()
         if self.rounds > ROUNDS_MAX:

@@ -320,7 +320,6 @@ class AuditTasks:
         self._queues = queues
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Account for the queues of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 text = json.dumps(_account_for(self._queues[number], self._place))

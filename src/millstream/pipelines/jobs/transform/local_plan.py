@@ -112,7 +112,6 @@ class LocalPlan:
 
 
 def _module(package: Any, name: str) -> Any:
-    """Return a Scala object."""
     return getattr(getattr(package, f"{name}$"), "MODULE$")
 
 

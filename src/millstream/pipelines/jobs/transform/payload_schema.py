@@ -155,8 +155,6 @@ def registered_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
 
 
 class StoredSchemas:
-    """Schemas in a file."""
-
     def __init__(self, file: Path) -> None:
         self._file = file
 
@@ -169,7 +167,6 @@ class StoredSchemas:
             return {}
 
     def write(self, schemas: Mapping[str, StructType]) -> None:
-        """Store the schemas atomically."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_name(f"{self._file.stem}-{uuid4().hex}.tmp")
         new.write_text(json.dumps({topic: schema.jsonValue() for topic, schema in schemas.items()}), encoding="utf-8")

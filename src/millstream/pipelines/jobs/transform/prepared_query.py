@@ -275,7 +275,6 @@ class QueryPlan:
 
     @property
     def needs_earlier_messages(self) -> bool:
-        """Whether it needs messages of earlier batches."""
         return any(
             of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in self._nodes
         )
@@ -325,7 +324,6 @@ class QueryPlan:
 
     @cached_property
     def whole_columns(self) -> frozenset[str]:
-        """Return the topic columns that it uses as a whole."""
         return frozenset(
             one.name()
             for node, _ in self._nodes

@@ -110,7 +110,6 @@ def lay_out(lengths: Int32s, offsets: Int32s, validity: Bytes) -> tuple[int, int
 
 @compiled
 def copy_fields(data: Bytes, positions: Int32s, offsets: Int32s, column: Bytes) -> None:
-    """Copy the bytes of every field to its place in the column."""
     for row in range(positions.size):
         # Unsigned numbers, since Python's meaning of negative indices would keep the loop from being vectorised.
         source = uint64(positions[row])
