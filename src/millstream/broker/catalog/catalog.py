@@ -316,7 +316,7 @@ class Catalog:
             return [declared_of(Topic, row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
     def topics_with(self, topic_ids: Collection[UUID]) -> list[Topic]:
-        """Return those of these topics that are declared."""
+        """Return the declared topics with these ids."""
         ids = sorted(map(str, topic_ids))
         with self._read() as connection:
             return [

@@ -213,7 +213,7 @@ scram_credentials = Table(
     Column("stored_key", String(128), nullable=False),
     Column("server_key", String(128), nullable=False),
 )
-"""Passwords as SCRAM keeps them; the bytes in base 64."""
+"""Verifiers of passwords for SCRAM, with bytes in base 64."""
 
 api_tokens = Table(
     "api_tokens",
@@ -310,7 +310,7 @@ def declared_of(kind: type[T], row: Any) -> T:
 
 
 _VALUES_AT_ONCE: Final = 1000
-"""Databases limit the number of parameters."""
+"""The number of values in one statement, since databases limit its parameters."""
 
 
 def in_parts(column: Column[Any], values: Sequence[str]) -> Iterator[ColumnElement[bool]]:

@@ -244,7 +244,7 @@ class Topics:
         return self._by_id.get(topic_id)
 
     def existing(self, names: Iterable[str]) -> list[Topic]:
-        """Return those of these topics that exist."""
+        """Return the existing topics among these."""
         return [topic for name in names if (topic := self._by_name.get(name)) is not None]
 
     def all(self) -> list[Topic]:

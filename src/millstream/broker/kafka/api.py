@@ -373,7 +373,7 @@ _MESSAGE_LENGTH_MAX: Final = 2000
 
 
 async def error_of(work: Awaitable[object]) -> MillstreamError | None:
-    """Await work; return the error for clients that it has raised, if any."""
+    """Await work, and return the `MillstreamError` that it raises, if any."""
     try:
         await work
     except MillstreamError as error:

@@ -65,15 +65,15 @@ class LogHealth:
     broken: bool = False
     """Whether a sync of a segment failed; writes are refused until its tail is in another file."""
     repairing: bool = False
-    """Whether that tail is being copied."""
+    """Whether the tail of that segment is being copied."""
     is_truncating: bool = False
-    """Whether the files may still hold truncated records; writes are refused until they do not."""
+    """Whether the files may still hold truncated records; if so, writes are refused."""
     truncation_failed: bool = False
     failure: str | None = None
-    """What the disk last failed at, until it does something right."""
+    """The last operation at which the disk failed, until one succeeds."""
     failed_at: float = 0.0
     lack: tuple[int, str] | None = None
-    """How many bytes did not fit on the disk, and the failure: it lasts until they would, even if less does."""
+    """The size of a write that did not fit on the disk, and the failure, which lasts until that size would fit."""
 
     @property
     def is_idle(self) -> bool:

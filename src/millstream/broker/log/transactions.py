@@ -43,9 +43,9 @@ class Producer:
     open_from: int = -1
     """The first offset of its open transaction, or -1."""
     coordinator_epoch: int = -1
-    """Of the coordinator that wrote its last marker, or -1."""
+    """The epoch of the coordinator that wrote its last marker, or -1."""
     marker_offset: int = -1
-    """Where its last marker is, or -1."""
+    """The offset of its last marker, or -1."""
 
 
 _NUMBERS = 4
@@ -186,7 +186,7 @@ class Guard:
 
     epoch: int
     lowest_sequence: int
-    """The first batch that was asked about; a later one waits for it."""
+    """The lowest sequence number among these requests; the batch with this number begins the transaction."""
     started_ms: int
     bumps_epoch: bool = field(kw_only=True)
 

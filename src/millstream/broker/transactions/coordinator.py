@@ -82,8 +82,8 @@ ENDING_WAIT_S: Final = 0.5
 """How long a producer waits for its previous transaction to end before it must ask again."""
 
 OVERLAP_WAIT_S: Final = 0.1
-"""How long a hold of decisions waits for other holds to end if decisions wait for them. Holds of two nodes may wait for
-each other.
+"""How long a new hold of decisions waits for other holds to end if decisions are delayed; limited, because holds of
+two nodes may wait for each other.
 """
 
 MARKERS_WAIT_S: Final = 5.0

@@ -44,7 +44,7 @@ class TopicView(Protocol):
         """Return every topic."""
 
     def existing(self, names: Iterable[str]) -> list[Topic]:
-        """Return those of these topics that exist."""
+        """Return the existing topics among these."""
 
 
 def with_names(view: TopicView, assignment: Assignment) -> NamedPartitions:

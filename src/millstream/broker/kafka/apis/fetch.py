@@ -75,7 +75,7 @@ class FetchSession:
 
     session_id: int
     principal: str
-    """Whose it is: others could learn the names of its topics, or disturb it."""
+    """The owner of the session; others could learn the names of its topics, or disturb it."""
     by_id: bool = field(kw_only=True)
     epoch: int = 1
     positions: dict[PartitionKey, Position] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class _TokenApi(PrivateApi[RequestT, ResponseT]):
         self._state = state
 
     async def needs(self, request: RequestT) -> Sequence[Need]:
-        """Require no right for one's own tokens; those of others are left out, or need ALTER on the cluster."""
+        """Require no right for the caller's own tokens; those of others are omitted, or need ALTER on the cluster."""
         return ()
 
 
