@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from html import unescape
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -26,6 +26,7 @@ from millstream.gateway.console.search import TAILS_PER_USER_MAX
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.browser import (
+    DESKTOP,
     SCREENSHOTS,
     WAIT_S,
     WatchedPage,
@@ -75,9 +76,13 @@ THEMED = ("", "/topics/orders/messages", "/subscriptions/billing", "/dead-letter
 """The pages that are checked in both themes; others have no colours of their own."""
 
 
-class Console(NamedTuple):
-    server: Server
-    browser: Browser
+class Console:
+    """A server and a browser. Tests share a page, since each new session starts processes of the browser."""
+
+    def __init__(self, server: Server, browser: Browser) -> None:
+        self.server = server
+        self._browser = browser
+        self._shared = open_page(browser, f"{self.url}/static/icon.svg")
 
     @property
     def url(self) -> str:
@@ -86,8 +91,27 @@ class Console(NamedTuple):
     def api(self) -> httpx.Client:
         return httpx.Client(base_url=f"http://{self.server.http}/v1", timeout=WAIT_S)
 
-    def page(self, path: str = "", **context: Any) -> WatchedPage:
-        return open_page(self.browser, self.url + path, **context)
+    def page(self, path: str = "") -> WatchedPage:
+        """Open an address in the page that all tests share."""
+        self._shared.problems.clear()
+        self._shared.page.goto(self.url + path)
+        return self._shared
+
+    def new_page(self, path: str, **context: Any) -> WatchedPage:
+        """Open an address in a new session."""
+        return open_page(self._browser, self.url + path, **context)
+
+    def leave_pages(self) -> None:
+        """Leave the pages of a test, which keep refreshing, and forget its session."""
+        shared = self._shared.page
+        for context in self._browser.contexts:
+            if context is not shared.context:
+                context.close()
+        # A page of another site would be shown by another process.
+        shared.goto(f"{self.url}/static/icon.svg")
+        shared.set_viewport_size(DESKTOP)
+        shared.emulate_media(color_scheme="light")
+        shared.context.clear_cookies()
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +127,9 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
 
 
 @pytest.fixture(autouse=True)
-def close_pages(console: Console) -> Iterator[None]:
-    """Close the pages of a test: open pages keep refreshing."""
+def leave_pages(console: Console) -> Iterator[None]:
     yield
-    for context in console.browser.contexts:
-        context.close()
+    console.leave_pages()
 
 
 def _fill(api: httpx.Client) -> None:
@@ -158,6 +180,10 @@ def test_the_navigation_opens_every_page(console: Console) -> None:
     assert watched.problems == []
 
 
+_UNREACHABLE = """() => [...document.querySelectorAll("a, button, input:not([type=hidden]), select, textarea, summary")]
+  .filter((one) => one.checkVisibility() && one.tabIndex !== 0).map((one) => one.outerHTML)"""
+
+
 def test_pages_are_accessible_fit_on_a_phone_and_run_no_foreign_code(console: Console) -> None:
     watched = console.page()
     page = watched.page
@@ -168,12 +194,13 @@ def test_pages_are_accessible_fit_on_a_phone_and_run_no_foreign_code(console: Co
         assert "unsafe" not in response.headers["content-security-policy"]
         name = path.strip("/").replace("/", "-") or "overview"
         check_appearance(page, name, schemes=("light", "dark") if SCREENSHOTS or path in THEMED else ("light",))
+        assert page.evaluate(_UNREACHABLE) == [], path
         assert page.evaluate("window.pwned") is None
     assert watched.problems == []
 
 
 def test_pages_are_readable_without_scripts(console: Console) -> None:
-    page = console.page("/topics", java_script_enabled=False).page
+    page = console.new_page("/topics", java_script_enabled=False).page
     page.get_by_label("Search by name").fill("pay")
     page.get_by_role("button", name="Search").click()
     expect(page.get_by_role("rowheader")).to_have_text(["payments"])
@@ -221,14 +248,7 @@ def test_the_keyboard_is_sufficient(console: Console) -> None:
     page.keyboard.type("payload.order = 7")
     page.keyboard.press("Enter")
     expect(page.get_by_role("status")).to_have_text(re.compile(r"orders: 1 of \d+ recent messages match"))
-    for path in PAGES:
-        page.goto(console.url + path)
-        assert page.evaluate(_UNREACHABLE) == [], path
     assert watched.problems == []
-
-
-_UNREACHABLE = """() => [...document.querySelectorAll("a, button, input:not([type=hidden]), select, textarea, summary")]
-  .filter((one) => one.checkVisibility() && one.tabIndex !== 0).map((one) => one.outerHTML)"""
 
 
 def test_a_filter_selects_messages_and_an_invalid_one_is_explained(console: Console) -> None:
@@ -296,7 +316,7 @@ def test_hostile_messages_are_shown_as_text(console: Console) -> None:
 
 
 def test_a_published_message_arrives_in_the_live_tail(console: Console) -> None:
-    following = console.page("/topics/payments/messages")
+    following = console.new_page("/topics/payments/messages")
     following.page.get_by_role("button", name="Live tail").click()
     expect(following.page.get_by_role("button", name="Stop the tail")).to_be_visible()
     watched = console.page("/topics/payments/publish")
