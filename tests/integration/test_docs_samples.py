@@ -48,7 +48,7 @@ PRODUCTION, RESTORE, UPGRADE = (GUIDES / f"{name}.md" for name in ("production",
 PAGES = sorted(set((ROOT / "docs").rglob("*.md")) - {PRODUCTION})
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
 SECOND_KAFKA, SECOND_HTTP = "127.0.0.1:9192", "127.0.0.1:8180"
-COMMAND_S_MAX = 120.0
+COMMAND_S_MAX = 240.0
 NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipelines-enabled": "false"}
 # `pipeline run` handles signals, which only the main thread of a process can.
 PLAIN = re.compile(r"""millstream (?!pipeline run )(?:[^|<>$&;"'#]|"[^"$`]*"|'[^']*')*(?:#.*)?""")
