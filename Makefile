@@ -55,8 +55,8 @@ test: $(DEV_STAMP) ## Run all tests (ten minutes on 2 cores)
 	@$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
 trials: $(DEV_STAMP) ## Run the tests that take longer: more faults, more examples, ten thousand partitions, Spark (half an hour)
-	@LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile -m trial --hypothesis-profile=exploring $(PYTEST_ARGS)
-	@LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit --hypothesis-profile=exploring $(PYTEST_ARGS)
+	@TMPDIR=$${TMPDIR:-/tmp} LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile -m trial --hypothesis-profile=exploring $(PYTEST_ARGS)
+	@TMPDIR=$${TMPDIR:-/tmp} LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit --hypothesis-profile=exploring $(PYTEST_ARGS)
 
 check: $(DEV_STAMP) ## Lint, types, layers
 	@$(BIN)/ruff check .

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import faulthandler
 import gc
+import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
@@ -36,8 +39,20 @@ TEARDOWN_S = 300.0
 _PARSED_MAX = 20
 PROCESSES_SHARE = 0.8
 """The tests that start processes are among this fraction of the files, from the first on."""
+MEMORY = Path("/dev/shm")
+MEMORY_BYTES_MIN = 4 << 30
 _internal_errors: list[str] = []
 Server.forked = True
+
+# Nodes sync what they write before they acknowledge it, and a run waits for tens of thousands of syncs. Files in memory
+# need none, and survive the kill of a process like those on a disk.
+if (
+    MEMORY.is_dir()
+    and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES_MIN
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+    and "TMPDIR" not in os.environ
+):
+    os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 # Groups wait for more members before the first assignment; tests have all of theirs at once. Tests that need a Spark
 # driver ask for one: it starts slowly, and tests that only list pipelines do not need it. Tests write records with old
@@ -223,6 +238,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     settings = {
         "spark.sql.shuffle.partitions": "1",
         "spark.sql.session.timeZone": "UTC",
+        # Its Python processes may need longer to connect than the default of 15 seconds while other tests run.
+        "spark.python.authenticate.socketTimeout": "120s",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
     }
     started = session("millstream-tests", master="local[2]", settings=settings)
