@@ -16,19 +16,23 @@ from millstream.core.ids import NodeId, Offset
 from millstream.core.partition_state import PartitionState, encode_value
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.produce import Produced
 from millstream_testing.single_node import single_node
 
 SUCCESSOR_OFFSET = Offset(77)
 
 
-class Appender(LeaderAppender):
-    """Reaches the successor of this node through a client."""
+@pytest.fixture(autouse=True)
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The batches that reached the successor of this node."""
+    batches: list[bytes] = []
 
-    sent = b""
+    async def produce(_client: Client, _topic: str, _partition: int, batch: bytearray) -> Produced:
+        batches.append(bytes(batch))
+        return Produced(SUCCESSOR_OFFSET, -1)
 
-    async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
-        self.sent = bytes(batch)
-        return SUCCESSOR_OFFSET
+    monkeypatch.setattr(Client, "produce", produce)
+    return batches
 
 
 def letter(sequence: int) -> bytearray:
@@ -43,7 +47,7 @@ async def test_a_refusal_counts_only_if_no_other_node_leads(
     """The successor has stored the batches before this one, and perhaps this one, too."""
     async with single_node(tmp_path) as topics:
         topic = await topics.create("dead")
-        appender = Appender(topics, lambda: "127.0.0.1:1", client_id="letters")
+        appender = LeaderAppender(topics, lambda: "127.0.0.1:1", client_id="letters")
         assert await appender.append("dead", 0, letter(0)) == 0
         assert await appender.append("dead", 0, letter(0)) == 0
         if has_successor:
@@ -65,12 +69,12 @@ async def test_a_refusal_counts_only_if_no_other_node_leads(
 
 
 async def test_a_batch_that_was_written_here_is_sent_to_the_successor_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
 ) -> None:
     """Otherwise the successor would refuse it for its offset, even if it has the first copy."""
     async with single_node(tmp_path) as topics:
         await topics.create("dead")
-        appender = Appender(topics, lambda: "127.0.0.1:1", client_id="letters")
+        appender = LeaderAppender(topics, lambda: "127.0.0.1:1", client_id="letters")
         await appender.append("dead", 0, letter(0))
 
         async def append(partition: Partition, batch: bytearray) -> AppendedRange:
@@ -79,5 +83,5 @@ async def test_a_batch_that_was_written_here_is_sent_to_the_successor_unchanged(
 
         monkeypatch.setattr(Partition, "append", append)
         assert await appender.append("dead", 0, letter(1)) == SUCCESSOR_OFFSET
-        assert appender.sent == letter(1)
+        assert sent == [letter(1)]
         await appender.close()
