@@ -136,7 +136,7 @@ def test_a_later_start_proceeds_without_the_catalog_and_health_reports_it(cluste
     node.settings["catalog"] = f"postgresql://nobody@{NOBODY}/none"
     try:
         node.start()
-        code, output = await_response(node.http, "/readyz", "the catalog is unavailable since")
+        code, output = await_response(node.http, "/readyz", "the catalog has been unavailable since")
         assert code == 200, output
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):
