@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from millstream.core.errors import InvalidSetting
 
@@ -59,6 +59,11 @@ def _printable(text: str) -> str:
 
 
 ABOUT: Final = "`sql`"
+
+LENGTH_MAX: Final = 16 * 1024
+"""The characters of a statement: nodes read it on their event loops, so reading must be short."""
+TOKENS_MAX: Final = 3000
+"""The words and signs of a statement, for the same reason; parsing takes about 30 µs for each."""
 
 _BEGINS: Final = ("SELECT", "WITH", "FROM", "TABLE", "VALUES", "MAP", "REDUCE")
 _OPENING: Final = {"(": ")", "[": "]", "{": "}"}
@@ -130,7 +135,7 @@ def check_calls(text: str, own: Collection[str]) -> None:
     """Raise `InvalidSetting` if a statement calls a forbidden function, unless it is one of the user's own."""
     calls = [
         (token, name)
-        for token, after in pairwise(sql_tokens(ABOUT, text))
+        for token, after in pairwise(_statement_tokens(text)[1])
         if token.kind in (Kind.WORD, Kind.NAME)
         and after.is_sign("(")
         and (name := token.text.lower()) in FORBIDDEN
@@ -157,11 +162,22 @@ def sql_tokens(about: str, text: str) -> list[Token]:
     return [_token(text, one) for one in _tokenize(about, text)] + [Token(Kind.END, "", len(text.rstrip()), len(text))]
 
 
+def _statement_tokens(text: str) -> tuple[list[sqlglot.Token], list[Token]]:
+    """Split a statement into tokens, in both forms; raise `InvalidSetting` for one that is too long to parse."""
+    if len(text) > LENGTH_MAX:
+        raise InvalidSetting(f"{ABOUT} has at most {LENGTH_MAX} characters, not {len(text)}")
+    raw = _tokenize(ABOUT, text)
+    if len(raw) > TOKENS_MAX:
+        raise InvalidSetting(
+            f"{ABOUT} has at most {TOKENS_MAX} words and signs, not {len(raw)}; use several transforms, or a job"
+        )
+    return raw, [_token(text, one) for one in raw]
+
+
 @lru_cache(maxsize=1024)
 def read_select(text: str) -> SelectStatement:
     """Read a statement; raise `InvalidSetting`, with the position if known, for statements that cannot be run."""
-    raw = _tokenize(ABOUT, text)
-    tokens = [_token(text, one) for one in raw]
+    raw, tokens = _statement_tokens(text)
     ends_at = _check_single(tokens, text)
     tokens = [token for token in tokens if token.start < ends_at]
     if not tokens:
@@ -174,7 +190,7 @@ def read_select(text: str) -> SelectStatement:
     tree = _parse(raw[: len(tokens)], text)
     reads = () if tree is None else tuple(dict.fromkeys(_relations(tree, text)))
     is_complete = tree is not None and not any(token.is_keyword("STREAM", "IDENTIFIER") for token in tokens)
-    endless = () if tree is None else tuple(_endless(tree))
+    endless = () if tree is None else tuple(dict.fromkeys(_endless(tree)))
     return SelectStatement(text[:ends_at].rstrip(), reads, is_complete, endless)
 
 
@@ -298,27 +314,34 @@ def _endless(tree: exp.Query) -> Iterator[tuple[str, str, frozenset[str]]]:
     """Yield the operations that need all rows at once, with the alternatives and the names that they read."""
     from sqlglot import exp
 
+    own = frozenset(named.alias.lower() for named in tree.find_all(exp.CTE))
     kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}
+    read: dict[int, frozenset[str]] = {}
+
+    def names_read(node: exp.Expression) -> frozenset[str]:
+        query = node if isinstance(node, exp.Query) else node.find_ancestor(exp.Query)
+        if id(query) not in read:
+            read[id(query)] = _names_read(query, own)
+        return read[id(query)]
+
     for what, kind in kinds.items():
         for node in tree.find_all(kind):
             if not (kind is exp.Order and node.find_ancestor(exp.Window, exp.AggFunc, exp.WithinGroup)):
                 instead = "aggregate with GROUP BY window(…), or use a job" if kind is exp.Window else "use a job"
-                yield what, instead, _names_read(node)
+                yield what, instead, names_read(node)
     for count in tree.find_all(exp.AggFunc):
         if isinstance(count.this, exp.Distinct):
             instead = "use a job"
             if isinstance(count, exp.Count):
                 instead = "use approx_count_distinct(…), size(collect_set(…)) if there are few values, or a job"
-            yield f"{count.sql_name().lower()}(DISTINCT …)", instead, _names_read(count)
+            yield f"{count.sql_name().lower()}(DISTINCT …)", instead, names_read(count)
 
 
-def _names_read(node: Any) -> frozenset[str]:
-    """Return the names of topics and tables in the query that a node belongs to; none if WITH names are among them."""
+def _names_read(query: exp.Expression | None, own: frozenset[str]) -> frozenset[str]:
+    """Return the names of topics and tables in a query; none if one of the names is a query's own, given by WITH."""
     from sqlglot import exp
 
-    query = node if isinstance(node, exp.Query) else node.find_ancestor(exp.Query)
     names = frozenset() if query is None else frozenset(table.name for table in query.find_all(exp.Table))
-    own = {named.alias.lower() for named in node.root().find_all(exp.CTE)}
     return frozenset() if any(name.lower() in own for name in names) else names
 
 

@@ -105,6 +105,22 @@ def test_arbitrary_statements_raise_nothing_else(words: list[str]) -> None:
         return
 
 
+@pytest.mark.parametrize("text", ["SELECT a" + ", a" * sql.TOKENS_MAX, f"SELECT '{'x' * sql.LENGTH_MAX}'"])
+def test_a_statement_that_takes_long_to_parse_is_refused(text: str) -> None:
+    for check in (read_select, lambda text: check_calls(text, ())):
+        with pytest.raises(InvalidSetting, match="at most"):
+            check(f"{text} FROM orders")
+
+
+def test_the_names_in_a_query_are_collected_once_however_many_windows_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collect = Mock(wraps=sql._names_read)
+    monkeypatch.setattr(sql, "_names_read", collect)
+    assert len(read_select("SELECT " + "max(a) OVER (), " * 50 + "1 FROM orders").endless) == 1
+    collect.assert_called_once()
+
+
 def test_a_statement_is_parsed_once_however_often_it_names_a_forbidden_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
