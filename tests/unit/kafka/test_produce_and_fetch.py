@@ -33,6 +33,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
 from millstream.core.clock import SystemClock
+from millstream.core.credential import new_token
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import Offset
 from millstream.core.quota import PRODUCER_BYTE_RATE
@@ -506,6 +507,10 @@ async def test_a_session_is_of_one_principal(tmp_path: Path) -> None:
         assert (taken.error_code, taken.responses) == (ErrorCode.fetch_session_id_not_found, ())
         await ask(fetch, again(-1), bob)
         assert (await ask(fetch, again(1), alice)).error_code is ErrorCode.none
+
+        scoped, _ = new_token("User:alice", scope=(), parent="", created_ms=0, expires_ms=1)
+        bob.rights = Rights(state, "User:alice", bob.host, tokens=[scoped])
+        assert (await ask(fetch, again(2), bob)).error_code is ErrorCode.fetch_session_id_not_found
 
 
 async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ class Rights:
         self._snapshot: AclSnapshot | None = None
         self._decisions: dict[tuple[Operation, ResourceType, str], bool] = {}
 
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Return the principal and the API tokens: a token has other rights than its owner, or its other tokens."""
+        return (self.principal, *(token.token_id for token in self.tokens))
+
     def allows(self, operation: Operation, kind: ResourceType, name: str) -> bool:
         if self.node_id is not None:
             return True

@@ -69,12 +69,16 @@ class Position:
     sent_log_start: Offset | None = None
 
 
+Identity = tuple[str, ...] | None
+"""`Rights.identity`; None where clients do not authenticate."""
+
+
 @dataclass(slots=True, eq=False)
 class FetchSession:
     """The partitions of one client, in the order in which they are read next."""
 
     session_id: int
-    principal: str
+    owner: Identity
     """The owner of the session; others could learn the names of its topics, or disturb it."""
     by_id: bool = field(kw_only=True)
     epoch: int = 1
@@ -107,7 +111,7 @@ class FetchSessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, positions: dict[PartitionKey, Position], principal: str, *, by_id: bool) -> FetchSession | None:
+    def open(self, positions: dict[PartitionKey, Position], owner: Identity, *, by_id: bool) -> FetchSession | None:
         """Return a new session, or None when the request has nothing or too much to remember."""
         if not positions or len(positions) > PARTITIONS_MAX // 10:
             return None
@@ -115,15 +119,15 @@ class FetchSessions:
         session_id = secrets.randbelow(2**31 - 1) + 1
         while session_id in self._by_id:
             session_id = secrets.randbelow(2**31 - 1) + 1
-        session = FetchSession(session_id, principal, by_id=by_id)
+        session = FetchSession(session_id, owner, by_id=by_id)
         session.update(positions, [])
         self._by_id[session_id] = session
         return session
 
-    def resume(self, session_id: int, epoch: int, principal: str, *, by_id: bool) -> FetchSession | ErrorCode:
+    def resume(self, session_id: int, epoch: int, owner: Identity, *, by_id: bool) -> FetchSession | ErrorCode:
         """Return the session that a request continues, or the error code that makes the client open a new one."""
         session = self._by_id.get(session_id)
-        if session is None or session.principal != principal:
+        if session is None or session.owner != owner:
             return ErrorCode.fetch_session_id_not_found
         if session.epoch != epoch:
             return ErrorCode.invalid_fetch_session_epoch
@@ -133,10 +137,10 @@ class FetchSessions:
         self._by_id.move_to_end(session_id)
         return session
 
-    def close(self, session_id: int, principal: str) -> None:
-        """Forget a session; an unknown one, and another principal's, is ignored."""
+    def close(self, session_id: int, owner: Identity) -> None:
+        """Forget a session; an unknown one, and another client's, is ignored."""
         session = self._by_id.get(session_id)
-        if session is not None and session.principal == principal:
+        if session is not None and session.owner == owner:
             del self._by_id[session_id]
 
     def _make_room(self, partitions: int) -> None:
@@ -346,17 +350,17 @@ class Fetch:
         self, request: _Request, header: RequestHeader, client: ClientInfo
     ) -> _Context | ErrorCode:
         by_id = header.version >= FIRST_WITH_TOPIC_IDS
-        principal = "" if client.rights is None else client.rights.principal
+        owner = None if client.rights is None else client.rights.identity
         bytes_max = min(request.max_bytes, self._bytes_max)
         if self._quota.is_limiting:
             bytes_max = self._quota.allowance(client, bytes_max)
         if request.session_epoch in (SESSIONLESS_EPOCH, FIRST_EPOCH):
-            self._sessions.close(request.session_id, principal)
+            self._sessions.close(request.session_id, owner)
             session = None
             if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
-                session = self._sessions.open(request.positions, principal, by_id=by_id)
+                session = self._sessions.open(request.positions, owner, by_id=by_id)
             return _Context(request, request.positions, session, False, client, bytes_max)
-        resumed = self._sessions.resume(request.session_id, request.session_epoch, principal, by_id=by_id)
+        resumed = self._sessions.resume(request.session_id, request.session_epoch, owner, by_id=by_id)
         if isinstance(resumed, ErrorCode):
             return resumed
         resumed.update(request.positions, request.forgotten)
