@@ -24,6 +24,7 @@ PASSWORD_CHARACTERS_MIN: Final = 8
 NAME_CHARACTERS_MAX: Final = 128
 _SALT_BYTES: Final = 24
 TOKEN_PREFIX: Final = "mst_"
+_TOKEN_ID: Final = re.compile(TOKEN_PREFIX + "[0-9a-f]{16}")
 """The prefix of API tokens; no user's name begins with it."""
 _TOKEN_ID_BYTES: Final = 8
 _TOKEN_SECRET_BYTES: Final = 32
@@ -191,6 +192,10 @@ def new_token(
 def is_api_token(text: str) -> bool:
     """Whether a token, or a user's name, is that of an API token."""
     return text.startswith(TOKEN_PREFIX)
+
+
+def is_token_id(text: str) -> bool:
+    return _TOKEN_ID.fullmatch(text) is not None
 
 
 def split_token(text: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -790,4 +791,26 @@ async def test_a_token_created_on_another_node_is_looked_up_in_the_catalog(
         assert (await Authenticator(other, None).verify(BearerToken(text=text))).principal == "User:alice"
     finally:
         other.close()
+        catalog.close()
+
+
+async def test_ids_that_no_token_has_do_not_reload_the_catalog(
+    passwords: Passwords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "_REFRESH_S_MIN", 0.0)
+    catalog = Catalog.open_folder(tmp_path)
+    reads = Mock(wraps=Catalog.security)
+    monkeypatch.setattr(Catalog, "security", lambda self: reads(self))
+    other = SecurityState(CatalogDeclarations(catalog), ())
+    try:
+        for unknown in ("mst_0123456789abcdef", "mst_\0", "mst_" + "x" * 1000):
+            assert await other.find_token(unknown) == ()
+        reads.assert_not_called()
+        known = split_token(await add_token(passwords))[0]
+        reads.reset_mock()
+        # Looked up together, although the first of them is unknown.
+        found = await asyncio.gather(*map(other.find_token, ("mst_0123456789abcdef", known)))
+        assert [len(chain) for chain in found] == [0, 1]
+        reads.assert_called_once()
+    finally:
         catalog.close()

@@ -459,6 +459,14 @@ class Catalog:
                 acls=frozenset(declared_of(Acl, row) for row in connection.execute(select(acls))),
             )
 
+    def has_token(self, token_ids: Sequence[str]) -> bool:
+        """Return whether one of some API tokens exists."""
+        with self._read() as connection:
+            return any(
+                connection.execute(select(api_tokens.c.token_id).where(here).limit(1)).first() is not None
+                for here in in_parts(api_tokens.c.token_id, token_ids)
+            )
+
     def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
         """Store a change of users, tokens and access rules atomically.
 

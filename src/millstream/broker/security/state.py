@@ -24,6 +24,7 @@ from millstream.core.credential import (
     Owner,
     ScramCredential,
     SecurityChange,
+    is_token_id,
     user_principal,
 )
 from millstream.core.errors import CatalogUnavailable, InvalidRequest, InvalidSetting
@@ -77,6 +78,8 @@ class SecurityState(Holder):
         """Whether the catalog was ever read; until then, not even the users are known."""
         self._refreshing = asyncio.Lock()
         self._refreshed_at = 0.0
+        self._unknown_tokens: set[str] = set()
+        """The ids to look up in the catalog next."""
         self.audit = AuditTrail()
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
         """Finds the name of a topic by its id, for requests that know only that."""
@@ -119,14 +122,17 @@ class SecurityState(Holder):
 
     async def find_token(self, token_id: str) -> tuple[ApiToken, ...]:
         """Return the chain of a token; one that is unknown here is looked up in the catalog, at a bounded rate."""
-        if token_id not in self._tokens:
+        if token_id not in self._tokens and is_token_id(token_id):
             asked_at = time.monotonic()
+            self._unknown_tokens.add(token_id)
             async with self._refreshing:
                 if self._refreshed_at < asked_at:
                     await asyncio.sleep(self._refreshed_at + _REFRESH_S_MIN - asked_at)
                     self._refreshed_at = time.monotonic()
+                    unknown, self._unknown_tokens = self._unknown_tokens, set()
                     try:
-                        await self.load()
+                        if await self._declarations.call(Catalog.has_token, sorted(unknown)):
+                            await self.load()
                     except CatalogUnavailable as error:
                         _logger.debug("an unknown token cannot be looked up", exc_info=error)
         return self.token_chain(token_id)
