@@ -60,6 +60,16 @@ class OriginCheck:
             )
         self.check_name(headers)
 
+    def check_cause(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse browser requests that a page of another site may have caused, for a GET that changes something.
+
+        An `<img>` sends no origin, and the fetch metadata only over TLS or to the machine itself.
+        """
+        if not _is_own_request(headers):
+            raise Refused(
+                HTTPStatus.FORBIDDEN, "the browser does not say that a page of this gateway caused this request"
+            )
+
     def check_name(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuse browser requests to a host name that an attacker could own."""
         if b"accept-language" not in headers and b"origin" not in headers and b"referer" not in headers:

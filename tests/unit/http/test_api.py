@@ -106,6 +106,17 @@ async def http(scripted: ScriptedRoutes, services: Services) -> AsyncIterator[ht
         yield client
 
 
+@pytest.mark.parametrize("cause", [{}, {"referer": "http://evil.example/"}])
+async def test_an_image_of_another_page_leases_no_messages(services: Services, cause: dict[str, str]) -> None:
+    api: Any = Api(ROUTES, services, OriginCheck())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://10.1.2.3:8080/v1") as client:
+        path, browser = "/subscriptions/billing/events", {"accept-language": "en"}
+        response = await client.get(path, headers=browser | cause)
+        assert (response.status_code, "a page of this gateway" in response.text) == (403, True)
+        own = await client.get(path, headers=browser | {"referer": "http://10.1.2.3:8080/console"})
+        assert own.status_code != HTTPStatus.FORBIDDEN
+
+
 async def test_request_fields_are_validated_by_the_types_of_the_route(http: httpx.AsyncClient) -> None:
     assert (await http.get("/things")).json() == {"number": 1}
     assert (await http.get("/things?number=7&names=a&names=b")).json() == {"number": 7}

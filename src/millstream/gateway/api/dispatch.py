@@ -183,6 +183,8 @@ class Api:
         self._services.check_started()
         exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
         self._site.check(exchange.headers)
+        if reader.route.leases:
+            self._site.check_cause(exchange.headers)
         if self._callers is None:
             await self._serve_with(self._services, reader, path, exchange)
             return

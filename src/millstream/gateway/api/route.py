@@ -148,6 +148,8 @@ class Route(Generic[Q, B]):
     """Further statuses of the same response, with their meaning."""
     lane: Lane = Lane.ADMIN
     streams: bool = False
+    leases: bool = False
+    """Whether a GET leases messages: pages of other sites must not cause it, even if they cannot read the response."""
 
     @property
     def usual_status(self) -> HTTPStatus:

@@ -322,5 +322,6 @@ ROUTES: Final = (
         query=Consume,
         lane=Lane.WAIT,
         streams=True,
+        leases=True,
     ),
 )
