@@ -12,8 +12,11 @@ import resource
 import socket
 import ssl
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,7 @@ import uvicorn
 import uvloop
 
 from millstream.core.config import AUTHENTICATION_REQUIRED
+from millstream.core.crowding import network_of
 from millstream.core.heap import freeze_heap
 from millstream.core.log_format import set_up_logging
 from millstream.core.scratch import remove_left_behind
@@ -55,14 +59,19 @@ KEEP_ALIVE_S = 75
 
 
 class TlsAcceptor:
-    """Accepts connections that begin with a TLS handshake; beyond the maximum, the oldest handshake is abandoned."""
+    """Accepts connections that begin with a TLS handshake.
+
+    Beyond the maximum, the address with the most handshakes loses its oldest one, so that one cannot keep out others.
+    """
 
     def __init__(self, listening: socket.socket, tls: ssl.SSLContext, connect: Callable[[], asyncio.Protocol]) -> None:
         self._listening = listening
         self._tls = tls
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._handshakes: dict[str, deque[asyncio.Task[None]]] = {}
+        """By address, oldest first."""
+        self._count = 0
         self._is_closed = False
         listening.setblocking(False)
         self._resume()
@@ -71,11 +80,11 @@ class TlsAcceptor:
         """Accept nothing more, and abandon the handshakes; connections stay open."""
         self._is_closed = True
         self._loop.remove_reader(self._listening)
-        for task in self._handshakes:
+        for task in chain.from_iterable(self._handshakes.values()):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await asyncio.gather(*chain.from_iterable(self._handshakes.values()), return_exceptions=True)
 
     def _resume(self) -> None:
         if not self._is_closed:
@@ -84,7 +93,7 @@ class TlsAcceptor:
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_ROUND):
             try:
-                accepted, _address = self._listening.accept()
+                accepted, address = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -94,15 +103,25 @@ class TlsAcceptor:
                 return
             accepted.setblocking(False)
             task = self._loop.create_task(self._handshake(accepted))
-            self._handshakes[task] = None
-            task.add_done_callback(self._on_handshake_done)
-            if len(self._handshakes) > HANDSHAKES_MAX:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
+            network = network_of(address[0])
+            self._handshakes.setdefault(network, deque()).append(task)
+            self._count += 1
+            task.add_done_callback(partial(self._on_handshake_done, network))
+            if self._count > HANDSHAKES_MAX:
+                most = max(self._handshakes, key=lambda one: len(self._handshakes[one]))
+                oldest = self._handshakes[most][0]
+                self._forget(most, oldest)
                 oldest.cancel()
 
-    def _on_handshake_done(self, task: asyncio.Task[None]) -> None:
-        self._handshakes.pop(task, None)
+    def _on_handshake_done(self, network: str, task: asyncio.Task[None]) -> None:
+        if task in self._handshakes.get(network, ()):
+            self._forget(network, task)
+
+    def _forget(self, network: str, task: asyncio.Task[None]) -> None:
+        self._count -= 1
+        self._handshakes[network].remove(task)
+        if not self._handshakes[network]:
+            del self._handshakes[network]
 
     async def _handshake(self, accepted: socket.socket) -> None:
         # Clients that do not trust the certificate, and port scanners, fail.

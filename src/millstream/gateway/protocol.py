@@ -1,8 +1,9 @@
 """HTTP on one connection: uvicorn's protocol with limits on incomplete requests and slow clients.
 
-Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection replaces one whose client
-has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a request, and
-only a health check is served. Surplus connections that have not sent a head are closed in favour of newer ones.
+Clients that stall must not keep others out. Beyond `CONNECTIONS_MAX`, a new connection replaces one whose client has
+sent nothing for a while, else one that waits for its client at the address that has the most. If there is none, it
+becomes a surplus connection: it may send the head of a request, and only a health check is served. Surplus connections
+that have not sent a head are closed in favour of newer ones.
 
 A client may send requests ahead of their responses. Of those that follow the one in progress, about one is read; the
 rest stays as bytes, and nothing more is received before it is read.
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, Final, cast
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from millstream.core.crowding import network_of
 from millstream.gateway.api.problem import CONTENT_TYPE, problem_document
 
 JOINED_BYTES_MAX: Final = 64 * 1024
@@ -126,13 +128,19 @@ class Protocol(HttpToolsProtocol):
     surplus: ClassVar[dict[Protocol, None]] = {}
     """Connections beyond the maximum, oldest first."""
     none_stalled_until: ClassVar[float] = 0.0
+    by_network: ClassVar[dict[str, set[Protocol]]] = {}
+    """All connections by the client's address."""
+    _network = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, replacing a stalled one if there are too many."""
+        """Accept a connection, replacing another one if there are too many."""
         self._joined = JoinedTransport(transport)
         super().connection_made(cast("asyncio.Transport", self._joined))
         self._last_data_at = self.loop.time()
-        if len(self.connections) - len(self.surplus) > CONNECTIONS_MAX and not self._replace_stalled():
+        self._network = network_of(self.client[0]) if self.client else ""
+        self.by_network.setdefault(self._network, set()).add(self)
+        is_full = len(self.connections) - len(self.surplus) > CONNECTIONS_MAX
+        if is_full and not self._replace_stalled() and not self._replace_crowding():
             self.surplus[self] = None
             if len(self.surplus) > SURPLUS_MAX:
                 next(iter(self.surplus)).close_stalled()
@@ -152,6 +160,16 @@ class Protocol(HttpToolsProtocol):
             one.close_stalled()
         return bool(stalled)
 
+    def _replace_crowding(self) -> bool:
+        """Close connections of the address that has the most, unless this one's address has about as many."""
+        most = max(self.by_network.values(), key=len)
+        excess = (len(most) - len(self.by_network[self._network])) // 2
+        waiting = [one for one in most if one.waits_for_client]
+        closed = nsmallest(min(excess, REPLACED_MAX), waiting, key=_last_data_time)
+        for one in closed:
+            one.close_stalled()
+        return bool(closed)
+
     @property
     def waits_for_client(self) -> bool:
         """Whether the connection waits for its client: its request is incomplete, or none has started."""
@@ -162,12 +180,20 @@ class Protocol(HttpToolsProtocol):
         """Close at once and stop counting the connection."""
         self.connections.discard(self)
         self.surplus.pop(self, None)
+        self._leave_network()
         self.transport.abort()
+
+    def _leave_network(self) -> None:
+        own = self.by_network.get(self._network, set())
+        own.discard(self)
+        if not own:
+            self.by_network.pop(self._network, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._ahead = b""
         self.surplus.pop(self, None)
+        self._leave_network()
         self._head_received()
         self._is_client_reading()
 

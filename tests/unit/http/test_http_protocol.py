@@ -61,6 +61,7 @@ async def server() -> AsyncIterator[AppServer]:
     # A process has one gateway, so the state of all connections belongs to their class.
     Protocol.none_stalled_until = 0.0
     Protocol.surplus.clear()
+    Protocol.by_network.clear()
     made = AppServer()
     server = await asyncio.get_running_loop().create_server(made.make, "127.0.0.1", 0)
     made.address = server.sockets[0].getsockname()
@@ -246,6 +247,26 @@ async def test_a_new_connection_replaces_a_stalled_one(server: AppServer, monkey
             assert await reader.read() == b""
     writer.close()
     stalled.close()
+
+
+async def test_the_address_with_the_most_connections_loses_some(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(bounds, "STALLED_S", WAIT_S)
+    many = [await asyncio.open_connection(*server.address, local_addr=("127.0.0.2", 0)) for _ in range(4)]
+    async with asyncio.timeout(WAIT_S):
+        while len(server.made) < len(many):
+            await asyncio.sleep(0)
+        assert (await ask(server, "/")).startswith(b"HTTP/1.1 200 ")
+        # One of them made room; the others stay.
+        assert sum(one.transport.is_closing() for one in server.made[:4]) == 1
+        for _, writer in many:
+            writer.close()
+        for one in server.made:
+            one.transport.abort()
+        while Protocol.by_network:
+            await asyncio.sleep(0)
 
 
 async def test_pipelined_requests_wait_as_bytes_and_all_get_a_response(
