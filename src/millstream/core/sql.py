@@ -318,7 +318,7 @@ def _endless(tree: exp.Query) -> Iterator[tuple[str, str, frozenset[str]]]:
     kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}
     read: dict[int, frozenset[str]] = {}
 
-    def names_read(node: exp.Expression) -> frozenset[str]:
+    def names_read(node: exp.Expr) -> frozenset[str]:
         query = node if isinstance(node, exp.Query) else node.find_ancestor(exp.Query)
         if id(query) not in read:
             read[id(query)] = _names_read(query, own)
@@ -337,7 +337,7 @@ def _endless(tree: exp.Query) -> Iterator[tuple[str, str, frozenset[str]]]:
             yield f"{count.sql_name().lower()}(DISTINCT …)", instead, names_read(count)
 
 
-def _names_read(query: exp.Expression | None, own: frozenset[str]) -> frozenset[str]:
+def _names_read(query: exp.Expr | None, own: frozenset[str]) -> frozenset[str]:
     """Return the names of topics and tables in a query; none if one of the names is a query's own, given by WITH."""
     from sqlglot import exp
 
