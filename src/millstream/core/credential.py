@@ -24,8 +24,8 @@ PASSWORD_CHARACTERS_MIN: Final = 8
 NAME_CHARACTERS_MAX: Final = 128
 _SALT_BYTES: Final = 24
 TOKEN_PREFIX: Final = "mst_"
-_TOKEN_ID: Final = re.compile(TOKEN_PREFIX + "[0-9a-f]{16}")
 """The prefix of API tokens; no user's name begins with it."""
+_TOKEN_ID: Final = re.compile(TOKEN_PREFIX + "[0-9a-f]{16}")
 _TOKEN_ID_BYTES: Final = 8
 _TOKEN_SECRET_BYTES: Final = 32
 _HASHES: Final = {SHA_256: "sha256", SHA_512: "sha512"}

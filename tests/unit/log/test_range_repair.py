@@ -16,7 +16,7 @@ from millstream.broker.log.store import LogStore
 from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
-from millstream.protocol.records.batch import BatchHeader
+from millstream.protocol.records.batch import BatchHeader, place_batch, read_header
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
@@ -219,12 +219,27 @@ def test_records_written_after_a_truncation_are_not_overwritten(
     assert isinstance(job.error, LogUnavailable)
     assert not isinstance(job.error, StorageFailure)
     with pytest.raises(LogUnavailable):
-        RangeRepair(log, lost, given[offset], offset + 1)
+        fit_batches(log, lost, given[offset])
     store.sync_soon(log)
     store.commit_once()
     files.kill()
     again = open_log(files)[1]
     assert values(again, lambda number: b"%0100d" % (number if number < offset else number + 100)) == list(range(COUNT))
+
+
+def test_a_log_that_was_truncated_meanwhile_has_not_diverged(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+    """Otherwise what a follower has fetched again since, which its leader may count on, would be truncated."""
+    store, log = opened
+    lose(files, store, log, 17, 18)
+    (lost,) = log.damage
+    log.truncate_to(17)
+    of_leader = bytearray()
+    for offset, epoch in ((17, 9), (18, 10)):
+        of_leader += (batch := encode_values(b"%0100d" % (offset + 100)))
+        place_batch(of_leader, read_header(of_leader, len(of_leader) - len(batch)), offset, epoch)
+    log.append(encode_values(b"%0100d" % 117), leader_epoch=Epoch(9))
+    with pytest.raises(LogUnavailable):
+        fit_batches(log, lost, bytes(of_leader))
 
 
 async def test_in_place_writes_and_truncations_share_a_thread() -> None:

@@ -30,8 +30,11 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
 
     Raise `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they must
     begin where the range does, be contiguous, and be of epochs that fit those around them; `DivergedLog` if an epoch is
-    later than that behind the range. Empty batches, in which compaction joins offsets, are cut to fit.
+    later than that behind the range; `LogUnavailable` if the range is no longer lost, because the log was truncated
+    meanwhile. Empty batches, in which compaction joins offsets, are cut to fit.
     """
+    if lost not in log.damage:
+        raise _log_changed(log, lost)
     latest, last = log.epochs.epoch_at(lost.start - 1), log.epochs.epoch_at(lost.end)
     fitted, expected = bytearray(), lost.start
     for header in iterate_headers(batches):
@@ -73,8 +76,6 @@ class RangeRepair:
     """Writes batches into the beginning of a lost range, or all of it; `fit_batches` has checked them."""
 
     def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
-        if lost not in log.damage:
-            raise _log_changed(log, lost)
         self.log = log
         self.error: OSError | MillstreamError | None = None
         self._lost_range = lost
