@@ -308,9 +308,12 @@ def check_destinations(
 
 
 def _destinations(text: str) -> frozenset[str]:
-    """Return the origin of a URL, or addresses separated by commas."""
+    """Return the origin of a URL, or addresses separated by commas; a malformed URL is returned whole."""
     if "://" in text:
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+        except ValueError:
+            return frozenset([text])
         return frozenset([f"{parts.scheme}://{parts.netloc.lower()}"])
     return frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing, SecretKey, write_keys
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
+from millstream.core import push
 from millstream.core.errors import (
     CatalogUnavailable,
     InvalidRequest,
@@ -67,6 +71,22 @@ async def test_declared_subscriptions_survive_a_restart(catalog: Catalog) -> Non
     assert subscriptions.all() == []
     assert subscriptions.is_deleted(billing.subscription_id)
     assert reported == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("http://127.0.0.2/hook", "headers is not sent elsewhere"), ("http://[::1", "url is not a URL: Invalid IPv6 URL")],
+)
+async def test_secret_headers_are_sent_to_no_other_url(tmp_path: Path, url: str, reason: str) -> None:
+    (tmp_path / "data").mkdir()
+    write_keys(tmp_path / "keys", [SecretKey.new()])
+    with closing(Catalog.open_folder(tmp_path / "data", sealing=Sealing(tmp_path / "keys"))) as catalog:
+        subscriptions = make(catalog)
+        await subscriptions.load()
+        before = {push.URL: "http://127.0.0.1/hook", push.HEADERS: '{"Authorization": "t0psecret"}'}
+        await subscriptions.create("billing", ["orders"], before)
+        with pytest.raises(InvalidSetting, match=reason):
+            await subscriptions.alter("billing", {push.URL: url})
 
 
 async def test_a_subscription_redeclared_with_its_id_keeps_its_state(catalog: Catalog) -> None:

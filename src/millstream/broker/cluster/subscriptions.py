@@ -174,11 +174,11 @@ class Subscriptions(NamedHolder[Subscription]):
         dead_letter_topic = self._dead_letter_topic(name, subscription.subscription_id, topics or subscription.topics)
 
         def changed(now: Subscription) -> Subscription:
-            check_destinations(SubscriptionSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             new_topics = now.topics if topics is None else tuple(topics)
             given = with_changes(now.overrides, changes)
             overrides = _with_defaults(name, new_topics, given, dead_letter_topic)
             self._check(name, new_topics, overrides)
+            check_destinations(SubscriptionSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in new_topics}
             sealed = {name: value for name, value in now.sealed.items() if name not in changes}

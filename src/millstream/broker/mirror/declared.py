@@ -58,9 +58,9 @@ class Mirrors(NamedHolder[Mirror]):
         """Change settings durably; None resets one to its default."""
 
         def changed(now: Mirror) -> Mirror:
-            check_destinations(MirrorSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             overrides = with_changes(now.overrides, changes)
             settings = check_mirror(name, overrides)
+            check_destinations(MirrorSettings, {*now.overrides, *now.sealed}, now.overrides, changes)
             if settings.rename != now.settings.rename:
                 raise InvalidMirror(
                     f"mirror {name!r} already has copies, whose names cannot change; create another mirror instead"
