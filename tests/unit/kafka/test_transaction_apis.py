@@ -16,6 +16,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
+from millstream.broker.coordination.shard import Shard
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
@@ -35,6 +36,7 @@ from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
+from millstream.broker.transactions.transaction import TransactionState
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import FencedProducer, UnknownTopic
@@ -296,6 +298,28 @@ async def test_a_decision_that_was_held_back_is_not_made_during_the_next_hold(br
         before = await broker.coordinator.describe(ID), list(broker.topics.marked)
         await turns()
         assert (await broker.coordinator.describe(ID), list(broker.topics.marked)) == before
+    assert (await ending).error_code is ErrorCode.none
+
+
+async def test_a_decision_that_waited_for_its_coordinator_to_load_is_not_made_during_a_hold(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = await broker.begin()
+    assert await broker.add_to(begun.producer_id, 0) is ErrorCode.none
+    is_loaded, run = asyncio.Event(), Shard.run
+
+    async def run_when_loaded(shard: Any, *arguments: Any, **more: Any) -> Any:
+        await is_loaded.wait()
+        return await run(shard, *arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shard, "run", run_when_loaded)
+        ending = asyncio.create_task(broker.end_it(begun.producer_id, 0))
+        await turns()
+    async with broker.coordinator.hold_decisions():
+        is_loaded.set()
+        await turns()
+        assert (await broker.coordinator.describe(ID)).state is TransactionState.ONGOING
     assert (await ending).error_code is ErrorCode.none
 
 

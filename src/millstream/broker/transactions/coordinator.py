@@ -96,6 +96,10 @@ _FINAL_REFUSALS: Final = Confirmation(
 """Errors that end a producer or a batch: a coordinator that was replaced must not send them from its old state."""
 
 
+class _HeldBack(CoordinatorUnavailable):
+    """Decisions are held back."""
+
+
 class TransactionCoordinator(Coordinator[TransactionShard]):
     """Transactional ids, stored in `__transaction_state`."""
 
@@ -152,8 +156,20 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
             if not self._holds:
                 self._may_decide.set()
 
+    async def _decide(self, name: str, decide: Callable[[TransactionShard], Outcome[T]]) -> T:
+        """Make a decision when none are held back; another hold may begin while its shard is being loaded."""
+
+        def decide_unless_held(shard: TransactionShard) -> Outcome[T]:
+            if self._holds:
+                raise _HeldBack
+            return decide(shard)
+
+        while True:
+            await self._wait_for_holds()
+            with suppress(_HeldBack):
+                return await self._runtime.run(name, decide_unless_held, pure=True)
+
     async def _wait_for_holds(self) -> None:
-        """Wait until decisions may be made; the caller makes its decision without waiting for anything else."""
         while self._holds:
             self._delayed += 1
             try:
@@ -219,14 +235,13 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """Commit or abort; return when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
         await self._reserve.fill()
-        await self._wait_for_holds()
 
         def ended(shard: TransactionShard) -> Outcome[InitResponse]:
             if commit:
                 self._check_writable(shard, who.transactional_id)
             return shard.end(who, commit=commit, version=version)
 
-        return await self._run(who.transactional_id, ended)
+        return await self._decide(placement_of(who.transactional_id), ended)
 
     def _check_writable(self, shard: TransactionShard, transactional_id: str) -> None:
         """Raise `TransactionAbortable` if a mirror writes a topic of the transaction by now: records may be gone."""
@@ -256,14 +271,13 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """
         _check_id(query)
         await self._reserve.fill()
-        await self._wait_for_holds()
 
         def completed(shard: TransactionShard) -> Outcome[bool]:
             for member in members:
                 self._check_writable(shard, member.transactional_id)
             return shard.batches.complete(query, batch, members)
 
-        is_new = await self._runtime.run(query, completed, pure=True)
+        is_new = await self._decide(query, completed)
         with suppress(TimeoutError, CoordinatorUnavailable):
             async with asyncio.timeout(MARKERS_WAIT_S):
                 for member in members:
