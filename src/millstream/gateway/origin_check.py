@@ -24,6 +24,8 @@ ANY: Final = "*"
 _FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 
 _OPENS_PAGE: Final = (b"navigate", b"document")
+_BROWSER: Final = b"Mozilla/"
+"""The beginning of every browser's `User-Agent`."""
 
 
 def is_foreign(headers: Mapping[bytes, bytes]) -> bool:
@@ -98,8 +100,10 @@ class OriginCheck:
 
 def _is_own_request(headers: Mapping[bytes, bytes]) -> bool:
     """Whether no page of another site caused a request; one that is not a browser's has no page."""
-    if headers.get(b"accept-language", b"*") == b"*" and b"referer" not in headers:
-        # Programs send no language, or any.
+    language = headers.get(b"accept-language")
+    is_program = language is None or (language == b"*" and not headers.get(b"user-agent", b"").startswith(_BROWSER))
+    if is_program and b"referer" not in headers:
+        # Programs send no language, or any; a page may set the language of its requests to any, but not their agent.
         return True
     if b"sec-fetch-site" in headers or b"origin" in headers:
         return True

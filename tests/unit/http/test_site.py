@@ -79,6 +79,17 @@ def test_a_refused_password_names_the_page_that_sent_it(headers: dict[bytes, byt
         OriginCheck().check({b"host": b"127.0.0.1:8080", b"authorization": b"Basic YTpi", **headers})
 
 
+def test_a_page_cannot_pass_for_a_program() -> None:
+    """Over plain HTTP, a page can look like Node.js, with any language and no referrer, except for the agent."""
+    page = {b"host": b"box:8080", b"accept-language": b"*", b"user-agent": b"Mozilla/5.0"}
+    with pytest.raises(Refused, match="does not say that a page of this gateway"):
+        OriginCheck().check_cause(page)
+    assert not is_taken({**page, b"authorization": b"Basic YTpi"})
+    program = {**page, b"user-agent": b"node"}
+    OriginCheck().check_cause(program)
+    assert is_taken({**program, b"authorization": b"Basic YTpi"})
+
+
 async def test_a_refusal_names_the_setting_to_change() -> None:
     async def ask() -> Any:
         raise AssertionError("nobody asks the broker")
