@@ -29,6 +29,7 @@ from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
+from millstream.core.credential import new_token
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
 from millstream.core.ids import Epoch, NodeId
 from millstream.core.partition_state import PartitionState
@@ -330,6 +331,20 @@ async def test_a_session_is_of_one_principal(one: Sharer, security: SecurityStat
     await security.add_acls([may_read("bob", ResourceType.TOPIC, TOPIC)])
     assert (await other.fetch(places=())).error_code == ErrorCode.none, "bob has a session of his own"
     assert await other.codes((0, 3, ACCEPT)) == ["none", "invalid_record_state"]
+    assert await one.codes((0, 3, ACCEPT)) == ["none", "none"]
+
+
+async def test_a_token_does_not_end_the_session_of_its_owner(one: Sharer, security: SecurityState) -> None:
+    other = Sharer(one.share_node, one.member_id)
+    scope = frozenset({may_read("alice", ResourceType.GROUP, GROUP)})
+    token, _ = new_token("User:alice", scope=scope, parent="", created_ms=0, expires_ms=2**53)
+    one.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    other.client.rights = Rights(security, "User:alice", "127.0.0.1", tokens=(token,))
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    for epoch in (1, -1):
+        taken = await other.fetch(share_session_epoch=epoch)
+        assert (taken.error_code, taken.responses) == (ErrorCode.share_session_not_found, ())
+    assert (await other.fetch(places=())).error_code == ErrorCode.none, "the token has a session of its own"
     assert await one.codes((0, 3, ACCEPT)) == ["none", "none"]
 
 

@@ -114,8 +114,8 @@ ALL_PARTITIONS_MAX: Final = 500_000
 _EPOCH_MAX: Final = 2**31 - 1
 
 SharePartition = tuple[UUID, int]
-SessionKey = tuple[str, str]
-"""Group and member."""
+SessionKey = tuple[str, ...]
+"""Group, member, and the API tokens of the client: others of their owner may have further topics in their sessions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +273,7 @@ class ShareConsumers:
 
     def session(
         self,
-        member: tuple[str, str],
+        member: SessionKey,
         epoch: int,
         presence: Presence,
         *,
@@ -370,7 +370,7 @@ class ShareConsumers:
 
     def release(self, session: ShareSession) -> None:
         """Release the leases of a member whose session has ended."""
-        group_id, member_id = session.member
+        group_id, member_id = session.member[:2]
         engine, subscription = self.service.loaded, self.service.declared.get(group_id)
         if engine is None or subscription is None:
             return
@@ -398,6 +398,10 @@ class ShareConsumers:
             return []
         nodes = self._membership.nodes_of(client.listener, client.reached_at)
         return [one for one in nodes if one[0].node_id in leaders]
+
+
+def session_key(group_id: str, member_id: str, client: ClientInfo) -> SessionKey:
+    return group_id, member_id, *(() if client.rights is None else client.rights.identity[1:])
 
 
 def check_member_id(member_id: str | None) -> str:

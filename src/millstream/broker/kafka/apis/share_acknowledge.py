@@ -38,6 +38,7 @@ from millstream.broker.kafka.share_consumers import (
     ShareConsumers,
     SharePartition,
     check_member_id,
+    session_key,
 )
 from millstream.core.errors import MillstreamError
 
@@ -55,7 +56,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
             return self.refusal(ErrorCode.invalid_share_session_epoch)
-        session = self._consumers.session((group_id, member_id), epoch, client.presence)
+        session = self._consumers.session(session_key(group_id, member_id, client), epoch, client.presence)
         if isinstance(session, ErrorCode):
             return self.refusal(session)
         try:

@@ -6,11 +6,11 @@ batches and the acquired ranges. If none are available, it waits up to `max_wait
 epoch 0 opens it, each further request increments the epoch, -1 closes it and releases the member's leases.
 
 Invalid requests of a session get SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
-connection. Sessions and leases belong to the principal that opened them, not to others that name the same member. A
-topic of the session that may no longer be read gets TOPIC_AUTHORIZATION_FAILED in each response, until it may be read
-again or the client removes it from the session; the response waits for messages of the others. An acknowledgement of a
-message that the member does not hold (any more) gets INVALID_RECORD_STATE, and no message of that partition is
-acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
+connection. Sessions and leases belong to the principal that opened them, not to others that name the same member, and
+sessions to its API token. A topic of the session that may no longer be read gets TOPIC_AUTHORIZATION_FAILED in each
+response, until it may be read again or the client removes it from the session; the response waits for messages of the
+others. An acknowledgement of a message that the member does not hold (any more) gets INVALID_RECORD_STATE, and no
+message of that partition is acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
 
 Version 2 adds renewals (the acknowledgement 4), announced by `is_renew_ack`: such a request acquires nothing, and its
 limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond `max_records`; in
@@ -55,6 +55,7 @@ from millstream.broker.kafka.share_consumers import (
     ShareSession,
     check_member_id,
     outcome_of,
+    session_key,
 )
 from millstream.broker.net.response import Buffers, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
@@ -218,7 +219,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         acknowledged = _acknowledgements(request)
         _check(request, acknowledged)
         session = self._consumers.session(
-            (group_id, member_id),
+            session_key(group_id, member_id, client),
             epoch,
             client.presence,
             principal="" if client.rights is None else client.rights.principal,
