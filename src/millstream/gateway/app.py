@@ -104,19 +104,20 @@ def build_app(
     api = Api(ROUTES, services, origin_check, callers)
     registry = RegistryApp(services, origin_check, callers)
     own_registry = RegistryApp(services, origin_check, callers, prefix="")
-    beginning = PREFIX + "/"
+    beginning, console_path, registry_path = f"{PREFIX}/".encode(), CONSOLE_PREFIX.encode(), REGISTRY_PREFIX.encode()
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # Tested before any other routing, since most requests are for the API, which responds to everything below its
-        # prefix.
-        path = scope["path"]
+        # prefix. With the path as it was sent: decoded, `/v1%2fx/topics` would pass for `/v1/topics`, but not at a
+        # proxy.
+        path: bytes = scope["raw_path"].partition(b"?")[0]
         if registry_port is not None and scope["server"][1] == registry_port:
             return own_registry(scope, receive, send)
         if path.startswith(beginning):
             return api(scope, receive, send)
-        if console is not None and (path.startswith(f"{CONSOLE_PREFIX}/") or path == CONSOLE_PREFIX):
+        if console is not None and (path.startswith(console_path + b"/") or path == console_path):
             return console(scope, receive, send)
-        is_registry = path.startswith(f"{REGISTRY_PREFIX}/") or path == REGISTRY_PREFIX
+        is_registry = path.startswith(registry_path + b"/") or path == registry_path
         return (registry if is_registry else own_pages)(scope, receive, send)
 
     return serve_any

@@ -117,6 +117,22 @@ async def test_an_image_of_another_page_leases_no_messages(services: Services, c
         assert own.status_code != HTTPStatus.FORBIDDEN
 
 
+@pytest.mark.parametrize("path", ["/v1%2fx/docs", "/%76%31/x", "/registry%2fx/subjects", "/console%2fx/login"])
+async def test_encoded_paths_do_not_pass_for_others(services: Services, path: str) -> None:
+    """A proxy that allows some paths only would take them for others than the gateway does."""
+
+    async def respond(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks the console")
+
+    async def ask() -> Any:
+        raise AssertionError("nobody asks the broker")
+
+    app: Any = build_app(ask, ask, services, console=respond)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
+        response = await client.get(path)
+    assert (response.status_code, "there is no page" in response.text) == (404, True)
+
+
 async def test_request_fields_are_validated_by_the_types_of_the_route(http: httpx.AsyncClient) -> None:
     assert (await http.get("/things")).json() == {"number": 1}
     assert (await http.get("/things?number=7&names=a&names=b")).json() == {"number": 7}
