@@ -15,8 +15,8 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -173,11 +173,8 @@ class Callers:
 
     async def open_session(self, credentials: CallerCredentials, lifetime_s: int) -> OpenedSession:
         """Make the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
-        self._admit(credentials.host)
-        try:
+        with self.verifying(credentials.host):
             response = await self._authenticate(credentials, session_s=lifetime_s)
-        finally:
-            self._release(credentials.host)
         return OpenedSession(response.session, response.session_expires_ms)
 
     async def close(self) -> None:
@@ -217,6 +214,15 @@ class Callers:
             verifying.add_done_callback(lambda done: self._on_verified(mark, credentials.host, done))
         # Shielded, since requests with the same credential wait for one response.
         return await asyncio.shield(verifying)
+
+    @contextmanager
+    def verifying(self, host: str) -> Iterator[None]:
+        """Count a credential of an address while it is being verified; raise `Refused` if it has too many."""
+        self._admit(host)
+        try:
+            yield
+        finally:
+            self._release(host)
 
     def _admit(self, host: str) -> None:
         """Count a credential of an address that is being verified."""

@@ -23,7 +23,9 @@ from millstream.core.config import Config
 from millstream.core.ids import Offset
 from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import Refused
+from millstream.gateway.callers import PENDING_PER_HOST_MAX, Callers
 from millstream.gateway.child import HttpChild
+from millstream.gateway.console import session as session_module
 from millstream.gateway.console.app import _Exchange, _refusal, _run_while_connected
 from millstream.gateway.console.history import (
     COST_MAX,
@@ -45,6 +47,7 @@ from millstream.gateway.console.visit import ConsoleSettings, Page, PageRoute, V
 from millstream.gateway.pressure import ClientDisconnected
 from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSummaryResponse
 from millstream.protocol.records.record import Record
+from millstream_testing.waiting import until
 
 
 class Clock:
@@ -415,6 +418,56 @@ def test_cookies_are_read_by_their_whole_name() -> None:
     assert (read.cookie, read.form_key, read.notice, read.is_new) == ("x+/=", "f", "two words;", False)
     tossed = "millstream-session=x; session=x; \xa0__Host-millstream-session=x; __Host-millstream-form=f"
     assert read_cookies(tossed, is_tls=True).cookie == ""
+
+
+def request_of(method: str, path: str, *, cookie: str = "", query: bytes = b"") -> _Exchange:
+    """A request without a session, whose body does not arrive."""
+    headers = {b"cookie": cookie.encode(), b"host": b"node"}
+    scope = {"path": path, "method": method, "query_string": query, "client": ("10.0.0.7", 1)}
+    return browser()._replace(scope=scope, headers=headers)
+
+
+async def test_a_form_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "BODY_S_MAX", 0.01)
+    sessions = Sessions(cast("Any", None), cast("Any", object()), ConsoleSettings(), is_tls=True)
+    for path in ("/console/login", "/console/logout"):
+        with pytest.raises(Refused, match="the form did not arrive within"):
+            await sessions.serve(request_of("POST", path), SignedIn(), cast("Any", None))
+    left = browser("http.disconnect")._replace(scope=request_of("POST", "/console/login").scope)
+    with pytest.raises(ClientDisconnected):
+        await sessions.serve(left, SignedIn(), cast("Any", None))
+
+
+async def test_an_address_may_not_keep_the_openid_provider_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ConsoleSettings(oidc_client_id="console", oidc_issuer="https://login.example")
+    sessions = Sessions(cast("Any", None), Callers(cast("Any", None), requires=True), settings, is_tls=True)
+    asking = 0
+
+    async def request_provider(*_asked: Any) -> Any:
+        nonlocal asking
+        asking += 1
+        await asyncio.Future()
+
+    reasons: list[str] = []
+    app = SimpleNamespace(send_page=AsyncMock(side_effect=lambda *sent: reasons.append(sent[3]["reason"])))
+    monkeypatch.setattr(sessions, "_request_provider", request_provider)
+    attempt = SignedIn(attempt='["s", "v", "n", ""]')
+    callback = request_of("GET", "/console/oidc/callback", query=b"state=s&code=c")
+    begun = request_of("GET", "/console/oidc")
+    requests = [
+        asyncio.ensure_future(sessions.serve(callback if number % 2 else begun, attempt, cast("Any", app)))
+        for number in range(PENDING_PER_HOST_MAX + 2)
+    ]
+    await until(lambda: len(reasons) == 2)
+    assert asking == PENDING_PER_HOST_MAX
+    assert all("too many credentials of this address" in reason for reason in reasons)
+    for one in requests:
+        one.cancel()
+    await asyncio.wait(requests)
+    again = asyncio.ensure_future(sessions.serve(begun, attempt, cast("Any", app)))
+    await until(lambda: asking == PENDING_PER_HOST_MAX + 1)
+    again.cancel()
+    await asyncio.wait([again])
 
 
 def test_the_advice_of_an_error_is_left_out_however_long_the_error_is() -> None:

@@ -13,8 +13,10 @@ import hashlib
 import hmac
 import json
 import secrets
+import ssl
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +31,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.callers import CallerCredentials, Callers
 from millstream.gateway.console.visit import PREFIX, ConsoleSettings
 from millstream.gateway.origin_check import is_foreign
+from millstream.gateway.pressure import BODY_S_MAX, ClientDisconnected
 from millstream.protocol.private.security_messages import BASIC, BEARER, SESSION
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ class Sessions:
         # Browsers take cookies with this prefix only from the host itself, over TLS, for every path.
         self._prefix = "__Host-millstream-" if is_tls else "millstream-"
         self._provider: dict[str, Any] | None = None
+        self._tls: ssl.SSLContext | None = None
+        """The authorities that the provider's certificate may have."""
 
     # -- cookies --------------------------------------------------------------------------------------------
 
@@ -240,13 +245,21 @@ class Sessions:
 
     async def _read_form(self, exchange: Any) -> dict[str, str]:
         body = b""
-        while True:
-            message = await exchange.receive()
-            body += message.get("body", b"")
-            if len(body) > FORM_BYTES_MAX:
-                raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this form has at most {FORM_BYTES_MAX} bytes")
-            if not message.get("more_body"):
-                break
+        try:
+            async with asyncio.timeout(BODY_S_MAX):
+                while True:
+                    message = await exchange.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message["body"]
+                    if len(body) > FORM_BYTES_MAX:
+                        raise Refused(
+                            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this form has at most {FORM_BYTES_MAX} bytes"
+                        )
+                    if not message["more_body"]:
+                        break
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the form did not arrive within {BODY_S_MAX:g} s") from None
         return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True))
 
     def _check_form(self, form: Mapping[str, str], signed_in: SignedIn) -> None:
@@ -259,8 +272,13 @@ class Sessions:
     def _has_oidc(self) -> bool:
         return bool(self._settings.oidc_client_id and self._settings.oidc_issuer)
 
+    def _verifying(self, exchange: Any) -> AbstractContextManager[None]:
+        """Count a request to the provider for the address that caused it; raise `Refused` if that has too many."""
+        return nullcontext() if self._callers is None else self._callers.verifying(host_of(exchange.scope))
+
     async def _begin_oidc(self, exchange: Any, app: ConsoleApp) -> None:
-        provider = await self._discover()
+        with self._verifying(exchange):
+            provider = await self._discover()
         query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
         verifier, state, nonce = (secrets.token_urlsafe(48), secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
@@ -290,7 +308,8 @@ class Sessions:
         if "code" not in query:
             reason = query.get("error_description") or query.get("error") or "it sent no code"
             raise Refused(HTTPStatus.FORBIDDEN, f"the OpenID provider did not sign you in: {reason[:300]}")
-        tokens = await self._exchange_code(exchange, query["code"], str(verifier))
+        with self._verifying(exchange):
+            tokens = await self._exchange_code(exchange, query["code"], str(verifier))
         if _claims(tokens.get("id_token", "")).get("nonce") != nonce:
             raise Refused(HTTPStatus.FORBIDDEN, "the OpenID provider's token is not for this attempt; try again")
         cookie: tuple[bytes, bytes] | None = None
@@ -334,11 +353,16 @@ class Sessions:
         return self._provider
 
     async def _request_provider(self, method: str, url: str, form: dict[str, str] | None) -> dict[str, Any]:
+        if self._tls is None:
+            # For each request, loading the authorities would block the loop for tens of milliseconds.
+            self._tls = await asyncio.to_thread(httpx.create_ssl_context)
         try:
-            async with httpx.AsyncClient(timeout=OIDC_S, follow_redirects=False) as client:
+            async with httpx.AsyncClient(timeout=OIDC_S, follow_redirects=False, verify=self._tls) as client:
                 response = await client.request(method, url, data=form)
                 document = json.loads(response.content[:OIDC_BYTES_MAX])
         except (httpx.HTTPError, ValueError) as error:
+            # The authorities may have been replaced.
+            self._tls = None
             raise Refused(HTTPStatus.BAD_GATEWAY, f"the OpenID provider cannot be reached: {error}") from None
         if response.is_error or not isinstance(document, dict):
             refusal = (
