@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,3 +44,28 @@ async def test_a_missing_table_does_not_hold_the_lock(
     for _ in range(2):
         assert await messages.with_history(services, FOUND) is FOUND
     assert not reading.locked()
+
+
+async def test_the_table_reveals_no_dead_letter_topic_that_the_caller_may_not_describe(
+    reading: asyncio.Semaphore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The table names the topic of every letter; a broker, which may have forgotten it, omits hidden ones."""
+    letters = [{"topic": topic, "partition": 0, "offset": 1} for topic in ("seen-dlq", "hidden-dlq")]
+    completed = {**FOUND, "subscriptions": [{"dead_letter": one} for one in [*letters, None]]}
+    reader = tmp_path / "python"
+    reader.write_text(f"#!/bin/sh\necho '{json.dumps(completed)}'\n")
+    reader.chmod(0o700)
+
+    async def lake(_client: object) -> str:
+        return "lake"
+
+    async def allowed_rights(_client: object, asked: list[Any]) -> list[bool]:
+        return [name == "seen-dlq" for _operation, _kind, name in asked]
+
+    monkeypatch.setattr(messages, "HISTORY_S", 30.0)
+    monkeypatch.setattr(messages, "ledger_lake", lake)
+    monkeypatch.setattr(messages, "allowed_rights", allowed_rights)
+    monkeypatch.setattr(sys, "executable", str(reader))
+    services: Any = type("Services", (), {"client": None})
+    trace = await messages.with_history(services, FOUND)
+    assert [one["dead_letter"] for one in trace["subscriptions"]] == [letters[0], None, None]

@@ -11,10 +11,12 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from millstream.client.admin.browse import allowed_rights
 from millstream.client.admin.message_trace import Position, lacks_history, trace_at
 from millstream.client.admin.messages import find_message
 from millstream.client.admin.pipelines import ledger_lake
 from millstream.client.admin.topics import find_topic
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.message import (
     Decode,
@@ -138,8 +140,22 @@ async def with_history(services: Services, document: dict[str, Any]) -> dict[str
                 await process.wait()
     finally:
         _READING.release()
-    # Without a table, or the packages to read it, the broker's response is all there is.
-    return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else document
+    if process.returncode != 0 or not text:
+        # Without a table, or the packages to read it, the broker's response is all there is.
+        return document
+    return await _without_hidden_letters(services, msgspec.json.decode(text))
+
+
+async def _without_hidden_letters(services: Services, document: dict[str, Any]) -> dict[str, Any]:
+    """Omit letters in topics that the caller may not describe: the table is read with the rights of this process."""
+    topics = sorted({one["dead_letter"]["topic"] for one in document["subscriptions"] if one["dead_letter"]})
+    needed = [(Operation.DESCRIBE, ResourceType.TOPIC, topic) for topic in topics]
+    allowed = await allowed_rights(services.client, needed) if needed else ()
+    hidden = {topic for topic, is_allowed in zip(topics, allowed, strict=True) if not is_allowed}
+    for one in document["subscriptions"]:
+        if one["dead_letter"] and one["dead_letter"]["topic"] in hidden:
+            one["dead_letter"] = None
+    return document
 
 
 ROUTES: Final = (
