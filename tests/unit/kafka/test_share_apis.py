@@ -320,6 +320,22 @@ def may_read(user: str, kind: ResourceType, name: str) -> Acl:
 ALICE_READS = may_read("alice", ResourceType.TOPIC, TOPIC)
 
 
+async def test_the_declaration_of_a_group_by_its_first_member_is_audited(
+    share_node: ShareNode, security: SecurityState
+) -> None:
+    alice = Sharer(share_node, "m")
+    alice.client.rights = Rights(security, "User:alice", "127.0.0.1")
+    await security.add_acls([may_read("alice", ResourceType.GROUP, "another")])
+    for member in ("one", "two"):
+        joined = await share_node.ask(
+            HEARTBEAT, 1, alice.client, group_id="another", member_id=member, subscribed_topic_names=(TOPIC,)
+        )
+        assert joined.error_code == ErrorCode.none
+    (event,) = [one for one in security.audit.take() if "entity" in one]
+    assert (event["entity"]["type"], event["entity"]["name"]) == ("subscription", "another")
+    assert (event["actor"]["user"]["uid"], event["api"]["operation"]) == ("User:alice", "ShareGroupHeartbeat")
+
+
 async def test_a_session_is_of_one_principal(one: Sharer, security: SecurityState) -> None:
     other = Sharer(one.share_node, one.member_id)
     one.client.rights = Rights(security, "User:alice", "127.0.0.1")

@@ -23,9 +23,12 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatResult
 from millstream.broker.groups.share.group import JOIN_EPOCH, ShareHeartbeat
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, VersionedApi
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import CREATE
 from millstream.core.acl import Operation
 from millstream.core.errors import InvalidRequest, UnsupportedAssignor
 from millstream.core.subscription import SubscriptionSettings
+from millstream.core.tasks import finish
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _FIRST_WITH_OWN_MEMBER_ID: Final = 1
@@ -162,8 +165,15 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         )
         response = await self._groups.share_heartbeat(heartbeat)
         if request.member_epoch == JOIN_EPOCH:
-            await self._subscriptions.ensure(request.group_id)
+            await finish(self._declare(request.group_id, client))
         return _response(ShareGroupHeartbeatResponse, share, response)
+
+    async def _declare(self, group_id: str, client: ClientInfo) -> None:
+        is_new = self._subscriptions.get(group_id) is None
+        await self._subscriptions.ensure(group_id)
+        if is_new and client.rights is not None:
+            change = Change(activity=CREATE, kind="subscription", name=group_id)
+            client.rights.record(type(self).__name__, change)
 
     def _settings(self, group_id: str) -> SubscriptionSettings:
         declared = self._subscriptions.get(group_id)
