@@ -34,7 +34,7 @@ import millstream
 from millstream.gateway.api import services as gateway_services
 from millstream.gateway.api.dispatch import Api
 from millstream.gateway.api.routes.publishing import MESSAGES
-from millstream.gateway.api.table import ROUTES
+from millstream.gateway.app import ROUTES
 from millstream.gateway.origin_check import OriginCheck
 from millstream_testing.browser import check_appearance, chromium, open_page, running_browser, save_screenshot
 from millstream_testing.command import CommandLine, run_command

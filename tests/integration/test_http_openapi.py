@@ -17,7 +17,7 @@ from schemathesis.checks import (
 )
 
 from millstream.gateway.api.openapi import openapi_document
-from millstream.gateway.api.table import ROUTES
+from millstream.gateway.app import ROUTES
 from millstream_testing.server import Server
 
 EXAMPLES = 4

@@ -28,7 +28,7 @@ from millstream.cli.local_process import ReservedPort
 from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core import acl
 from millstream.core.credential import SecurityChange, new_token
-from millstream.gateway.api.table import ROUTES
+from millstream.gateway.app import ROUTES
 from millstream.gateway.registry import app as registry_app
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls

@@ -25,7 +25,7 @@ from kafka.structs import TopicPartition
 from millstream.broker.kafka import served_apis
 from millstream.broker.kafka.api import PrivateApi
 from millstream.client.admin.browse import topics_page
-from millstream.gateway.api.table import ROUTES
+from millstream.gateway.app import ROUTES
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
 from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
 from millstream.protocol.private.subscriptions import SubscriptionClient, delivery_state

@@ -3,7 +3,7 @@
 GET /         the list of these routes
      /registry/…  Confluent Schema Registry's API, also at the root of its own port
      /console/…  the web console, with the rights of the signed-in user
-     /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
+     /v1/…    the API, whose routes are in `api/routes/`, with the rights of the caller
 GET /openapi.json  the description of the API
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
               while the broker starts, and when its event loop has not responded for `STUCK_S`
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -35,8 +35,22 @@ from millstream.gateway.api.dispatch import Api
 from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document
 from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refusal_of, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
+from millstream.gateway.api.route import Route as ApiRoute
+from millstream.gateway.api.routes import (
+    cluster,
+    dead_letters,
+    groups,
+    listening,
+    messages,
+    mirrors,
+    pipelines,
+    publishing,
+    pulling,
+    subscriptions,
+    topics,
+    transactions,
+)
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.table import ROUTES
 from millstream.gateway.callers import Callers
 from millstream.gateway.console.visit import PREFIX as CONSOLE_PREFIX
 from millstream.gateway.metrics import render_metrics
@@ -45,6 +59,22 @@ from millstream.gateway.pressure import Pressure
 from millstream.gateway.registry.app import PREFIX as REGISTRY_PREFIX
 from millstream.gateway.registry.app import RegistryApp
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
+
+ROUTES: Final[tuple[ApiRoute[Any, Any], ...]] = (
+    *publishing.ROUTES,
+    *pulling.ROUTES,
+    *listening.ROUTES,
+    *messages.ROUTES,
+    *topics.ROUTES,
+    *subscriptions.ROUTES,
+    *groups.ROUTES,
+    *dead_letters.ROUTES,
+    *pipelines.ROUTES,
+    *mirrors.ROUTES,
+    *transactions.ROUTES,
+    *cluster.ROUTES,
+)
+"""Every route of the API."""
 
 FetchStatus = Callable[[], Awaitable[dict[str, Any]]]
 """Requests the broker's metrics; `broker/kafka/apis/node_status.py` defines the response."""

@@ -18,8 +18,7 @@ from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.table import ROUTES
-from millstream.gateway.app import build_app
+from millstream.gateway.app import ROUTES, build_app
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream_testing.producer_ledger import ProducerLedger

@@ -26,12 +26,24 @@ from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import CallerCredentials, Callers
-from millstream.gateway.console.forms import OUTCOME, show_again
+from millstream.gateway.console import tasks
 from millstream.gateway.console.history import History, ResponseCache
-from millstream.gateway.console.render import environment, render, static_file
+from millstream.gateway.console.pages import (
+    access,
+    cluster,
+    dead_letters,
+    groups,
+    messages,
+    mirrors,
+    overview,
+    pipelines,
+    schemas,
+    subscriptions,
+    topics,
+)
+from millstream.gateway.console.render import OUTCOME, environment, render, show_again, static_file
 from millstream.gateway.console.search import Searches
 from millstream.gateway.console.session import Sessions, SignedIn
-from millstream.gateway.console.table import ROUTES
 from millstream.gateway.console.tasks import Tasks, UserServices
 from millstream.gateway.console.visit import (
     PREFIX,
@@ -49,6 +61,22 @@ from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
 
 _logger = logging.getLogger(__name__)
+
+ROUTES: Final[tuple[PageRoute, ...]] = (
+    *overview.ROUTES,
+    *topics.ROUTES,
+    *messages.ROUTES,
+    *subscriptions.ROUTES,
+    *dead_letters.ROUTES,
+    *groups.ROUTES,
+    *pipelines.ROUTES,
+    *cluster.ROUTES,
+    *mirrors.ROUTES,
+    *schemas.ROUTES,
+    *access.ROUTES,
+    *tasks.ROUTES,
+)
+"""Every page."""
 
 FORM_BYTES_MAX: Final = 2 * 1024 * 1024
 STATIC: Final = f"{PREFIX}/static/"

@@ -19,7 +19,7 @@ from millstream.core.errors import MillstreamError
 from millstream.core.tasks import cancel_and_wait
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
-from millstream.gateway.console.visit import Done, address
+from millstream.gateway.console.visit import Done, Page, PageRoute, Response, Visit, address, change
 
 _logger = logging.getLogger(__name__)
 
@@ -179,3 +179,22 @@ class Tasks:
         expired = [key for at, key in ended if at < time.time() - KEPT_S]
         for key in {*expired, *(key for _, key in ended[: max(0, len(ended) - KEPT_MAX)])}:
             del self._tasks[key]
+
+
+async def show(visit: Visit) -> Response:
+    """Show the progress of a task or its result, and a button that stops it."""
+    task = visit.tasks.find(visit.names["task"], visit.session)
+    return Page("task.html", {"task": task, "measured": task.measure()})
+
+
+async def stop(visit: Visit) -> Response:
+    """Stop a task; what it has done stays done."""
+    task = visit.tasks.find(visit.names["task"], visit.session)
+    task.stop()
+    return Done(address("tasks", task.id), "")
+
+
+ROUTES: Final = (
+    PageRoute(path="/tasks/{task}", handle=show),
+    change("/tasks/{task}/stop", stop),
+)
