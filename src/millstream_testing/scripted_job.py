@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import Any
 
-from millstream.core.pipeline import JobSettings, PipelineKind
+from millstream.core.pipeline import PipelineKind
 from millstream.pipelines.runtime.driver_messages import JobEvent, JobOrder, Pipes
 from millstream.pipelines.runtime.fault import Fault
 from millstream.protocol.private.pipeline_messages import PipelineReport
@@ -46,13 +46,15 @@ def main() -> None:
     pipes = Pipes(sys.stdin.buffer, events, lambda: os._exit(0))
     order = pipes.take_order()
     pipes.send(JobEvent(started=True))
-    if order.kind is not PipelineKind.JOB:
-        pipes.send(JobEvent(report=PipelineReport(name=order.name, state="running", rows=5, batches=1, node=-1)))
+    if order.pipeline.kind is not PipelineKind.JOB:
+        pipes.send(
+            JobEvent(report=PipelineReport(name=order.pipeline.name, state="running", rows=5, batches=1, node=-1))
+        )
         pipes.send(JobEvent(failed="a function failed", parked=True))
         os._exit(0)
     space: dict[str, Any] = {}
     try:
-        exec(compile(JobSettings.from_strings(order.overrides).code, "<job>", "exec"), space)
+        exec(compile(order.pipeline.job_settings.code, "<job>", "exec"), space)
         space["run"](None, ScriptedApi(order, pipes))
         pipes.send(JobEvent(succeeded=True))
     except BaseException as error:

@@ -241,20 +241,20 @@ def test_a_dry_run_reports_everything_and_changes_nothing(shop: Shop) -> None:
     # The column in the second condition makes no difference, but has to exist.
     sql = "SELECT key, id, total FROM orders WHERE id < 3 AND (customer.tier IS NULL OR 1 = 1)"
     reported = dry_run(shop.pipeline(sql), shop.context())
-    assert (reported.output, reported.sampled, reported.has_state) == (
+    assert (reported["output"], reported["sampled"], reported["has_state"]) == (
         {"key": "binary", "id": "bigint", "total": "double"},
         10,
         False,
     )
-    assert reported.columns[shop.orders]["customer"] == "struct<tier:string>"
-    assert sorted(row["value"] for row in reported.rows) == [
+    assert reported["columns"][shop.orders]["customer"] == "struct<tier:string>"
+    assert sorted(row["value"] for row in reported["rows"]) == [
         '{"id":0,"total":0.0}',
         '{"id":1,"total":1.5}',
         '{"id":2,"total":3.0}',
     ]
-    assert "MapInArrow" in reported.plan
+    assert "MapInArrow" in reported["plan"]
     # Columns that are not selected are not decoded.
-    assert "timestampType" not in reported.plan
+    assert "timestampType" not in reported["plan"]
     assert not list(shop.folder.iterdir())
     assert shop.run(sql) == 10
 
@@ -282,7 +282,7 @@ RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, pa
 def test_stateful_statements_are_recognised(shop: Shop, sql: str, wanted: list[str]) -> None:
     shop.publish(shop.orders, orders(0, 6))
     reported = dry_run(shop.pipeline(sql), shop.context())
-    assert (reported.has_state, [row["value"] for row in reported.rows]) == (True, wanted)
+    assert (reported["has_state"], [row["value"] for row in reported["rows"]]) == (True, wanted)
 
 
 @pytest.mark.trial

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from millstream.client.admin.pipelines import PipelineStorage
     from millstream.pipelines.jobs.job import JobKind, TimeWindow
-    from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
     from millstream.pipelines.runtime.driver_messages import JobEvent, JobOrder
     from millstream.pipelines.runtime.manual_run import ManualRun
@@ -125,27 +124,23 @@ def _landing_lines(document: dict[str, Any]) -> list[str]:
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the latest messages, and print the result."""
-    from millstream.pipelines.jobs.job import JobContext
-    from millstream.pipelines.jobs.transform.dry_run import dry_run
-    from millstream.pipelines.runtime.spark_session import open_session
+    from millstream.pipelines.runtime.dry_run import transform_sample
 
-    with signed_in(brokers) as (scratch, _, access):
-        spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
-        with _reported():
-            context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
-            plan = dry_run(pipeline, context)
-    print_result(plan.as_document(), _text(plan), as_json=as_json)
+    with signed_in(brokers) as (scratch, _, access), _reported():
+        document = transform_sample(pipeline, brokers, access, scratch, master=master, memory=memory)
+    print_result(document, _text(document), as_json=as_json)
 
 
-def _text(plan: DryRun) -> str:
-    way = "a Spark stream with a checkpoint" if plan.has_state else "batch by batch, without a checkpoint"
-    lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in plan.columns.items()]
-    lines += [f"gives: {_columns(plan.output)}", f"runs as: {way}", "", plan.plan, ""]
-    written = f"{plan.written:,}, for example:" if plan.written > len(plan.rows) else f"{plan.written:,}:"
-    lines.append(f"Of {counted(plan.sampled, 'message')} it would write {written if plan.rows else 'nothing.'}")
-    lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in plan.rows]
-    if plan.undecoded:
-        messages = counted(plan.undecoded, "message")
+def _text(document: dict[str, Any]) -> str:
+    way = "a Spark stream with a checkpoint" if document["has_state"] else "batch by batch, without a checkpoint"
+    rows, written = document["rows"], document["written"]
+    lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in document["columns"].items()]
+    lines += [f"gives: {_columns(document['output'])}", f"runs as: {way}", "", document["plan"], ""]
+    shown = f"{written:,}, for example:" if written > len(rows) else f"{written:,}:"
+    lines.append(f"Of {counted(document['sampled'], 'message')} it would write {shown if rows else 'nothing.'}")
+    lines += [json.dumps(row, default=str, ensure_ascii=False) for row in rows]
+    if document["undecoded"]:
+        messages = counted(document["undecoded"], "message")
         lines.append(
             f"{messages} of the sample cannot be decoded, or do not match the columns; `payload_error` says why."
         )
@@ -324,9 +319,7 @@ def run_job(
         raise InvalidPipeline(f"job {pipeline.name!r} is run by a node: millstream pipeline trigger {pipeline.name}")
     with signed_in(brokers) as (scratch, _, access):
         order = JobOrder(
-            name=pipeline.name,
-            pipeline_id=pipeline.pipeline_id,
-            overrides=dict(pipeline.overrides),
+            pipeline=pipeline,
             # Later than any before, so that what it writes is new.
             run=int(time.time()),
             attempt=1,

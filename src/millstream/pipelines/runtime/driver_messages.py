@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
-from uuid import UUID
 
 import msgspec
 
 from millstream.core.errors import RequestTimedOut
-from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.core.pipeline import Pipeline
 from millstream.protocol.private.pipeline_messages import PipelineReport
 
 DRIVER_CLIENT: Final = "pipelines-node-"
@@ -101,11 +100,8 @@ LAG: Final = "lag"
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt at a run."""
 
-    name: str
-    kind: PipelineKind = PipelineKind.JOB
-    """A job's program, or a transform whose statement calls functions."""
-    pipeline_id: UUID
-    overrides: dict[str, str]
+    pipeline: Pipeline
+    """A job, or a transform whose statement calls functions."""
     run: int
     attempt: int
     scheduled_ms: int

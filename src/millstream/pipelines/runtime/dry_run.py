@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from typing import Any, Final
-from uuid import UUID
 
 import msgspec
 
@@ -22,10 +21,7 @@ MEMORY: Final = "1g"
 
 
 class DryRunOrder(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    kind: PipelineKind
-    pipeline_id: UUID
-    overrides: dict[str, str]
+    pipeline: Pipeline
     kafka: str
     lake: str
     access: dict[str, str] = {}
@@ -53,31 +49,39 @@ def land_sample(pipeline: Pipeline, brokers: str, access: Access, lake: str, scr
         job.close()
 
 
-def _transform_sample(pipeline: Pipeline, brokers: str, access: Access, scratch: str) -> dict[str, Any]:
+def transform_sample(
+    pipeline: Pipeline,
+    brokers: str,
+    access: Access,
+    scratch: str,
+    *,
+    master: str = "",
+    memory: str = MEMORY,
+    ends_with_java: bool = False,
+) -> dict[str, Any]:
+    """Start Spark, and process the newest messages as a transform would."""
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.jobs.transform.dry_run import dry_run
     from millstream.pipelines.runtime.spark_session import open_session
 
     log = os.path.join(scratch, "spark.log")
-    spark = open_session("", memory=MEMORY, settings={}, log=log, ends_with_java=True, name="millstream dry run")
-    context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
-    return dry_run(pipeline, context).as_document()
+    name = "millstream dry run"
+    spark = open_session(master, memory=memory, settings={}, log=log, ends_with_java=ends_with_java, name=name)
+    return dry_run(pipeline, JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch))
 
 
 def try_order(order: DryRunOrder, scratch: str) -> DryRunResponse:
     from millstream.pipelines.jobs.error_reason import reason_of
 
-    pipeline = Pipeline(
-        pipeline_id=order.pipeline_id, name=order.name, kind=order.kind, overrides=dict(order.overrides)
-    )
+    pipeline = order.pipeline
     access = parse_access(order.access) if order.access else NO_ACCESS
     try:
-        if order.kind is PipelineKind.LAND:
+        if pipeline.kind is PipelineKind.LAND:
             document = land_sample(pipeline, order.kafka, access, order.lake, scratch)
-        elif order.kind is PipelineKind.TRANSFORM:
-            document = _transform_sample(pipeline, order.kafka, access, scratch)
+        elif pipeline.kind is PipelineKind.TRANSFORM:
+            document = transform_sample(pipeline, order.kafka, access, scratch, ends_with_java=True)
         else:
-            raise InvalidPipeline(f"pipelines of kind {order.kind} have no dry run")
+            raise InvalidPipeline(f"pipelines of kind {pipeline.kind} have no dry run")
     except MillstreamError as error:
         return DryRunResponse(failed=str(error))
     except Exception as error:

@@ -25,7 +25,7 @@ from millstream.core.child_process import kill_session
 from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.job import parse_memory
 from millstream.core.log_format import set_up_logging
-from millstream.core.pipeline import Pipeline, PipelineKind, named_texts
+from millstream.core.pipeline import PipelineKind, named_texts
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.runtime.driver_messages import (
     DRIVER_CLIENT,
@@ -40,7 +40,7 @@ from millstream.pipelines.runtime.driver_messages import (
     Pipes,
 )
 from millstream.pipelines.runtime.fault import Fault, fault_of
-from millstream.pipelines.source.access import NO_ACCESS, Access
+from millstream.pipelines.source.access import NO_ACCESS, Access, parse_access
 from millstream.pipelines.source.options import BROKERS, DEFAULTS_VARIABLE, SAMPLE_VARIABLE
 
 if TYPE_CHECKING:
@@ -58,12 +58,6 @@ CLAIM_S: Final = 30.0
 """How long to wait for the previous attempt to end."""
 PROGRESS_S: Final = 1
 _OOM_FIRST: Final = "1000"
-
-
-def _access_of(options: Mapping[str, str]) -> Access:
-    from millstream.pipelines.source.access import parse_access
-
-    return parse_access(options) if options else NO_ACCESS
 
 
 def limit_python(bytes_max: int) -> None:
@@ -90,17 +84,15 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     from millstream.pipelines.runtime.spark_session import open_session
     from millstream.pipelines.source.link import Link
 
-    pipeline = Pipeline(
-        pipeline_id=order.pipeline_id, name=order.name, kind=order.kind, overrides=dict(order.overrides)
-    )
+    pipeline = order.pipeline
     settings = pipeline.job_settings
     _set_environment(order)
-    access = _access_of(order.access)
+    access = parse_access(order.access) if order.access else NO_ACCESS
     link = Link(
         order.kafka, f"{DRIVER_CLIENT}{order.node}", RESPONSE_S, patience_s=RESPONSE_S, credentials=access.credentials()
     )
     claim = Claim(link, pipeline.group, instance_id=DRIVER_INSTANCE, on_lost=_exit_at_once)
-    if order.sample is None and order.kind is PipelineKind.JOB:
+    if order.sample is None and pipeline.kind is PipelineKind.JOB:
         _acquire_claim(claim)
     spark = open_session(
         order.master,
@@ -108,11 +100,11 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         settings={**order.spark, **_packages(order), **named_texts("spark", settings.spark)},
         log=None,
         ends_with_java=True,
-        name=f"millstream job {order.name}",
+        name=f"millstream job {pipeline.name}",
     )
     limit_python(parse_memory(settings.python_memory, name="python.memory"))
-    if order.kind is not PipelineKind.JOB:
-        _run_pipeline(pipeline, order, pipes, spark, link, access)
+    if pipeline.kind is not PipelineKind.JOB:
+        _run_pipeline(order, pipes, spark, link, access)
     api = JobApi(
         RunContext(
             spark=spark,
@@ -121,8 +113,8 @@ def run(order: JobOrder, pipes: Pipes) -> None:
             access=access,
             lake=order.lake,
             folder=order.folder,
-            name=order.name,
-            pipeline_id=order.pipeline_id,
+            name=pipeline.name,
+            pipeline_id=pipeline.pipeline_id,
             group=pipeline.group,
             settings=settings,
             run=order.run,
@@ -136,7 +128,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         )
     )
     pipes.send(JobEvent(started=True))
-    begin = load_code(settings.code, order.name, f"<{order.name}.py>")
+    begin = load_code(settings.code, pipeline.name, f"<{pipeline.name}.py>")
     queries = queries_of(begin(spark, api))
     _watch(spark, api, queries, is_continuous=settings.continuous, is_dry=order.sample is not None)
     api.finish()
@@ -144,9 +136,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         claim.leave()
 
 
-def _run_pipeline(
-    pipeline: Pipeline, order: JobOrder, pipes: Pipes, spark: SparkSession, link: Link, access: Access
-) -> NoReturn:
+def _run_pipeline(order: JobOrder, pipes: Pipes, spark: SparkSession, link: Link, access: Access) -> NoReturn:
     """Run a pipeline of another kind as the shared driver would; raise once it is parked."""
     from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
     from millstream.pipelines.runtime.driver import Driver
@@ -171,14 +161,14 @@ def _run_pipeline(
         folder=order.folder,
         log="",
         master=order.master,
-        memory=pipeline.job_settings.memory,
+        memory=order.pipeline.job_settings.memory,
         spark={},
         log_level=order.log_level,
         log_format="text",
     )
     driver = Driver(options, spark, take, claim, access=access)
     pipes.send(JobEvent(started=True))
-    driver.declare([AssignedPipeline(pipeline)])
+    driver.declare([AssignedPipeline(order.pipeline)])
     raise PipelineParked(parked.get())
 
 

@@ -597,10 +597,7 @@ class _Job:
     ) -> _Outcome:
         options = self._child.options
         order = JobOrder(
-            name=self.pipeline.name,
-            kind=self.pipeline.kind,
-            pipeline_id=run.pipeline_id,
-            overrides=dict(self.pipeline.overrides),
+            pipeline=self.pipeline,
             run=run.number,
             attempt=run.attempt,
             scheduled_ms=run.scheduled_ms,

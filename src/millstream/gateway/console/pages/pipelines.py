@@ -234,15 +234,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             path = Path(scratch, "token")
             write_private(path, made.token.encode())
             access = replace(access, token_file=str(path))
-        order = DryRunOrder(
-            name=pipeline.name,
-            kind=pipeline.kind,
-            pipeline_id=pipeline.pipeline_id,
-            overrides=dict(pipeline.overrides),
-            kafka=services.kafka_address,
-            lake=lake,
-            access=access.as_options(),
-        )
+        order = DryRunOrder(pipeline=pipeline, kafka=services.kafka_address, lake=lake, access=access.as_options())
         # Temporary files go to the scratch folder: the process may be killed, and could then not remove them.
         environment = {**environment_without_settings(), "TMPDIR": scratch}
         process = await spawn_module(_DRY_RUN, stderr=DEVNULL, limit=RESPONSE_BYTES_MAX, env=environment)

@@ -6,8 +6,7 @@ Nothing is written or committed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from millstream.core.errors import InvalidPipeline
@@ -26,39 +25,7 @@ WRITTEN_MAX: Final = 100_000
 """The most rows that are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    plan: str
-    """Spark's explanation of its plan."""
-    has_state: bool
-    """Whether it keeps state, so that it runs as a stream with a checkpoint."""
-    columns: Mapping[str, Mapping[str, str]]
-    """The columns of every topic in the statement, with their types."""
-    output: Mapping[str, str]
-    """The columns of the statement."""
-    rows: tuple[Mapping[str, Any], ...]
-    """Some of the messages that would be written."""
-    sampled: int
-    """Messages in the sample."""
-    written: int
-    """How many messages would be written for the sample."""
-    undecoded: int
-    """How many payloads of the sample could not be decoded."""
-
-    def as_document(self) -> dict[str, Any]:
-        return {
-            "columns": {topic: dict(columns) for topic, columns in self.columns.items()},
-            "output": dict(self.output),
-            "has_state": self.has_state,
-            "sampled": self.sampled,
-            "undecoded": self.undecoded,
-            "written": self.written,
-            "rows": [dict(row) for row in self.rows],
-            "plan": self.plan,
-        }
-
-
-def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
+def dry_run(pipeline: Pipeline, context: JobContext) -> dict[str, Any]:
     """Try a transform on the newest messages; raise `InvalidSetting` with Spark's message, as a run would."""
     if pipeline.kind is not PipelineKind.TRANSFORM:
         raise InvalidPipeline(f"only transforms have a dry run; {pipeline.name!r} is of kind {pipeline.kind}")
@@ -81,15 +48,16 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
         jvm: Any = prepared.spark.sparkContext._jvm
         explained = jvm.PythonSQLUtils.explainString(result._jdf.queryExecution(), "formatted")
         rows = messages.limit(WRITTEN_MAX).collect()
-        return DryRun(
-            plan=str(explained).strip(),
-            has_state=prepared.needs_state,
-            columns={topic: dict(view.types()) for topic, view in prepared.whole.items()},
-            output=dict(result.dtypes),
-            rows=tuple(shown_row(row.asDict(recursive=True)) for row in rows[:SHOWN]),
-            sampled=sum(len(one) for listed in ranges.values() for one in listed),
-            written=len(rows),
-            undecoded=sum(one.undecoded for one in prepared.accumulator.read().values()),
-        )
+        return {
+            "columns": {topic: dict(view.types()) for topic, view in prepared.whole.items()},
+            "output": dict(result.dtypes),
+            # One with state runs as a stream with a checkpoint.
+            "has_state": prepared.needs_state,
+            "sampled": sum(len(one) for listed in ranges.values() for one in listed),
+            "undecoded": sum(one.undecoded for one in prepared.accumulator.read().values()),
+            "written": len(rows),
+            "rows": [shown_row(row.asDict(recursive=True)) for row in rows[:SHOWN]],
+            "plan": str(explained).strip(),
+        }
     finally:
         prepared.close()
