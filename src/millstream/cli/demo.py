@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.local_process import ReservedPort
+from millstream.cli.local_process import LocalProcess, ReservedPort
 from millstream.core.child_process import environment_without_settings
 
 if TYPE_CHECKING:
@@ -37,12 +37,10 @@ class Commentary:
         self._number = 0
 
     def step(self, title: str) -> None:
-        """Start the next step."""
         self._number += 1
         self._console.print(f"\n[bold]{self._number}. {title}[/bold]")
 
     def say(self, text: str) -> None:
-        """Print a remark."""
         self._console.print(f"   {escape(text)}", soft_wrap=True)
 
     def check(self, held: bool, text: str, otherwise: str) -> None:
@@ -52,13 +50,12 @@ class Commentary:
         self._console.print(f"   [green]✓[/green] {escape(text)}", soft_wrap=True)
 
     def end(self, text: str) -> None:
-        """Print the conclusion."""
         self._console.print(f"\n[bold green]{text}[/bold green]")
 
 
 READY_S_MAX = 30.0
 STOP_S_MAX = 30.0
-_LOG_LINES_SHOWN = 20
+KILL_S_MAX = 10.0
 
 
 class DemoBroker:
@@ -70,8 +67,7 @@ class DemoBroker:
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
-        self._log = self.folder / "broker.log"
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = self._new_process()
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,81 +78,49 @@ class DemoBroker:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
-        return self._running().pid
+        return self._process.pid
 
     async def start(self) -> None:
         """Start and wait until it is ready; every start uses the same ports."""
         started = time.monotonic()
-        command = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                "--kafka",
-                self.kafka,
-                "--http",
-                self.http,
-                # The demo's webhook is on this machine.
-                "--push-private-addresses",
-                "true",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                cwd=self.folder,
-                env=self._environment(),
-                # Ctrl-C in the terminal is for the demo, which then stops the broker in order.
-                process_group=0,
-            )
-        ready = json.loads(await self._first_line(self._process))
+        self._process = self._new_process().start()
+        ready = json.loads(await asyncio.to_thread(self._process.first_line, within_s=READY_S_MAX))
         self.kafka, self.http = ready["kafka"], ready["http"]
         self.start_s = time.monotonic() - started
 
-    def _environment(self) -> dict[str, str]:
-        """Return the environment without settings; the key of the webhook's secret goes with the folder."""
-        return environment_without_settings() | {"XDG_STATE_HOME": str(self.folder)}
+    def _new_process(self) -> LocalProcess:
+        flags = {
+            # An empty file: a millstream.toml in the working directory is for another node.
+            "config": os.devnull,
+            "data": self.data,
+            "kafka": self.kafka,
+            "http": self.http,
+            # The demo's webhook is on this machine.
+            "push-private-addresses": "true",
+        }
+        serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json"]
+        return LocalProcess(
+            "the broker",
+            [*serve, *(f"--{name}={value}" for name, value in flags.items())],
+            log=self.folder / "broker.log",
+            # Without settings; the key of the webhook's secret goes with the folder.
+            environment=environment_without_settings() | {"XDG_STATE_HOME": str(self.folder)},
+            piped=True,
+        )
 
-    async def stop(self) -> int:
+    async def stop(self) -> int | None:
         """Stop the broker cleanly, and return its exit code."""
-        process = self._running()
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(STOP_S_MAX):
-                code = await process.wait()
-        except TimeoutError:
-            raise CommandFailed(f"the broker did not stop within {STOP_S_MAX:g} s{self._log_tail()}") from None
+        code = await asyncio.to_thread(self._process.stop, within_s=STOP_S_MAX)
         await self.kill()
         return code
 
     async def kill(self) -> None:
         """Kill it and its children, like `kill -9`, if it runs."""
-        if self._process is not None:
+        if self._process.is_started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-            self._process = None
-
-    def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None:
-            raise CommandFailed(f"the broker is not running{self._log_tail()}")
-        return self._process
-
-    async def _first_line(self, process: asyncio.subprocess.Process) -> bytes:
-        if process.stdout is None:
-            raise CommandFailed("the broker was started without a pipe to it")
-        try:
-            async with asyncio.timeout(READY_S_MAX):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            raise CommandFailed(f"the broker was not ready within {READY_S_MAX:g} s{self._log_tail()}") from None
-        if not line:
-            raise CommandFailed(f"the broker exited with code {await process.wait()}{self._log_tail()}")
-        return line
-
-    def _log_tail(self) -> str:
-        if not self._log.exists():
-            return ""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-        return "; its log ends with:\n" + "\n".join(lines)
+            await asyncio.to_thread(self._process.wait, KILL_S_MAX)
+            self._process = self._new_process()
 
 
 def demo(

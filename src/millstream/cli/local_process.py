@@ -69,8 +69,11 @@ class LocalProcess:
         self._is_stop_requested = False
 
     @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
-        """Return the process id of the command."""
         return self._running().pid
 
     @property
@@ -120,7 +123,6 @@ class LocalProcess:
         return line
 
     def check_runs(self) -> None:
-        """Raise if the command has exited."""
         if self.exit_code is not None:
             raise self.failed(f"exited with code {self.exit_code}")
 
@@ -149,7 +151,6 @@ class LocalProcess:
         return self._process.returncode
 
     def wait(self, within_s: float) -> int:
-        """Wait for it to exit; return its exit code."""
         try:
             return self._running().wait(within_s)
         except subprocess.TimeoutExpired:
