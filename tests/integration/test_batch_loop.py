@@ -19,10 +19,10 @@ from millstream.core.errors import InvalidBatch, MillstreamError, OffsetOutOfRan
 from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
 from millstream.pipelines.jobs import batch_loop
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, small_batch_slot, stream_of
-from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.job import StreamLoop
 from millstream.pipelines.source.batch_commit import Batch
+from millstream.pipelines.source.ranges import commit_offsets, stable_offsets
 from millstream.protocol.wire.group_offsets import GroupMember
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server

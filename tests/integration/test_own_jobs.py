@@ -15,11 +15,11 @@ from confluent_kafka.admin import AdminClient
 
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.core.pipeline import JobSettings
-from millstream.pipelines.jobs.group_offsets import stable_offsets
 from millstream.pipelines.jobs.own_job import JobApi, RunContext, load_code, queries_of
 from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.runtime.job_driver import QueryProgress
 from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.ranges import stable_offsets
 from millstream_testing.command import CommandLine, run_command
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server

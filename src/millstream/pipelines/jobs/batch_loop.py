@@ -33,7 +33,6 @@ from millstream.core.errors import (
     TransactionRejected,
 )
 from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
-from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
 from millstream.pipelines.source.access import Access, may_read
@@ -49,13 +48,14 @@ from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import (
     BROKERS,
+    Offsets,
     ReadOptions,
     SourceOffsets,
     StartingTimestamp,
     WriteOptions,
     read_options,
 )
-from millstream.pipelines.source.ranges import Range, admitted, ranges_between
+from millstream.pipelines.source.ranges import Range, admitted, ranges_between, stable_offsets
 from millstream.pipelines.source.row_producer import write_with_offsets
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
@@ -166,7 +166,6 @@ class BatchLoop:
         return self.options.access.for_tasks(self.options.brokers, may_read(topics))
 
     def resolver(self, topics: Sequence[str]) -> OffsetResolver:
-        """Return a resolver of the committed offsets of some topics."""
         return OffsetResolver(reading_options(self._context.brokers, tuple(topics), self._context.access))
 
     def plan(self, topics: Sequence[str]) -> Plan:

@@ -23,10 +23,9 @@ from uuid import UUID
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.core.job import ENTRY
 from millstream.core.pipeline import LATEST, JobSettings, named_texts
-from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, read_options
-from millstream.pipelines.source.ranges import admitted
+from millstream.pipelines.source.ranges import admitted, commit_offsets, stable_offsets
 from millstream.protocol.wire.group_offsets import GroupMember
 
 if TYPE_CHECKING:

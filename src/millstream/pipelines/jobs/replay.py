@@ -22,14 +22,13 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import InvalidRequest, InvalidTransactionState, NotFound, TransactionRejected
 from millstream.core.headers import MESSAGE_ID
-from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets
 from millstream.pipelines.source.landed_history import landings, read_landed
 from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
 from millstream.pipelines.source.options import BROKERS, SourceOffsets, StartingTimestamp, WriteOptions, read_options
-from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_between
+from millstream.pipelines.source.ranges import Range, Table, admitted, commit_offsets, ranges_between, stable_offsets
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import RowFilter, read_range
 from millstream.pipelines.source.shape import default_schema, shape_of

@@ -1,4 +1,4 @@
-"""Offset ranges of partitions, each read by one task, and how a query is divided into them."""
+"""Offset ranges of partitions, each read by one task, how a query is divided into them, and committed positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from math import ceil, floor
 
 from pyspark.sql.datasource import InputPartition
 
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import Offsets, ReadOptions, sample_size
+from millstream.protocol.wire import group_offsets
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import GroupMember
 
 
 @dataclass(frozen=True)
@@ -105,3 +110,21 @@ def admitted(start: Offsets, end: Offsets, offsets_max: int) -> dict[str, dict[i
         step = ceil(share) if share < 1 else floor(share)
         allowed.setdefault(topic, {})[number] = start[topic][number] + min(size, step)
     return allowed
+
+
+async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]]:
+    """Return a group's committed offsets, waiting for transactions that are about to change them."""
+    offsets: dict[str, dict[int, int]] = {}
+    for where, offset in (await group_offsets.stable_offsets(client, group)).items():
+        offsets.setdefault(where.topic, {})[where.partition] = offset
+    return offsets
+
+
+async def commit_offsets(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
+    """Commit the offsets of work that is already durable, so that the group shows it."""
+    commits = {
+        TopicPartition(topic, PartitionIndex(number)): offset
+        for topic, numbers in offsets.items()
+        for number, offset in numbers.items()
+    }
+    await group_offsets.commit_offsets(client, group, commits, member=member)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from millstream.core.errors import GroupNotEmpty, MillstreamError, ProtocolViolation
+from millstream.core.errors import CoordinatorUnavailable, GroupNotEmpty, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
@@ -17,6 +17,7 @@ CLASSIC: Final = "classic"
 MIRRORED: Final = "mirrored"
 """The metadata of offsets that a mirror has committed. Kafka Streams decodes metadata from base64, which this is."""
 _UNKNOWN_MEMBER_ID: Final = 25
+_UNSTABLE: Final = 88
 _GROUPS_ASKED_MAX: Final = 100
 """The number of groups in one request."""
 
@@ -60,6 +61,25 @@ async def committed_offsets(client: Client, name: str) -> Committed:
 
 async def commits_of(client: Client, name: str) -> Commits:
     return _commits(await _send_offset_fetch(client, await client.coordinator(name), [name]), name)
+
+
+async def stable_offsets(client: Client, name: str) -> Committed:
+    """Return a group's committed offsets, waiting for transactions that are about to change them."""
+
+    async def attempt(node: NodeId) -> Committed:
+        responses = await _send_offset_fetch(client, node, [name], is_stable=True)
+        commits = _commits(responses, name)
+        for topic in responses[name].topics:
+            for one in topic.partitions:
+                about = f"the offset of group {name!r} in {topic.name}-{one.partition_index}"
+                if one.error_code == _UNSTABLE:
+                    # Transient, like everything that a coordinator asks to retry.
+                    raise CoordinatorUnavailable(f"an open transaction holds {about}")
+                if one.error_code:
+                    raise error_from_code(one.error_code, None, about=about)
+        return _offsets(commits)
+
+    return await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
@@ -120,8 +140,11 @@ async def _commits_or_errors(
     return commits
 
 
-async def _send_offset_fetch(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
-    request = build_request("offset_fetch", 9, groups=[{"group_id": name} for name in names])
+async def _send_offset_fetch(
+    client: Client, node: NodeId, names: Sequence[str], *, is_stable: bool = False
+) -> dict[str, Any]:
+    groups = [{"group_id": name} for name in names]
+    request = build_request("offset_fetch", 9, groups=groups, require_stable=is_stable)
     response = await client.send(node, request)
     return {one.group_id: one for one in response.groups}
 

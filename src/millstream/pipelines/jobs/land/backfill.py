@@ -131,7 +131,6 @@ class _Backfill(_PastJob):
         return batch
 
     def _offsets(self, source: Source) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the offsets of the time range, by partition."""
         link = self._sources.link
         found = []
         for time_ms in self._window:

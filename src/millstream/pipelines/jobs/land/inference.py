@@ -200,7 +200,6 @@ class Evolution:
 
     @property
     def fields(self) -> pa.Schema:
-        """Return the fields at the end of the batch."""
         return self._steps[-1]
 
     def position(self, partition: int, offset: int) -> tuple[bool, int, int]:

@@ -30,7 +30,6 @@ from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
 from millstream.core.pipeline import APPEND, BY_SCHEMA, LATEST, NO_DECODING, UPSERT, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
@@ -63,7 +62,7 @@ from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.runtime.fault import MarkedTask, kind_in
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
-from millstream.pipelines.source.ranges import Range, admitted
+from millstream.pipelines.source.ranges import Range, admitted, commit_offsets, stable_offsets
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.pipeline_messages import LandedTopic, RecordLandedRequest
 from millstream.protocol.wire.client import Client
@@ -185,8 +184,6 @@ COLUMNS_SHOWN_MAX: Final = 20
 
 
 class LandJob:
-    """A pipeline that lands topics."""
-
     _tidies_always = False
     """Whether files are compacted even while messages are waiting."""
 
@@ -504,7 +501,6 @@ class LandJob:
                 batch.keep_narrow("a file of the table is missing, or cannot be read")
 
     def _with_files(self, work: FileWork[Share], files: Sequence[Share]) -> dict[str, str]:
-        """Run work on the files of a table in tasks."""
         shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
         with self._leftovers.watch(work.attempt, work.output_folders, self._context.progress):

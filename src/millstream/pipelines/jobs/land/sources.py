@@ -63,7 +63,6 @@ class Sources:
         )
 
     def now(self) -> list[Source]:
-        """Return the existing topics by name."""
         return self.link.call(_find_sources(self.link.client, self._names, self._pattern))
 
     def missing(self, sources: Iterable[Source]) -> list[str]:

@@ -107,7 +107,6 @@ class TopicBatch:
         return sum(max(0, self.source.end[number] - plan.end) for number, plan in self.plans.items())
 
     def admit(self, ends: Mapping[int, int]) -> None:
-        """Limit the batch to these end offsets."""
         self.plans = {
             number: PartitionPlan(plan.start, plan.first, ends[number]) for number, plan in self.plans.items()
         }

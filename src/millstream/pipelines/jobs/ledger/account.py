@@ -352,7 +352,6 @@ class Account:
                 self._add_finding("lost", offset, offset + 1, detail)
 
     def totals(self) -> dict[str, int]:
-        """Return the number of messages by outcome."""
         counts = np.bincount(self._outcomes, minlength=LOST + 1).tolist()
         by_name = {
             "accepted": counts[ACCEPTED],

@@ -151,8 +151,6 @@ Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 class TaskRunner(Protocol):
-    """Runs numbered tasks."""
-
     @property
     def parallelism(self) -> int:
         """Return how many tasks run at a time."""

@@ -17,7 +17,6 @@ import pyarrow as pa
 from millstream.core.errors import MillstreamError, StalePlan
 from millstream.core.pipeline import LedgerSettings, Pipeline
 from millstream.core.topic import SUBSCRIPTIONS
-from millstream.pipelines.jobs.group_offsets import commit_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.job import report_landed
 from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, Sources, plans, tasks, topic_ranges
@@ -38,7 +37,7 @@ from millstream.pipelines.lake.table_file import WrittenFile, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
-from millstream.pipelines.source.ranges import Range, admitted
+from millstream.pipelines.source.ranges import Range, admitted, commit_offsets
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
 

@@ -55,7 +55,6 @@ class Seal(NamedTuple):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Encode it for a commit."""
         return json.dumps({**self._asdict(), "digest": self.digest})
 
 

@@ -244,7 +244,6 @@ class SelectedRows(DecodedBatch):
         return len(self._rows)
 
     def column(self, source: Column | Header | Payload) -> list[Any]:
-        """Return the values of a source for these rows."""
         known = self._selected.get(source)
         if known is None:
             whole = self._batch.column(source)

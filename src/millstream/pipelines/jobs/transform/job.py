@@ -35,7 +35,6 @@ from millstream.pipelines.jobs.batch_loop import (
     small_batch_slot,
     stream_of,
 )
-from millstream.pipelines.jobs.group_offsets import Offsets, commit_offsets
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
@@ -43,8 +42,8 @@ from millstream.pipelines.jobs.transform.statement import explain_errors
 from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
 from millstream.pipelines.runtime.fault import MarkedTask
 from millstream.pipelines.source.batch_commit import Batch, Part
-from millstream.pipelines.source.options import BROKERS, WriteOptions
-from millstream.pipelines.source.ranges import ranges_between
+from millstream.pipelines.source.options import BROKERS, Offsets, WriteOptions
+from millstream.pipelines.source.ranges import commit_offsets, ranges_between
 from millstream.pipelines.source.target_topic import make_topics
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
@@ -274,7 +273,6 @@ class StreamLoop:
         """Counts of streams that were restarted since."""
 
     def step(self) -> Step:
-        """Wait for progress of the stream and return it."""
         if self._query is None:
             self._query = self._start()
         self._wait(self._query)
@@ -371,7 +369,6 @@ class StreamLoop:
         return stream.mapInArrow(MarkedTask(decode), view.schema)
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts since the last step."""
         now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
         now["undecoded"] = sum(one.undecoded for one in self._prepared.accumulator.read().values())
         new = {name: number - self._reported[name] for name, number in now.items()}
@@ -441,7 +438,6 @@ class TransformJob:
         self._job: Job | None = None
 
     def step(self) -> Step:
-        """Run one batch, once the columns are known."""
         if self._job is None:
             self._job = self._begin()
             if self._job is None:
@@ -482,7 +478,6 @@ class _Batches:
         self._prepared = prepared
 
     def step(self) -> Step:
-        """Process the available messages, up to the limit of a batch."""
         prepared = self._prepared
         prepared.accumulator.clear()
         with small_batch_slot():

@@ -151,7 +151,6 @@ class LakeView:
             shown.createOrReplaceTempView(f"`{self._name}`")
 
     def has_changed(self) -> bool:
-        """Whether the table is newer than the view."""
         if self._is_delta():
             return self._newest().version() != self._version
         return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
@@ -162,7 +161,6 @@ class LakeView:
         return self._frame
 
     def close(self) -> None:
-        """Release the cached rows."""
         if self._frame is not None:
             self._frame.unpersist()
             self._frame = None

@@ -67,7 +67,6 @@ class FindingsAccumulator:
         self._noted: Accumulator[Findings] = spark.sparkContext.accumulator({}, _FindingsParam())
 
     def note(self, topic: str, finding: Finding) -> None:
-        """Add a finding, in a task."""
         self._noted.add({topic: finding})
 
     def read(self) -> Mapping[str, Finding]:
