@@ -89,8 +89,6 @@ class RuleArguments:
 
 @dataclass(frozen=True)
 class RoleArguments:
-    """A role on some resources."""
-
     principal: Principal
     role: Role
     resources: Resources

@@ -13,8 +13,6 @@ from typing import Final
 
 
 class BrokerState(Enum):
-    """The state of a broker process."""
-
     DUE = auto()
     """No process runs; one is started when the backoff is over."""
     STARTING = auto()
@@ -107,6 +105,5 @@ class BrokerLifecycle:
             self._changed = asyncio.Event()
 
     async def until(self, states: Container[BrokerState]) -> None:
-        """Wait until the broker is in one of these states."""
         while self.state not in states:
             await self._changed.wait()

@@ -32,7 +32,6 @@ class Outcome:
     written: bool
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document."""
         return {
             "nodes": self.nodes,
             "partitions": len(self.rebuilt.states),

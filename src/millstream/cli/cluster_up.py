@@ -84,7 +84,6 @@ class LocalServer(ABC):
         return self
 
     def stop(self) -> None:
-        """Stop it cleanly."""
         if self.process is not None:
             self.process.stop(within_s=SERVER_STOP_S_MAX)
 
@@ -158,8 +157,6 @@ def etcd_warning(program: Path) -> str | None:
 
 
 class LocalEtcd(LocalServer):
-    """An etcd process with its data in a folder."""
-
     program: Path | None = None
     """The program; None means the one that is found."""
     certificates: Path | None = None
@@ -260,7 +257,6 @@ class LocalPostgres(LocalServer):
 
     @property
     def url(self) -> str:
-        """Return the address for clients, with the password that only this folder holds."""
         password = (self.folder / "password").read_text().strip()
         return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres"
 
@@ -305,7 +301,6 @@ class LocalPostgres(LocalServer):
         return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
 
     def _is_ready(self) -> bool:
-        """Whether the last line of the server's status file says that it accepts clients."""
         try:
             lines = (self.folder / "data" / "postmaster.pid").read_text().splitlines()
         except OSError:
@@ -367,7 +362,6 @@ class RunningNode:
         return shlex.join([*program, "serve", "--config", str(self.settings)])
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document."""
         described = {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
         return {**described, "serve": self.command}
 
@@ -396,7 +390,6 @@ class LocalCluster:
         self._stack.close()
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON document for programs, once all are ready."""
         nodes = [node.described() for node in self.nodes]
         described = {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
         if self.is_locked:
@@ -405,7 +398,6 @@ class LocalCluster:
 
     @property
     def is_locked(self) -> bool:
-        """Return whether clients have to authenticate."""
         return self._plan.locked or self._certificates.exists()
 
     @property

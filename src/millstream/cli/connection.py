@@ -95,7 +95,6 @@ def command_credentials() -> Credentials:
 
 
 def chosen_profile() -> Profile | None:
-    """Return the profile that --profile or MILLSTREAM_PROFILE names."""
     name = _given.get("--profile") or os.environ.get("MILLSTREAM_PROFILE")
     if not name:
         return None
@@ -135,8 +134,6 @@ async def _connect_and_call(common: Common, operation: Callable[[Client], Awaita
 
 
 def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete topic names, for the shell."""
-
     async def names(client: Client) -> Iterable[str]:
         return [topic.name for topic in (await client.metadata()).topics.values() if not topic.is_internal]
 
@@ -144,8 +141,6 @@ def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete subscription names, for the shell."""
-
     async def names(client: Client) -> Iterable[str]:
         from millstream.core.subscription import OWN_PREFIX
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -168,7 +163,6 @@ def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awa
 
 
 def call_pipelines(common: Common, operation: Callable[[PipelineClient], Awaitable[T]]) -> T:
-    """Connect, run an operation on pipelines, and close."""
     # Imported on use, so that help is quick.
     from millstream.client.admin.pipelines import PipelineClient
 

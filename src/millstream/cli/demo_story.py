@@ -63,11 +63,9 @@ class Progress:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Signal a change, on the loop."""
         self._changed.set()
 
     def notify_from_thread(self) -> None:
-        """Signal a change, from another thread."""
         self._loop.call_soon_threadsafe(self._changed.set)
 
     async def until(self, condition: Callable[[], bool], *, within_s: float) -> None:
@@ -95,7 +93,6 @@ class Billing:
         self._progress.notify()
 
     def bills(self) -> Counter[int]:
-        """Return the number of bills of each order."""
         with self._engine.connect() as connection:
             return Counter(connection.execute(text("SELECT order_id FROM bills")).scalars())
 
@@ -210,7 +207,6 @@ class DemoMember:
         await self._send_heartbeat(coordinator)
 
     def stop(self) -> None:
-        """Make `run` end cleanly."""
         self._stopping = True
 
     async def _send_heartbeat(self, coordinator: NodeId) -> None:

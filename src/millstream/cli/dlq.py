@@ -157,7 +157,6 @@ def redrive(
 
 
 def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
-    """Report the effect of a redrive."""
     outcome = _run_preview(name, filter_, limit, to_topic, common)
     refused_count = sum(outcome.refused.values())
     if to_topic is not None:
@@ -244,7 +243,6 @@ def purge(
 
 
 def _process_letters(name: str, filter_: str | None, work: Work, common: Common, *, keep: bool) -> Outcome:
-    """Process every matching open letter."""
     outcome = Outcome()
 
     async def operation(client: Client) -> None:

@@ -34,7 +34,6 @@ class Finding:
 
 
 def passed(check: str, detail: str) -> Finding:
-    """Return a finding of a check that passed."""
     return Finding(check, Severity.OK, detail)
 
 
@@ -44,7 +43,6 @@ def warning(check: str, detail: str, advice: str) -> Finding:
 
 
 def problem(check: str, detail: str, advice: str, exit_code: ExitCode = ExitCode.FAILED) -> Finding:
-    """Return a finding that needs action."""
     return Finding(check, Severity.PROBLEM, detail, advice, exit_code)
 
 
@@ -53,7 +51,6 @@ FREE_SHARE_LOW = 0.05
 
 
 def check_space(total: int, free: int, *, where: str = "") -> Finding:
-    """Check the free bytes of a disk."""
     detail = f"{where}{sized(free)} of {sized(total)} are free"
     if free < FREE_BYTES_LOW:
         advice = "free space now, or lower the retention of topics: a broker with a full disk refuses writes"

@@ -214,8 +214,6 @@ def _check_unknown_topics(folder: Path, names: dict[str, str]) -> Iterator[Findi
 
 
 class _Segment(NamedTuple):
-    """A segment's partition and position."""
-
     topic_id: str
     partition: int
     base_offset: int

@@ -75,8 +75,6 @@ _SETTLE_ATTEMPTS: Final = 5
 
 
 class BrokerProcess(SupervisedChild):
-    """Keeps one broker process running."""
-
     def __init__(self, machine: Machine, config: Config) -> None:
         super().__init__()
         self.name = f"the process of node {config.node_id}"
@@ -126,7 +124,6 @@ class BrokerProcess(SupervisedChild):
         await self._lifecycle.until(HELD)
 
     def resume(self) -> None:
-        """Start a paused process again."""
         self._lifecycle.apply(BrokerEvent.RESUME)
 
     def retry(self) -> None:
@@ -134,7 +131,6 @@ class BrokerProcess(SupervisedChild):
         self._lifecycle.apply(BrokerEvent.RETRY)
 
     def retire(self) -> None:
-        """Stop starting processes."""
         self._lifecycle.apply(BrokerEvent.RETIRE)
         self._stopping.set()
 
@@ -293,7 +289,6 @@ class Machine:
         await self._stack.aclose()
 
     def share(self, config: Config, internal_address: str) -> dict[str, Any]:
-        """Return the arguments of a broker process."""
         return {
             "config": dataclasses.asdict(config),
             "http": self._http,

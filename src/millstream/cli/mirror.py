@@ -101,7 +101,6 @@ class SourceAccess:
     ] = None
 
     def settings(self) -> dict[str, str]:
-        """Return the settings of a mirror that the options stand for."""
         settings = {
             "user": self.source_user,
             "password": _read_file("--source-password-file", self.source_password_file),

@@ -96,7 +96,6 @@ class Common:
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
 
     def waiting(self, seconds: float) -> Self:
-        """Return options with a longer timeout."""
         return replace(self, timeout=self.timeout + seconds)
 
 

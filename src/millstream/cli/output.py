@@ -20,7 +20,6 @@ class OutputClosed(Exception):
 
 
 def print_json(document: Any) -> None:
-    """Print one document on one line."""
     print_line(as_json_text(document))
 
 
@@ -131,7 +130,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def sized(size_bytes: float) -> str:
-    """Return a size with a unit."""
     for unit in _UNITS:
         if size_bytes < 1024 or unit == _UNITS[-1]:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -178,7 +176,6 @@ class Progress:
             self._bar.stop()
 
     def advance(self, size_bytes: int, note: str = "") -> None:
-        """Advance; `note` is shown after the bar."""
         self._done_bytes += size_bytes
         if self._bar is None and self._enabled and time.monotonic() - self._started >= SHOWN_AFTER_S:
             self._show()

@@ -241,7 +241,6 @@ class Flags:
     settings: Settings = None
 
     def given(self) -> list[str]:
-        """Return the given flags as they are spelled."""
         return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], (), False)]
 
     def flags_of_settings(self) -> dict[str, str]:

@@ -131,14 +131,12 @@ def _since(already_read: int) -> str:
 
 
 def condition_text(rule: Rule) -> str:
-    """Return which messages a rule matches, as text."""
     if rule.subscription:
         return f"as subscription {rule.subscription}"
     return rule.condition or "all"
 
 
 def read_rules(file: str) -> tuple[Rule, ...]:
-    """Read the rules of a file, or of standard input."""
     import msgspec
 
     from millstream.core.json_problem import plain_problem

@@ -191,7 +191,6 @@ class Stages:
             self.show(note)
 
     def end(self) -> None:
-        """Stop reporting."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None

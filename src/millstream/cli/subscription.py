@@ -143,7 +143,6 @@ def _header_value(name: str, value: str) -> str:
 
 
 def print_push(described: Mapping[str, Any]) -> None:
-    """Print the state of push, node by node."""
     rows = sorted(described.get("push", ()), key=lambda row: row["node"])
     if not rows:
         return

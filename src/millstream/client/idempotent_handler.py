@@ -130,7 +130,6 @@ def decide(row: Row | None, operation: Operation, now_ms: int) -> tuple[Row | No
 
 
 def key_of(message_id: str) -> str:
-    """Return the message id as it is stored."""
     if len(message_id) <= ID_MAX:
         return message_id
     return "sha256:" + hashlib.sha256(message_id.encode()).hexdigest()
@@ -162,7 +161,6 @@ class HandledTable:
         self._is_prepared = False
 
     def prepare(self) -> None:
-        """Create the table if it is missing."""
         if self._is_prepared:
             return
         try:
@@ -306,7 +304,6 @@ class HandledIds:
         return await result
 
     async def close(self) -> None:
-        """Wait for the current transaction, and end the thread."""
         while self._running is not None:
             await asyncio.wait([self._running])
         self._thread.shutdown(wait=False)
@@ -385,7 +382,6 @@ class _StoreHandler(Generic[M]):
         self._engine = store if isinstance(store, Engine) else engine_of(store)
 
     async def close(self) -> None:
-        """Close the store."""
         if self._owns_engine:
             await asyncio.to_thread(self._engine.dispose)
 
@@ -522,15 +518,12 @@ class IdempotentHandler(_StoreHandler[M]):
 
 
 class _Timer:
-    """Calls a function repeatedly."""
-
     def __init__(self, every_s: float, call: Callable[[], None]) -> None:
         self._every_s = every_s
         self._call = call
         self._handle = asyncio.get_running_loop().call_later(every_s, self._due)
 
     def cancel(self) -> None:
-        """Stop calling."""
         self._handle.cancel()
 
     def _due(self) -> None:

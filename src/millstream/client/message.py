@@ -361,7 +361,6 @@ class Lease:
 
     @property
     def topic_id(self) -> str:
-        """Return the topic's id as text."""
         return str(UUID(bytes=self._topic_id))
 
     @property
@@ -371,7 +370,6 @@ class Lease:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Return topic and partition."""
         return self.topic, self.partition
 
 

@@ -64,7 +64,6 @@ class SharedResult:
             self.future.set_result(None)
 
     def fail_from(self, index: int, error: MillstreamError) -> None:
-        """Fail a message and those after it."""
         left_out = len(self.receipts) - index
         self.receipts[index:] = [error] * left_out
         self.settle(left_out)
@@ -384,7 +383,6 @@ class PartitionQueue:
             )
 
     def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
-        """Handle a batch that the broker rejects."""
         batch.in_flight = False
         follows = batch.behind_gap or batch is not self._first()
         if follows and isinstance(error, OutOfOrderSequence | UnknownProducer):

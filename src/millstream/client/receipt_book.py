@@ -83,13 +83,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def digest_of(value: bytes | None) -> str:
-    """Return the digest of a value; None for a message without one."""
     return "" if value is None else hashlib.blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 class ReceiptBook:
-    """Appends receipts to a book."""
-
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file: BinaryIO | None = None
@@ -149,8 +146,6 @@ def read_book(path: str | Path) -> Iterator[StoredReceipt]:
 
 
 class ReceiptCheck(NamedTuple):
-    """The number of receipts that were checked, and the findings."""
-
     receipts: int
     findings: list[Finding]
 

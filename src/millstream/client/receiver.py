@@ -52,8 +52,6 @@ OnLeased = Callable[[NodeId, LeaseResponse], None]
 
 
 class Polls:
-    """The polls of one worker, one per node."""
-
     def __init__(
         self,
         client: Client,
@@ -608,7 +606,6 @@ class Receiver(Source):
         return new
 
     def _transfer_to(self, lease: Lease, message: Message) -> None:
-        """Move a held message to its new lease."""
         before, message._lease = message._lease, lease
         if message.is_settled:
             # Its first lease was lost, and its place was free.

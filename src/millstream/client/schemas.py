@@ -40,8 +40,6 @@ class RegisteredCodec:
 
 
 class SchemaCodecs:
-    """The schemas that one client uses."""
-
     def __init__(self, client: Client) -> None:
         self._schemas = SchemaClient(client)
         self._by_name: OrderedDict[tuple[str, str], RegisteredCodec] = OrderedDict()

@@ -101,7 +101,6 @@ class Breaker:
             self.close()
 
     def failed(self, message: Message) -> tuple[int, int | None]:
-        """Record a failure; return how to settle the message, and the delay of its redelivery."""
         if self.is_open:
             return self._try_failed() if message is self._probe else (Verb.RETURN, 0)
         self._failed.add((message._lease.where, message.offset))
@@ -133,7 +132,6 @@ class Breaker:
         return Verb.RETURN if outage_s < OUTAGE_S_MAX else Verb.RELEASE, int(delay_s * 1000)
 
     def close(self) -> None:
-        """Close the breaker."""
         self.is_open = False
         self._probe = None
         self._pauses = 0
@@ -166,7 +164,6 @@ class FailureLog:
         """For each kind of failure: when it was last logged, and how many were not logged since."""
 
     def failed(self, message: Message, error: BaseException) -> None:
-        """Log a failure, or count it."""
         now, kind = monotonic(), _kind(error)
         known = self._kinds.get(kind)
         if known is not None and now - known[0] < LOGGED_EVERY_S:
@@ -179,7 +176,6 @@ class FailureLog:
         _logger.warning("the handler of %r failed on message %s%s", self._name, message.id, more, exc_info=error)
 
     def close(self) -> None:
-        """Log how many failures were not logged."""
         count = sum(count for _, count in self._kinds.values())
         self._kinds.clear()
         if count:

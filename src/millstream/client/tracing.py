@@ -112,7 +112,6 @@ class PublishSpan:
         self._span = span
 
     def record_receipts(self, receipts: Sequence[Receipt]) -> None:
-        """Record the outcome of the messages."""
         if len(receipts) == 1:
             (receipt,) = receipts
             self._span.set_attribute("messaging.message.id", receipt.id)

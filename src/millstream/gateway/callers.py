@@ -55,8 +55,6 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class CallerCredentials(NamedTuple):
-    """The credentials of a caller, and its address."""
-
     scheme: str
     user: str
     secret: str

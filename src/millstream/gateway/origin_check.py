@@ -34,8 +34,6 @@ def is_foreign(headers: Mapping[bytes, bytes]) -> bool:
 
 
 class OriginCheck:
-    """The names of one gateway."""
-
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(_strip_port(name.strip()) for name in names if name.strip())
         self._is_any = ANY in self._names

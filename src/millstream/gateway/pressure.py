@@ -86,7 +86,6 @@ class Pressure:
         self.responses[status] = self.responses.get(status, 0) + 1
 
     def leave(self, lane: Lane, principal: str = "") -> None:
-        """Remove a completed request."""
         self.requests[lane] -= 1
         if principal:
             _reduce(self._requests_held, (lane, principal), 1)

@@ -62,8 +62,6 @@ Request = DecodeRequest | EncodeRequest
 
 
 class SchemaWorker:
-    """The child processes of one gateway."""
-
     def __init__(self) -> None:
         self._children = ChildPool(MODULE, noun="values")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

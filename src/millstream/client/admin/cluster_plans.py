@@ -45,8 +45,6 @@ RATE_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Disk:
-    """The disk of a node, as the node reports it."""
-
     sizes: Mapping[tuple[str, int], int]
     total_bytes: int
     free_bytes: int
@@ -148,7 +146,6 @@ async def compute_replication(client: Client, pattern: str, to: int) -> Plan:
 
 
 async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THROTTLE_BYTES) -> PlanResponse:
-    """Store a plan in the cluster, for review."""
     request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=plan.moves, throttle_bytes=throttle_bytes)
     return await request_private(client, None, request)
 

@@ -184,8 +184,6 @@ def origin_of(letter: LeasedMessage) -> Origin | None:
 
 
 class DeadLetterClient:
-    """Works on the letters of one dead letter topic."""
-
     def __init__(self, client: Client, topic: str, worker: str, *, patience_s: float) -> None:
         self._client = client
         self._subscriptions = SubscriptionClient(client)

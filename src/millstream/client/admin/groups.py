@@ -183,7 +183,6 @@ class Progress:
 
 
 async def describe_group(client: Client, name: str) -> Group:
-    """Return one group of any type, or `UnknownGroup`."""
     try:
         return await _find_group(client, name)
     except GroupNotAuthorized:

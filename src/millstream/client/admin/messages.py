@@ -112,8 +112,6 @@ ReadRecord = Callable[[Buffer, BatchHeader, int], Awaitable[Record | None]]
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A record and the header of its batch."""
-
     record: Record
     batch: BatchHeader
 

@@ -122,7 +122,6 @@ class PipelineClient:
         return list((await self._request(None, body)).notes)
 
     async def start(self, name: str) -> None:
-        """Start it; a parked pipeline is retried."""
         await self._request(None, AlterPipelineRequest(name=name, enabled=True))
 
     async def stop(self, name: str) -> None:
@@ -437,7 +436,6 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
 
 
 async def ledger_pipeline(client: Client) -> Pipeline | None:
-    """Return the pipeline that lands the ledger, if one is declared."""
     declared = [one for one in await PipelineClient(client).describe() if one["kind"] == PipelineKind.LEDGER]
     return pipeline_of(declared[0]) if declared else None
 

@@ -92,7 +92,6 @@ class SchemaClient:
         return list((await self._request(request)).versions)
 
     async def settings(self, subject: str = "", *, default_to_global: bool = False) -> SettingsResponse:
-        """Return configuration and mode of a subject or context."""
         return await self._request(GetSettingsRequest(subject=subject, default_to_global=default_to_global))
 
     async def configure(self, request: ConfigureRequest) -> SettingsResponse:
@@ -122,7 +121,6 @@ def parse_reference(text: str) -> tuple[str, str, int]:
 
 
 def readable(schema: SchemaMessage) -> str:
-    """Return a schema as readable text: JSON is indented."""
     if schema.schema_type == PROTOBUF:
         return schema.schema
     return json.dumps(json.loads(schema.schema), indent=2, ensure_ascii=False)

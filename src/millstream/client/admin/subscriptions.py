@@ -97,8 +97,6 @@ def place_of(to: str) -> str:
 
 
 class SeekPlan(NamedTuple):
-    """The effect of a seek on one queue."""
-
     topic: str
     partition: int
     before: int

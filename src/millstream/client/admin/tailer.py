@@ -125,7 +125,6 @@ class Tailer:
                 return
 
     async def follow(self) -> AsyncGenerator[Message, None]:
-        """Yield every message from here on."""
         async with aclosing(self.follow_fetched()) as following:
             async for fetched in following:
                 for message in (message for one in fetched for message in self._messages(one)):
@@ -199,7 +198,6 @@ class Tailer:
                 yield Message(fetched.partition, record)
 
     def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
-        """Skip an unreadable batch, and note it."""
         offsets = f"{where}: the batch at offsets {header.base_offset} to {header.last_offset} cannot be read ({error})"
         reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
         at = header.next_offset

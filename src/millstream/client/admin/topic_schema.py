@@ -60,8 +60,6 @@ class _Reference(msgspec.Struct, frozen=True):
 
 
 class _Value(msgspec.Struct, frozen=True, rename="camel"):
-    """The value of a schema's record."""
-
     subject: str
     version: int
     id: int

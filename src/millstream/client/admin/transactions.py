@@ -121,8 +121,6 @@ async def list_transactions(
 
 
 async def describe_transaction(client: Client, transactional_id: str) -> DescribedTransaction:
-    """Describe a transactional id, or raise `UnknownTransaction`."""
-
     async def attempt(node: NodeId) -> DescribedTransaction:
         body = Writer(flexible=True)
         body.array_length(1)

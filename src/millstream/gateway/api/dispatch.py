@@ -127,8 +127,6 @@ def _encode(response: Any) -> bytes:
 
 
 class _Exchange(NamedTuple):
-    """An ASGI request."""
-
     scope: Scope
     headers: dict[bytes, bytes]
     receive: Receive
@@ -136,8 +134,6 @@ class _Exchange(NamedTuple):
 
 
 class Api:
-    """Serves a table of routes."""
-
     def __init__(
         self,
         routes: Iterable[Route[Any, Any]],
@@ -314,7 +310,6 @@ class _Reader:
         self._body = None if route.body is bytes or route.body is NoFields else msgspec.json.Decoder(route.body)
 
     def path(self, names: dict[str, Any]) -> dict[str, Any]:
-        """Convert the numbers among the names in the path."""
         for name, kind in self._numbers.items():
             try:
                 names[name] = msgspec.convert(names[name], kind, strict=False)

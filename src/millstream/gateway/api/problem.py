@@ -87,7 +87,6 @@ def refusal_of(error: errors.MillstreamError) -> Refused:
 
 
 def retry_after(error: errors.MillstreamError) -> dict[str, str]:
-    """Return the `Retry-After` header of a transient error."""
     if isinstance(error, errors.QuotaExceeded):
         return {"retry-after": str(math.ceil(error.wait_s))}
     return {"retry-after": str(RETRY_S)} if status_of(error) is HTTPStatus.SERVICE_UNAVAILABLE else {}
@@ -108,7 +107,6 @@ class JSONLine(JSONResponse):
     """JSON that ends with a line feed."""
 
     def render(self, content: Any) -> bytes:
-        """Encode the document."""
         return super().render(content) + b"\n"
 
 

@@ -143,8 +143,6 @@ class RecordReader:
 
 
 class _LeasedBatch:
-    """The leases of one batch's messages."""
-
     def __init__(
         self,
         place: tuple[NodeId | None, str, UUID, int],
@@ -164,7 +162,6 @@ class _LeasedBatch:
         return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._timing)
 
     def stub(self, offset: int) -> LeasedMessage:
-        """Return a leased message without its contents."""
         return self.message(Record(Offset(offset), 0, None, None, ()))
 
     def remaining_leases(self, start: int) -> Iterator[LeasedMessage]:

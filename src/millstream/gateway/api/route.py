@@ -157,7 +157,6 @@ class Route(Generic[Q, B]):
 
     @property
     def section(self) -> str:
-        """Return the section of the OpenAPI document that describes the route."""
         return self.tag or self.path.split("/")[1].replace("-", " ")
 
     @property

@@ -53,8 +53,6 @@ UNVISITED_COST_MAX: Final = 0.001
 
 
 class Counters(NamedTuple):
-    """The counters of a node since its start."""
-
     records_in: int
     bytes_in: int
     bytes_out: int
@@ -77,7 +75,6 @@ class Samples(Generic[T]):
         self._samples: deque[tuple[float, float, T | None]] = deque(maxlen=HOUR_SAMPLES)
 
     def add(self, value: T | None, begin: float, end: float) -> None:
-        """Add a value, or a gap."""
         if self._samples and self._samples[-1][1:] == (begin, value):
             begin = self._samples.pop()[0]
         self._samples.append((begin, end, value))

@@ -31,7 +31,6 @@ _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+x
 
 
 def number(value: float | None) -> str:
-    """Show a number with separators."""
     if value is None:
         return "–"
     if isinstance(value, int) or value >= 100 or value == int(value):
@@ -41,7 +40,6 @@ def number(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Show a number of bytes."""
     if value is None:
         return "–"
     for unit in _SIZES:
@@ -77,7 +75,6 @@ def moment(timestamp_ms: int | None) -> Markup:
 
 
 def since(timestamp_ms: int) -> float:
-    """Return the seconds since a time."""
     return max(0.0, time.time() - timestamp_ms / 1000)
 
 

@@ -78,8 +78,6 @@ class SignedIn:
 
 
 class Sessions:
-    """Signs users in and out."""
-
     def __init__(self, services: Services, callers: Callers | None, settings: ConsoleSettings, *, is_tls: bool) -> None:
         self._services = services
         self._callers = callers

@@ -83,7 +83,6 @@ class Task:
 
     @property
     def took_s(self) -> float:
-        """The duration of the task so far."""
         return (self.ended_s or time.time()) - self.started_s
 
     def response(self) -> Done:

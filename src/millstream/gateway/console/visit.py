@@ -33,8 +33,6 @@ PAGE_ROWS: Final = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleSettings:
-    """The settings of the console on a node."""
-
     read_only: bool = False
     runs_pipelines: bool = True
     """Whether the node may run pipelines, and so try them."""
@@ -91,7 +89,6 @@ class Visit:
         return value.strip() if name != "value" else value
 
     def number(self, name: str, default: int, *, low: int = 0, high: int = 2**31 - 1) -> int:
-        """Return a number within bounds."""
         text = self.text(name)
         if not text:
             return default
@@ -116,7 +113,6 @@ class Visit:
         return self.number("page", 0, high=1_000_000)
 
     def paging(self, total: int) -> dict[str, Any]:
-        """Return the variables for paging in the template of a list."""
         return {"total": total, "search": self.search, "page": self.page, "rows": PAGE_ROWS}
 
     def on_page(self, rows: Sequence[T]) -> Sequence[T]:

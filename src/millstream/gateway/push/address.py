@@ -113,7 +113,6 @@ class Addresses:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is globally reachable."""
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:

@@ -135,7 +135,6 @@ class PushChild(SupervisedChild):
             process.stdin.close()
 
     def _refresh(self) -> None:
-        """Follow a change of the subscriptions."""
         subscriptions, parked = [], {}
         for declared in self._declared.all():
             try:

@@ -139,11 +139,9 @@ class Endpoint:
         return 0 if now < self._paused_until else max(0, self.limit - under_way)
 
     def remaining_pause_s(self, now: float) -> float:
-        """Return the remaining pause."""
         return max(0.0, self._paused_until - now)
 
     def pause(self, seconds: float, now: float) -> None:
-        """Pause requests, as the endpoint asked."""
         self._paused_until = max(self._paused_until, now + min(seconds, PAUSE_S_MAX))
 
     def succeeded(self, under_way: int) -> None:

@@ -41,7 +41,6 @@ class Content(NamedTuple):
 
 
 def content_of(message: LeasedMessage, layout: str) -> Content:
-    """Format a message as its subscription declares."""
     headers = _by_name(message.record.headers)
     message_id = _id_of(message, headers)
     if layout == RAW:

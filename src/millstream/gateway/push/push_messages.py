@@ -44,7 +44,6 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host(self) -> str:
-        """Return the endpoint's host, for logs."""
         return urlsplit(self.url).hostname or ""
 
 

@@ -95,7 +95,6 @@ class Statistics:
         self._moments: deque[tuple[float, int, int]] = deque([(float("-inf"), 0, 0)], maxlen=64)
 
     def note(self, response: EndpointResponse, seconds: float, now_ms: int) -> None:
-        """Count a finished request."""
         self._counts[response.verdict] += 1
         self._seconds.observe(seconds)
         self._last_status = response.status
@@ -156,8 +155,6 @@ ReceiveFrom = Callable[[ReceiveRequest], Awaitable[ReadRecords]]
 
 
 class Pusher:
-    """Pushes the messages of one subscription."""
-
     def __init__(
         self,
         declared: PushSubscription,

@@ -72,8 +72,6 @@ class _Mode(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RegistryRequest:
-    """A request with the names in its path."""
-
     names: Mapping[str, str]
     query: Mapping[str, Sequence[str]]
     body: bytes
@@ -90,7 +88,6 @@ class RegistryRequest:
 
     @property
     def subject(self) -> str:
-        """The subject in the path, with its context."""
         return self.qualified(self.names.get("subject", ""))
 
     @property

@@ -100,8 +100,6 @@ class StoredBucket(NamedTuple):
 
 
 class KeyedTable(LakeTable):
-    """A table with one row per key."""
-
     def __init__(self, storage: Storage, *, replaced_retention: timedelta = REPLACED_RETENTION) -> None:
         super().__init__(storage)
         self.log = DeltaLog(storage, partition_by=(), configuration=_CONFIGURATION)
@@ -360,7 +358,6 @@ class MergeUnit:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the rows to read."""
         return self.new + (0 if self.stored is None else self.stored.bytes)
 
 

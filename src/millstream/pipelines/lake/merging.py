@@ -128,7 +128,6 @@ class MergedBucket:
 
 
 def tombstone_schema(order: pa.DataType) -> pa.Schema:
-    """Return the columns of remembered deletes."""
     return pa.schema(
         [
             pa.field(KEY, pa.binary()),

@@ -103,7 +103,6 @@ class InexactIntegers:
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
-        """Return no folders: nothing is written."""
         return []
 
     def __call__(self, file: ActiveFile) -> str:
@@ -134,7 +133,6 @@ class Rewrite:
 
     @property
     def output_folders(self) -> list[tuple[Storage, str]]:
-        """Return the whole table."""
         return [(self.storage, "")]
 
     def __call__(self, file: ActiveFile) -> str:
@@ -161,7 +159,6 @@ class Rewrite:
             self.delete(from_json(result))
 
     def delete(self, files: Iterable[WrittenFile]) -> None:
-        """Delete files that no commit names."""
         for file in files:
             self.storage.delete(file.path)
 

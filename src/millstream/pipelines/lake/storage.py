@@ -57,7 +57,6 @@ class Storage:
 
     @property
     def folder(self) -> Path | None:
-        """Return the local folder, if it is one."""
         return None if "://" in self.url else Path(self.url)
 
     def suffixed(self, ending: str) -> Storage:

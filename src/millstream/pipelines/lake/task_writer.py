@@ -437,7 +437,6 @@ class EventTimeWriter(FileWriter):
 
     @property
     def folder(self) -> str:
-        """Return the folder of the table: the others are known only from the rows."""
         return ""
 
     def write(self, batch: pa.RecordBatch) -> None:

@@ -152,7 +152,6 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def send(self, event: DriverEvent | JobEvent) -> None:
-        """Write a line at once."""
         with self._lock, suppress(OSError, ValueError):
             # A broker that is gone has closed the other pipe too, which ends this process.
             self._stream.write(msgspec.json.encode(event) + b"\n")

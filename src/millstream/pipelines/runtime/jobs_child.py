@@ -252,8 +252,6 @@ class JobsChild:
 
 
 class _Job:
-    """A job on the node that runs it."""
-
     def __init__(self, child: JobsChild, pipeline: Pipeline) -> None:
         self._child = child
         self.pipeline = pipeline
@@ -376,7 +374,6 @@ class _Job:
         return self._is_stopped or self.is_leaving
 
     async def _await_and_run(self) -> None:
-        """Wait for the next run, and make it."""
         pipeline, settings = self.pipeline, self._settings
         if self._child.security is not None:
             refusal = owner_refusal(self._child.security, pipeline.owner)
@@ -713,8 +710,6 @@ def _as_integer(value: object) -> int | None:
 
 
 class _AttemptWatch:
-    """Follows the process of an attempt."""
-
     def __init__(self, job: _Job, process: Process, settings: JobSettings) -> None:
         self._job = job
         self._process = process
@@ -726,7 +721,6 @@ class _AttemptWatch:
         self._killed = ""
 
     def outcome(self, code: int) -> _Outcome:
-        """Return the outcome for an exit code."""
         if code == LOST:
             return _Outcome(is_lost=True)
         if self._ended is not None and self._ended.succeeded:

@@ -106,7 +106,6 @@ class ManualRun:
         return stall_s_of(self._pipeline)
 
     def cancel_step(self, reason: str) -> None:
-        """Cancel the running step for a reason."""
         self._given_up = reason
         # In a thread, since a hung Java process would block the caller.
         threading.Thread(target=self._try_to_cancel, name="cancel", daemon=True).start()

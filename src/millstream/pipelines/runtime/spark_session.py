@@ -154,7 +154,6 @@ def close_session(spark: SparkSession) -> None:
 
 
 def kill_java(spark: SparkSession) -> None:
-    """Kill Java; calls into it fail."""
     _java_of(spark).kill()
 
 

@@ -183,7 +183,6 @@ class Watch:
         self._orphaned_s: dict[str, float] = {}
 
     def run(self, over: threading.Event) -> None:
-        """Watch until `over` is set."""
         while not over.wait(self._check_interval_s):
             self.check()
         self._asking.shutdown(wait=False)

@@ -142,7 +142,6 @@ class Access:
         return {name: text for name, text in {**found, "tokenFile": self.token_file}.items() if text}
 
     def without_secrets(self) -> Access:
-        """Return the access without user, password and token."""
         return Access(ca=self.ca, tls=self.tls, cluster=self.cluster)
 
     def _create_token(self, brokers: str, scope: frozenset[Acl]) -> tuple[str, float]:
@@ -322,7 +321,6 @@ def _from_environment(environment: Mapping[str, str]) -> Access:
 
 
 def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return the user, the password and the mechanism."""
     user = options.get("user") or options.get(_USER, "")
     password = options.get("password") or options.get(_PASSWORD, "")
     mechanism = options.get(_MECHANISM, "")

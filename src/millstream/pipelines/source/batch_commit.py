@@ -38,7 +38,6 @@ class Batch:
     """The stream's name; when Spark asks to abort, it gives neither the query nor the run."""
 
     def new_attempt(self, task: int) -> str:
-        """Return a transactional id for one attempt at one task."""
         attempt = uuid4().hex[:12]
         named = f"{self.stream}.{attempt}" if self.stream else attempt
         return f"spark/{self.query}/{self.number}/{task}/{f'{self.run}-{named}' if self.run else named}"

@@ -53,7 +53,6 @@ class Link(LoopThread):
             raise
 
     def close(self) -> None:
-        """Close the connections and end the thread."""
         self.call(self.client.close())
         super().close()
 

@@ -35,8 +35,6 @@ _NO_OFFSET_SINCE = -1
 
 
 class OffsetResolver:
-    """Looks up the topics of a query."""
-
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
 

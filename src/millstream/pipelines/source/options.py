@@ -467,7 +467,6 @@ class _OptionReader:
         return parse_access({name: self._texts[name] for name in ACCESS_OPTIONS if name in self._texts})
 
     def flag(self, name: str, default: bool) -> bool:
-        """Parse true or false."""
         text = (self.text(name) or str(default)).lower()
         if text not in ("true", "false"):
             raise InvalidSetting(f"option {name} must be true or false, not {text!r}")

@@ -174,7 +174,6 @@ class TopicReader(DataSourceReader):
         return admit_tasks(pieces, options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one task."""
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -346,7 +345,6 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- what executors do ------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one task."""
         return read_task(partition, self._options, self._shape)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -53,7 +53,6 @@ _STEPS[list(b"]}")] = -1
 
 
 def is_text_too_deep(text: str) -> bool:
-    """Whether a text is nested too deeply to be parsed."""
     return text.count("{") + text.count("[") > NESTING_MAX and is_too_deep(pa.array([text], pa.string()))
 
 

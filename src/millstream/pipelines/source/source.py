@@ -39,7 +39,6 @@ class MillstreamSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name for `format(...)`."""
         return "millstream"
 
     @without_traceback
@@ -56,7 +55,6 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return a reader of existing messages."""
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.reader import TopicReader
         from millstream.pipelines.source.shape import shape_of
@@ -69,7 +67,6 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Return a reader of arriving messages."""
         from millstream.pipelines.source.options import read_options, refuse_ending
         from millstream.pipelines.source.reader import TopicStreamReader
         from millstream.pipelines.source.shape import shape_of
@@ -101,7 +98,6 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Return a writer of a stream's batches."""
         from millstream.core.heap import freeze_worker_heap
         from millstream.pipelines.source.options import write_options
         from millstream.pipelines.source.target_topic import STREAM_PATIENCE_S, check_target

@@ -58,7 +58,6 @@ def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
 
 
 def supports_batch_commit(link: Link) -> bool:
-    """Whether the brokers support Millstream's batch commit."""
     return link.call(link.client.serves(BatchMember.KEY))
 
 

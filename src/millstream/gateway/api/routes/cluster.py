@@ -148,7 +148,6 @@ async def clients(services: Services, request: Request[ClientQuery, NoFields]) -
 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:
-    """Show the last plan."""
     current = await current_plan(services.client)
     copied = await copied_bytes(services.client, current)
     return msgspec.convert(describe_progress(current, copied), PlanProgress)

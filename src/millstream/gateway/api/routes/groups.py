@@ -117,7 +117,6 @@ async def reset(services: Services, request: Request[NoFields, GroupReset]) -> M
 
 
 async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
-    """Delete a group and its committed offsets."""
     await delete_group(services.client, request.path["group"])
 
 

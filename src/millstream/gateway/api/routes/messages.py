@@ -72,7 +72,6 @@ class Show(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def show(services: Services, request: Request[Show, NoFields]) -> StoredDocument:
-    """Show the message at an offset."""
     topic = await find_topic(services.client, request.path["topic"])
     partition = request.path["partition"]
     stored = await find_message(

@@ -174,7 +174,6 @@ async def change(services: Services, request: Request[NoFields, MirrorChanges]) 
 
 
 async def delete(services: Services, request: Request[Deletion, NoFields]) -> None:
-    """Delete a mirror without copies."""
     await MirrorClient(services.client).delete(request.path["mirror"], force=request.query.force)
 
 

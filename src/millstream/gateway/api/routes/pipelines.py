@@ -214,7 +214,6 @@ async def change(services: Services, request: Request[NoFields, PipelineChanges]
 
 
 async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
-    """Delete a pipeline; its output stays."""
     await PipelineClient(services.client).delete(request.path["pipeline"])
 
 
@@ -229,13 +228,11 @@ async def stop(services: Services, request: Request[NoFields, NoFields]) -> Pipe
 
 
 async def list_runs(services: Services, request: Request[RunQuery, NoFields]) -> RunList:
-    """List the last runs of a job."""
     runs = await PipelineClient(services.client).runs(request.path["pipeline"], limit=request.query.limit)
     return msgspec.convert({"runs": runs}, RunList)
 
 
 async def read_log(services: Services, request: Request[NoFields, NoFields]) -> RunLog:
-    """Return the end of a run's output."""
     number = request.path["run"]
     if not number.isdecimal() or len(number) > 15:
         raise invalid(f"the number of a run must be a whole number, not {number!r}; 0 is the last run")
@@ -244,13 +241,11 @@ async def read_log(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def request_run(services: Services, request: Request[NoFields, NoFields]) -> RunRequested:
-    """Run a job now."""
     await PipelineClient(services.client).request_run(request.path["pipeline"])
     return RunRequested(request.path["pipeline"], True)
 
 
 async def cancel_run(services: Services, request: Request[NoFields, NoFields]) -> RunCancelled:
-    """Cancel the run of a job that is in progress."""
     name = request.path["pipeline"]
     return RunCancelled(name, await PipelineClient(services.client).cancel_run(name))
 
@@ -260,7 +255,6 @@ async def list_rules(services: Services, request: Request[Any, Any]) -> RuleList
 
 
 async def change_rules(services: Services, request: Request[NoFields, RuleChanges]) -> RulesChanged:
-    """Change rules atomically and list them."""
     body, name = request.body, request.path["pipeline"]
     if not body.put and not body.delete:
         raise invalid("nothing to change; send rules to `put` or names to `delete`")

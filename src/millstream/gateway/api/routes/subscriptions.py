@@ -268,7 +268,6 @@ def _lease_document(held: HeldLease) -> HeldLeaseDocument:
 
 
 async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:
-    """Change a subscription and describe it."""
     body = request.body
     changes = {**_parse_options(body), **changes_of(body.settings)}
     if not changes and body.topics is None:
@@ -299,7 +298,6 @@ async def pause(services: Services, request: Request[NoFields, NoFields]) -> Sub
 
 
 async def resume(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionPaused:
-    """Deliver messages again."""
     return await _set_paused(services, request.path["subscription"], None)
 
 

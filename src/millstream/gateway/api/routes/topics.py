@@ -200,7 +200,6 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def alter(services: Services, request: Request[NoFields, TopicChanges]) -> TopicChanged:
-    """Change a topic and describe it."""
     name, body = request.path["topic"], request.body
     settings = changes_of(body.settings)
     changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(body).items()}}

@@ -97,7 +97,6 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def abort(services: Services, request: Request[NoFields, NoFields]) -> Aborted:
-    """Abort a transaction and fence its producer."""
     name = request.path["transaction"]
     return Aborted(name, await abort_transaction(services.client, name))
 
@@ -108,7 +107,6 @@ async def list_hanging(services: Services, request: Request[NoFields, NoFields])
 
 
 async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:
-    """Write the abort marker of a hanging transaction."""
     body = request.body
     where = TopicPartition(body.topic, PartitionIndex(body.partition))
     aborted = await abort_on_partition(services.client, where, body.producer_id, force=body.force)

@@ -57,7 +57,6 @@ async def cluster(visit: Visit) -> Response:
 
 
 async def show_plan(visit: Visit) -> Response:
-    """Show the last plan, and how far it is."""
     try:
         current = await cluster_plans.current_plan(visit.services.client)
     except InvalidRequest as error:

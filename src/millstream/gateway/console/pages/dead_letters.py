@@ -61,7 +61,6 @@ class _LetterSelection:
 
 
 def _selects(subscription: str, reason: str) -> str:
-    """Return the filter that selects the letters of one group."""
     terms = [
         f"headers['{name}'] = {quoted(value)}" if value else f"coalesce(headers['{name}'], '') = ''"
         for name, value in (("dlq-subscription", subscription), ("dlq-reason", reason))

@@ -50,8 +50,6 @@ NDJSON: Final = "application/x-ndjson"
 
 
 class _SearchForm(msgspec.Struct):
-    """The fields of the page's search form."""
-
     topic: TopicMetadata
     partitions: list[int]
     starts_at: str

@@ -32,7 +32,6 @@ async def show(visit: Visit) -> Response:
 
 
 async def pause(visit: Visit) -> Response:
-    """Stop copying for now."""
     return await _set_enabled(visit, "pause", "is paused; its copies stay readable", is_enabled=False)
 
 

@@ -123,7 +123,6 @@ async def _try_rules(visit: Visit, described: dict[str, Any]) -> dict[str, str]:
 
 
 async def start(visit: Visit) -> Response:
-    """Start a pipeline; a parked one is retried."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).start(name)
     return _done(name, f"Pipeline {name} is starting", "start", name)
@@ -136,7 +135,6 @@ async def stop(visit: Visit) -> Response:
 
 
 async def delete(visit: Visit) -> Response:
-    """Delete a pipeline; its output stays."""
     name = visit.names["pipeline"]
     visit.confirm(name)
     await PipelineClient(visit.services.client).delete(name)

@@ -199,7 +199,6 @@ async def seek(visit: Visit) -> Response:
 
 
 async def purge(visit: Visit) -> Response:
-    """Skip everything that waits."""
     name = visit.names["subscription"]
     visit.confirm(name)
     await visit.services.subscriptions.seek(name, "latest")
