@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millstream import __version__
 from millstream.core.errors import MillstreamError, NotAuthorized
-from millstream.gateway.api.dispatch import Api
+from millstream.gateway.api.dispatch import Api, host_of
 from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document
 from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refusal_of, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
@@ -211,8 +211,7 @@ class _Pages:
         if self._callers is None:
             status = await self._fetch_status()
         else:
-            host = "" if request.client is None else request.client.host
-            async with self._callers.acting_for(request.scope["headers"], host) as caller:
+            async with self._callers.acting_for(request.scope["headers"], host_of(request.scope)) as caller:
                 status = await caller.services.status.fetch()
         numbers = [*status["metrics"], *self._pressure.metrics()]
         text, content_type = render_metrics(numbers, request.headers.get("accept", ""))

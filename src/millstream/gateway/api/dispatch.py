@@ -237,7 +237,7 @@ class Api:
     ) -> None:
         """Serve a route that may wait; cancel it when the client disconnects."""
         scope, _, receive, send = exchange
-        disconnected = asyncio.ensure_future(_await_disconnect(receive))
+        disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
         request.disconnected = disconnected
         is_delivered = False
         try:
@@ -322,14 +322,8 @@ class _Reader:
             if self._no_query is None:
                 self._no_query = self._convert({})
             return self._no_query
-        try:
-            pairs = parse_qsl(
-                text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
-            )
-        except ValueError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the query string cannot be parsed: {error}") from None
         given: dict[str, Any] = {}
-        for name, value in pairs:
+        for name, value in parse_pairs(text, "the query string"):
             if name in self._lists:
                 given.setdefault(name, []).append(value)
             elif name in given:
@@ -364,6 +358,14 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
 
+def parse_pairs(text: bytes, what: str) -> list[tuple[str, str]]:
+    """Parse a query string or a form; raise `Refused` if that fails."""
+    try:
+        return parse_qsl(text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX)
+    except ValueError as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"{what} cannot be parsed: {error}") from None
+
+
 def host_of(scope: Scope) -> str:
     """Return the caller's address, as access rules name it."""
     client = scope.get("client")
@@ -375,7 +377,7 @@ def _address(client: tuple[str, int] | None) -> str:
     return "" if client is None else f"{client[0]}:{client[1]}"
 
 
-async def _await_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

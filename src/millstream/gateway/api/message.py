@@ -146,9 +146,13 @@ def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None
 def declares_json(headers: Headers) -> bool:
     for name, value in headers:
         if name == CONTENT_TYPE and value is not None:
-            media = value.partition(b";")[0].strip().lower()
-            return media.endswith((b"/json", b"+json"))
+            return is_json(value.decode("latin-1"))
     return False
+
+
+def is_json(content_type: str) -> bool:
+    """Return whether a content type is JSON, by its name or its suffix."""
+    return content_type.partition(";")[0].strip().lower().endswith(("/json", "+json"))
 
 
 def _as_json(members: dict[str, Any], value: bytes) -> None:

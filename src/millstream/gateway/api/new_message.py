@@ -24,7 +24,7 @@ from millstream.core.headers import (
     TRACESTATE,
 )
 from millstream.core.json_problem import plain_problem
-from millstream.gateway.api.message import declares_json
+from millstream.gateway.api.message import declares_json, is_json
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.protocol.records.record import NewRecord
 
@@ -157,7 +157,7 @@ def from_batch(message: NewMessage) -> RecordToPublish:
         stored.append((DELIVER_AT, b"%d" % due_ms))
     if message.headers:
         known = {name for name, _ in stored}
-        stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
+        stored += [(name, value.encode()) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
     record = NewRecord(_key(message), _value(message), tuple(stored))
     return _checked_json(RecordToPublish(record, message.partition, message_id))
@@ -191,7 +191,7 @@ def _key(message: NewMessage) -> bytes | None:
         if message.key is not None:
             raise invalid("set `key` or `key_base64`, not both")
         return from_base64(message.key_base64, "key_base64")
-    return None if message.key is None else _encoded(message.key)
+    return None if message.key is None else message.key.encode()
 
 
 def _value(message: NewMessage) -> bytes | None:
@@ -199,7 +199,7 @@ def _value(message: NewMessage) -> bytes | None:
     if given > 1:
         raise invalid("set one of `value`, `json` and `base64`")
     if message.value is not None:
-        return _encoded(message.value)
+        return message.value.encode()
     if message.base64 is not None:
         return from_base64(message.base64, "base64")
     return None if isinstance(message.json, msgspec.UnsetType) else bytes(message.json)
@@ -211,10 +211,6 @@ def from_base64(text: str, name: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise invalid(f"{name} is not valid base64") from None
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode()
 
 
 def _checked_id(value: bytes) -> bytes:
@@ -363,12 +359,6 @@ def _data(event: CloudEvent, content_type: str | None) -> bytes | None:
         text: str = msgspec.json.decode(raw)
         return text.encode()
     return raw
-
-
-def is_json(content_type: str) -> bool:
-    """Return whether a content type is JSON, by its name or its suffix."""
-    media = content_type.partition(";")[0].strip().lower()
-    return media.endswith(("/json", "+json"))
 
 
 def _with_attributes(placed: RecordToPublish, attributes: Mapping[str, bytes]) -> RecordToPublish:

@@ -15,12 +15,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl
 
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.core.tasks import cancel_and_wait
-from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send, host_of
+from millstream.gateway.api.dispatch import PathTree, Scope, Send, host_of, parse_pairs, wait_for_disconnect
 from millstream.gateway.api.event_stream import send_events
 from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
@@ -319,7 +318,7 @@ class ConsoleApp:
 
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
         """Serve a stream while the browser is connected and the user may see it."""
-        disconnected = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
+        disconnected = asyncio.ensure_future(wait_for_disconnect(exchange.receive))
         lapsed: asyncio.Future[bytes] | None = None
         if self._callers is not None:
             lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
@@ -488,19 +487,13 @@ def _refusal(error: Exception, path: str) -> Refused:
 
 
 def _pairs(text: bytes) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(
-            text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
-        )
-    except ValueError as error:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"the parameters cannot be parsed: {error}") from None
-    return dict(pairs)
+    return dict(parse_pairs(text, "the parameters"))
 
 
 async def _run_while_connected(exchange: _Exchange, route: PageRoute, visit: Visit) -> Response:
     """Prepare a page; stop when the browser has disconnected."""
     working = asyncio.ensure_future(route.handle(visit))
-    disconnected = asyncio.ensure_future(_wait_for_disconnect(exchange.receive))
+    disconnected = asyncio.ensure_future(wait_for_disconnect(exchange.receive))
     try:
         await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -508,8 +501,3 @@ async def _run_while_connected(exchange: _Exchange, route: PageRoute, visit: Vis
         return working.result()
     finally:
         await cancel_and_wait(working, disconnected)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

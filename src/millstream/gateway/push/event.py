@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote_from_bytes
 
 import msgspec
 
+from millstream.client.admin.messages import utc
 from millstream.core.headers import CONTENT_TYPE, CORRELATION_ID, MESSAGE_ID, TRACEPARENT, TRACESTATE
 from millstream.core.push import BINARY, RAW
+from millstream.gateway.api.message import is_json
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 STRUCTURED_TYPE: Final = b"application/cloudevents+json; charset=utf-8"
@@ -27,7 +28,6 @@ _BYTES: Final = "application/octet-stream"
 # Characters that CloudEvents headers hold unescaped; all others are percent-encoded.
 _PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 _NAME_SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-_DATE_MS_MAX: Final = 253_402_300_799_999
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -71,7 +71,7 @@ def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: b
         "id": _text(message_id),
         "source": f"/topics/{message.topic}",
         "type": DEFAULT_TYPE,
-        "time": _time(record.timestamp_ms),
+        "time": utc(record.timestamp_ms) or "",
         "subject": "" if record.key is None else _text(record.key),
         "correlationid": _text(headers.get(CORRELATION_ID, b"")),
         "traceparent": _text(headers.get(TRACEPARENT, b"")),
@@ -97,7 +97,7 @@ def _raw(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -
         (b"message-partition", b"%d" % message.partition),
         (b"message-offset", b"%d" % record.offset),
         (b"message-attempt", b"%d" % message.attempt),
-        (b"message-time", _time(record.timestamp_ms).encode()),
+        (b"message-time", (utc(record.timestamp_ms) or "").encode()),
         (CONTENT_TYPE.encode(), _header_value(_content_type(headers, record.value or b"").encode())),
     ]
     if record.key is not None:
@@ -116,7 +116,7 @@ def _raw(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -
 def _data(kind: str, value: bytes | None) -> dict[str, Any]:
     if value is None:
         return {}
-    if kind.partition(";")[0].strip().lower().endswith(("/json", "+json")) and _is_json(value):
+    if is_json(kind) and _is_document(value):
         return {"data": msgspec.Raw(value)}
     if kind.startswith("text/"):
         try:
@@ -131,10 +131,10 @@ def _content_type(headers: dict[str, bytes], value: bytes) -> str:
     declared = headers.get(CONTENT_TYPE) or headers.get("ce_datacontenttype")
     if declared:
         return _text(declared)
-    return _JSON if _is_json(value) else _BYTES
+    return _JSON if _is_document(value) else _BYTES
 
 
-def _is_json(value: bytes) -> bool:
+def _is_document(value: bytes) -> bool:
     try:
         # Strings within the document have to be valid text too, or it could not be parsed.
         value.decode()
@@ -163,13 +163,6 @@ def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
 
 def _is_attribute(name: str) -> bool:
     return name.isascii() and name.isalnum() and name == name.lower()
-
-
-def _time(timestamp_ms: int) -> str:
-    if not 0 <= timestamp_ms <= _DATE_MS_MAX:
-        return ""
-    seconds = datetime.fromtimestamp(timestamp_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{seconds}.{timestamp_ms % 1000:03d}Z"
 
 
 def _text(value: bytes) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Final, NamedTuple
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,7 @@ from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
 from millstream.core.json_problem import plain_problem
 from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_LEVEL, LEVEL, NUMBER_MAX, SCHEMA_TYPES, RegistryCode
-from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
+from millstream.gateway.api.dispatch import PathTree, Scope, Send, host_of, parse_pairs
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
 from millstream.gateway.api.services import Services
@@ -177,20 +177,11 @@ def _sent(request: RegistryRequest) -> dict[str, Any]:
     }
 
 
-async def _root(client: SchemaClient, request: RegistryRequest) -> Any:
-    return {}
+def _constant(response: Any) -> Callable[[SchemaClient, RegistryRequest], Awaitable[Any]]:
+    async def respond(client: SchemaClient, request: RegistryRequest) -> Any:
+        return response
 
-
-async def _server_id(client: SchemaClient, request: RegistryRequest) -> Any:
-    return {"scope": {"path": [], "clusters": {}}, "id": ""}
-
-
-async def _server_version(client: SchemaClient, request: RegistryRequest) -> Any:
-    return {"version": __version__, "commitId": ""}
-
-
-async def _types(client: SchemaClient, request: RegistryRequest) -> Any:
-    return list(SCHEMA_TYPES)
+    return respond
 
 
 async def _contexts(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -422,12 +413,12 @@ async def _reset_mode(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 ROUTES: Final = (
-    RegistryRoute("GET", "/", _root),
-    RegistryRoute("GET", "/v1/metadata/id", _server_id),
-    RegistryRoute("GET", "/v1/metadata/version", _server_version),
+    RegistryRoute("GET", "/", _constant({})),
+    RegistryRoute("GET", "/v1/metadata/id", _constant({"scope": {"path": [], "clusters": {}}, "id": ""})),
+    RegistryRoute("GET", "/v1/metadata/version", _constant({"version": __version__, "commitId": ""})),
     RegistryRoute("GET", "/contexts", _contexts),
     RegistryRoute("GET", "/schemas", _schemas),
-    RegistryRoute("GET", "/schemas/types", _types),
+    RegistryRoute("GET", "/schemas/types", _constant(list(SCHEMA_TYPES))),
     RegistryRoute("GET", "/schemas/ids/{id}", _schema),
     RegistryRoute("GET", "/schemas/ids/{id}/schema", _schema_only),
     RegistryRoute("GET", "/schemas/ids/{id}/subjects", _schema_subjects),
@@ -507,8 +498,7 @@ class RegistryApp:
         """Serve with the rights of the caller."""
         if self._callers is None:
             return await self._serve(self._services, scope, receive)
-        client = scope.get("client")
-        async with self._callers.acting_for(scope["headers"], "" if client is None else str(client[0])) as caller:
+        async with self._callers.acting_for(scope["headers"], host_of(scope)) as caller:
             return await self._serve(caller.services, scope, receive)
 
     async def _serve(self, services: Services, scope: Scope, receive: Receive) -> Any:
@@ -562,10 +552,10 @@ def _split_context(path: bytes) -> tuple[str, bytes]:
 
 
 def _query(text: bytes) -> dict[str, list[str]]:
-    try:
-        return parse_qs(text.decode("ascii"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
-    except ValueError as error:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"the query string cannot be parsed: {error}") from None
+    query: dict[str, list[str]] = {}
+    for name, value in parse_pairs(text, "the query string"):
+        query.setdefault(name, []).append(value)
+    return query
 
 
 def _content_type(accept: bytes) -> str | None:
