@@ -76,7 +76,8 @@ async def rebuild(
         inventories += [await inventory_of(folder) for folder in folders]
         _check_cluster(inventories, config)
         catalog.prepare()
-        rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids(), _node_ids(replaced))
+        replaced_ids = [NodeId(number) for number in sorted(set(replaced))]
+        rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids(), replaced_ids)
         if not dry_run:
             _check_safe(rebuilt, accept_loss=accept_loss)
             await write(store, rebuilt, inventories[0].cluster_id or catalog.cluster_id)
@@ -93,10 +94,6 @@ def _inventory(file: Path) -> Inventory:
         raise CommandFailed(f"cannot read {file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     except CorruptState as error:
         raise CorruptState(f"{file}: {error}; `millstream cluster inventory` creates one") from error
-
-
-def _node_ids(numbers: Sequence[int]) -> list[NodeId]:
-    return [NodeId(number) for number in sorted(set(numbers))]
 
 
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:

@@ -449,7 +449,8 @@ class Story:
         await self._publish(range(FIRST))
         took_ms = (time.monotonic() - started) * 1000
         by_partition = Counter(receipt.partition for receipt in self._placed.values())
-        self._account.say(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {_counts(by_partition)}")
+        counts = ", ".join(f"{count} in partition {index}" for index, count in sorted(by_partition.items()))
+        self._account.say(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {counts}")
         await self._await_processed(range(FIRST))
         self._check_handled(range(FIRST))
 
@@ -630,7 +631,9 @@ class Story:
         """Run members of the group until they have read the messages that it has not read yet."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             topic = await find_topic(self._ms.client, TOPIC)
-            group = [DemoMember(await self._connect(stack), GROUP, topic, self._progress) for _ in range(members)]
+            connecting = [Client.connect(self._broker.kafka, client_id="demo-member") for _ in range(members)]
+            clients = [await stack.enter_async_context(one) for one in connecting]
+            group = [DemoMember(one, GROUP, topic, self._progress) for one in clients]
             for member in group:
                 tasks.create_task(member.run())
             await self._until(lambda: sum(len(member.read) for member in group) >= len(missed))
@@ -640,9 +643,6 @@ class Story:
         progress = await progress_of(self._ms.client, await describe_group(self._ms.client, GROUP))
         lag = sum(one.lag or 0 for one in progress)
         self._account.check(lag == 0, "it has committed all of them", f"it is {lag:,} messages behind")
-
-    async def _connect(self, stack: AsyncExitStack) -> Client:
-        return await stack.enter_async_context(Client.connect(self._broker.kafka, client_id="demo-member"))
 
     async def _read_log(self) -> list[Stored]:
         client, starts = self._ms.client, dict.fromkeys(range(PARTITIONS), 0)
@@ -696,7 +696,3 @@ def _customer(number: int) -> str:
 
 def _number(value: bytes | None) -> int:
     return int(json.loads(value or b"{}").get("order_id", -1))
-
-
-def _counts(by_partition: Counter[int]) -> str:
-    return ", ".join(f"{count} in partition {index}" for index, count in sorted(by_partition.items()))

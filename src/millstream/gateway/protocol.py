@@ -243,7 +243,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End the limits of the head, and measure it if so much arrived that it may be too large."""
-        if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
+        size = 0
+        if self._head_bytes > HEAD_BYTES_MAX:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > HEAD_BYTES_MAX:
             self._refuse_rest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
             raise ValueError(_HEAD_TOO_LARGE)  # The rest of the request is not read.
         hosts = sum(name == b"host" for name, _ in self.headers)
@@ -341,9 +344,6 @@ class Protocol(HttpToolsProtocol):
         """Respond to malformed HTTP, unless the request was refused while it was parsed."""
         if self._refused_bytes < 0:
             self._refuse_rest(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
-
-    def _head_size(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _refuse_rest(self, status: HTTPStatus, detail: str) -> None:
         """Refuse everything that arrives on this connection; closing it while the client sends would lose the

@@ -484,11 +484,9 @@ async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTable
         names = settings.topic_names or await _existing_topics(client, settings)
     except MillstreamError as error:
         return LandedTables([], [f"The locations of its tables are unknown: {error}"])
-    return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], notes)
-
-
-def _table(topic: str, location: str, format_name: str) -> LandedTable:
-    return LandedTable(topic, location, _READERS[format_name].format(location=location))
+    located = {name: f"{lake.rstrip('/')}/{name}" for name in names}
+    reader = _READERS[settings.format]
+    return LandedTables([LandedTable(name, at, reader.format(location=at)) for name, at in located.items()], notes)
 
 
 async def _existing_topics(client: Client, settings: LandSettings) -> list[str]:

@@ -214,7 +214,8 @@ class Api:
         self._pressure.enter(lane, principal)
         memory = RequestMemory(self._pressure, lane, principal)
         try:
-            address = _address(scope.get("client"))
+            # As the broker shows it.
+            address = ":".join(map(str, scope.get("client") or ()))
             request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory, address)
             if route.body is not NoFields:
                 if b"content-encoding" in headers:
@@ -370,11 +371,6 @@ def host_of(scope: Scope) -> str:
     """Return the caller's address, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
-
-
-def _address(client: tuple[str, int] | None) -> str:
-    """Return the other end of a connection as the broker shows it."""
-    return "" if client is None else f"{client[0]}:{client[1]}"
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -144,7 +144,10 @@ def _operation(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
         "responses": _responses(route, schemas),
     }
     parameters = [
-        *(_path_parameter(name, kind) for name, kind in route.names.items()),
+        *(
+            {"name": name, "in": "path", "required": True, "schema": msgspec.json.schema(kind)}
+            for name, kind in route.names.items()
+        ),
         *_parameters(route.query, "query"),
         *([] if route.headers is None else _parameters(route.headers, "header")),
     ]
@@ -195,10 +198,6 @@ def _refusals(schemas: _Schemas) -> dict[str, Any]:
 
 def _refusal_name(status: HTTPStatus) -> str:
     return status.phrase.title().replace(" ", "")
-
-
-def _path_parameter(name: str, kind: Any) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": msgspec.json.schema(kind)}
 
 
 def _parameters(kind: type, where: str) -> list[dict[str, Any]]:

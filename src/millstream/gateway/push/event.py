@@ -61,9 +61,9 @@ def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: b
     """Return the event's attributes, its own first."""
     record = message.record
     attributes = {
-        name[len(_STORED) :]: _text(value)
-        for name, value in headers.items()
-        if name.startswith(_STORED) and _is_attribute(name[len(_STORED) :])
+        name: _text(headers[_STORED + name])
+        for name in (header.removeprefix(_STORED) for header in headers if header.startswith(_STORED))
+        if name.isascii() and name.isalnum() and name == name.lower()
     }
     attributes.pop("datacontenttype", None)
     made = {
@@ -159,10 +159,6 @@ def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
     for name, value in headers:
         values.setdefault(name, value or b"")
     return values
-
-
-def _is_attribute(name: str) -> bool:
-    return name.isascii() and name.isalnum() and name == name.lower()
 
 
 def _text(value: bytes) -> str:

@@ -181,7 +181,7 @@ class Driver:
         self._reporter.start()
         watch = Watch(
             self._runners,
-            self._activity,
+            lambda: Activity() if spark is None else activity_of(spark),
             self._request_replacement,
             check_interval_s=check_interval_s,
             cancel_s=cancel_s,
@@ -283,9 +283,6 @@ class Driver:
         """Return the running pipelines, including those that are ending."""
         known = (*list(self._running.values()), *list(self._ending.values()))
         return [one.runner for one in known if one.thread.is_alive()]
-
-    def _activity(self) -> Activity:
-        return Activity() if self._spark is None else activity_of(self._spark)
 
     def _request_replacement(self, name: str, reason: str) -> None:
         _logger.error("the driver must be replaced", extra={"pipeline": name, "reason": reason})

@@ -374,7 +374,7 @@ class _Job:
         return self._is_stopped or self.is_leaving
 
     async def _await_and_run(self) -> None:
-        pipeline, settings = self.pipeline, self._settings
+        pipeline, settings = self.pipeline, self.pipeline.job_settings
         if self._child.security is not None:
             refusal = owner_refusal(self._child.security, pipeline.owner)
             if refusal:
@@ -675,10 +675,6 @@ class _Job:
         self._end_attempt.set()
 
     # -- internals ------------------------------------------------------------------------------------------
-
-    @property
-    def _settings(self) -> JobSettings:
-        return self.pipeline.job_settings
 
     async def _park(self, reason: str) -> None:
         await self._child.declared.park(self.pipeline, reason)

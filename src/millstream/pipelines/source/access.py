@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Operation, PatternType, ResourceType
@@ -86,10 +87,10 @@ class Access:
     token: str = field(default="", repr=False)
     token_file: str = ""
 
-    def __reduce__(self) -> tuple[Callable[..., Access], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[[], Access], tuple[()]]:
         if self.password or self.certificate or self.token_file:
             raise InvalidRequest("the credentials of a driver cannot be pickled; tasks use `Access.for_tasks`")
-        return _unpickled, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
+        return partial(Access, **{name: getattr(self, name) for name in self.__dataclass_fields__}), ()
 
     @property
     def is_known(self) -> bool:
@@ -227,10 +228,6 @@ def connection_access(credentials: Credentials) -> Access:
         return NO_ACCESS
     ca = "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True)))
     return Access(tls=True, ca=ca, cluster=(credentials.exported or {}).get("cluster", ""))
-
-
-def _unpickled(fields: dict[str, Any]) -> Access:
-    return Access(**fields)
 
 
 def may_read(topics: Iterable[str]) -> frozenset[Acl]:

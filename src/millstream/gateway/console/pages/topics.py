@@ -92,7 +92,7 @@ async def show(visit: Visit) -> Response:
     name = visit.names["topic"]
     client = visit.services.client
     tabs = await visit.topic_tabs(name)
-    described, (listed,) = await asyncio.gather(
+    described, listing = await asyncio.gather(
         describe_topic(
             client,
             name,
@@ -101,7 +101,7 @@ async def show(visit: Visit) -> Response:
             with_damage=False,
             with_settings=tabs["may_see_settings"],
         ),
-        _numbers(visit, name),
+        topics_page(client, names=[name], partitions=True),
     )
     series = visit.history.topics.get(name)
     partitions = described["partitions"]
@@ -110,7 +110,7 @@ async def show(visit: Visit) -> Response:
         "described": described,
         "partitions": partitions[:PARTITIONS_SHOWN],
         "omitted": max(0, len(partitions) - PARTITIONS_SHOWN),
-        "numbers": listed,
+        "numbers": next(iter(listing.topics), None),
         "schemas": [
             (field, described["settings"][key])
             for field, key in (("key", SCHEMA_KEY), ("value", SCHEMA_VALUE))
@@ -124,10 +124,6 @@ async def show(visit: Visit) -> Response:
     if context["may_delete"]:
         context["notes"] = await deletion_notes(client, await find_topic(client, name))
     return Page("topic.html", context)
-
-
-async def _numbers(visit: Visit, name: str) -> list[Any]:
-    return [next(iter((await topics_page(visit.services.client, names=[name], partitions=True)).topics), None)]
 
 
 async def settings(visit: Visit) -> Response:
@@ -184,7 +180,7 @@ async def consumers(visit: Visit) -> Response:
     topic = await find_topic(client, name)
     described = await visit.services.subscriptions.describe(without_silent=True)
     queues = [
-        {**summary_of({**one, "queues": [queue for queue in one["queues"] if queue["topic"] == name]})}
+        summary_of({**one, "queues": [queue for queue in one["queues"] if queue["topic"] == name]})
         for one in described
         if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
     ]
