@@ -193,7 +193,7 @@ def replicate(
     It is a plan of the cluster: `millstream cluster plan show` follows it, `millstream cluster cancel` stops it.
     """
     # Imported on use, so that the other commands start faster.
-    from millstream.cli.cluster_plan import replicate_topics
+    from millstream.cli.cluster import replicate_topics
 
     replicate_topics(pattern, to, throttle=throttle, dry_run=dry_run, wait=wait, common=common)
 

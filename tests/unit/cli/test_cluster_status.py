@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from millstream.cli import cluster
-from millstream.cli.cluster_plan import _shortened
+from millstream.cli.cluster import _shortened
 from millstream.cli.cluster_up import first_port
 from millstream.client.admin.cluster_status import ClusterNode, ClusterStatus, TroubledPartition
 from millstream_testing.command import call_command

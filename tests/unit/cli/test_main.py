@@ -39,8 +39,7 @@ def test_a_command_imports_only_what_it_needs() -> None:
     libraries = {"pydantic", "crc32c", "numpy", "rich", "sqlglot"}
     assert imported & libraries == set()
     own = {
-        f"millstream.{name}"
-        for name in ("cli.cluster_plan", "client.connection", "protocol.records", "protocol.schemas")
+        f"millstream.{name}" for name in ("cli.cluster", "client.connection", "protocol.records", "protocol.schemas")
     }
     own |= {f"millstream.core.{name}" for name in ("acl", "config", "credential", "pipeline", "schema", "subscription")}
     assert imported & own == set()
