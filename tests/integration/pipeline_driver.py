@@ -28,7 +28,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import millstream.pipelines.jobs.route.job as task
-import millstream.pipelines.jobs.transform.output_rows as output_rows
+import millstream.pipelines.jobs.transform.prepared_query as prepared_query
 import millstream.pipelines.source.row_producer as attempt
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import JOBS, JobContext
@@ -100,7 +100,7 @@ def main(given: dict[str, Any]) -> None:
     spark.sparkContext.setLogLevel("ERROR")
     Transactions.complete_batch = pausing(marks, given["pause"], paused)  # type: ignore[method-assign]
     if given["pause"] == "in-task":
-        output_rows.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
+        prepared_query.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
     if given["pause"] == "kill-worker":
         task.routed = route_with_crash(marks)
     reported = given["pipeline"]

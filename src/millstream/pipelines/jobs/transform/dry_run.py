@@ -14,9 +14,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land.dry_run import shown_row
-from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import sample_ranges
-from millstream.pipelines.jobs.transform.prepared_query import prepare
+from millstream.pipelines.jobs.transform.prepared_query import as_messages, prepare
 
 SAMPLED: Final = 100
 """The number of messages per partition in the sample."""

@@ -36,8 +36,7 @@ from millstream.pipelines.jobs.batch_loop import (
     stream_of,
 )
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.jobs.transform.output_rows import as_messages, written
-from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
+from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, as_messages, prepare, written
 from millstream.pipelines.jobs.transform.statement import explain_errors
 from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
 from millstream.pipelines.runtime.fault import MarkedTask
