@@ -75,8 +75,6 @@ Role = Annotated[str, typer.Argument(help=f"The role: {', '.join(ROLES)}.", show
 
 @dataclass(frozen=True)
 class RuleArguments:
-    """The rules that a command names, one for each operation."""
-
     principal: Principal
     operations: Operations
     resource: Resource

@@ -79,7 +79,6 @@ class InOrder(TyperGroup):
     """Lists commands in the order in which users need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in declared order."""
         return [name for name in ORDER if name in self.commands]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

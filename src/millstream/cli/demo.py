@@ -109,7 +109,6 @@ class DemoBroker:
         )
 
     async def stop(self) -> int | None:
-        """Stop the broker cleanly, and return its exit code."""
         code = await asyncio.to_thread(self._process.stop, within_s=STOP_S_MAX)
         await self.kill()
         return code

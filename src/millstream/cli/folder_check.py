@@ -77,7 +77,6 @@ _NO_LIMIT = 2**63 - 1
 
 
 def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Finding]:
-    """Return all findings about a data folder."""
     if not folder.is_dir():
         advice = "pass the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]

@@ -142,7 +142,6 @@ class BrokerProcess(SupervisedChild):
                 self._held.close()
 
     async def stop(self) -> None:
-        """Stop the process after it has finished its work."""
         self.retire()
         await super().stop()
         with suppress(TimeoutError):
@@ -244,8 +243,6 @@ def _exit_code(code: int) -> ExitCode:
 
 
 class Machine:
-    """The broker processes of a machine, and what they share."""
-
     def __init__(self, config: Config) -> None:
         from millstream.broker.cluster.machine_folder import Layout
 
@@ -285,7 +282,6 @@ class Machine:
             raise
 
     async def stop(self) -> None:
-        """Stop every broker cleanly, then release the folder."""
         await self._stack.aclose()
 
     def share(self, config: Config, internal_address: str) -> dict[str, Any]:

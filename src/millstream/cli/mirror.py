@@ -76,8 +76,6 @@ Address = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAccess:
-    """The options for signing in at the source."""
-
     source_user: Annotated[
         str, typer.Option(metavar="NAME", help="The user to sign in as at the source.", show_default=False)
     ] = ""

@@ -262,8 +262,6 @@ _NAME_MAX: Final = 190
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options that do not define the pipeline."""
-
     master: Master = ""
     memory: Memory = "1g"
     folder: Folder = None
@@ -471,8 +469,6 @@ def signed_in(brokers: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tu
 
 
 class CommandRun:
-    """A run, from the claim to the summary."""
-
     def __init__(
         self,
         pipeline: Pipeline,

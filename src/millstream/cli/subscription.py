@@ -98,7 +98,6 @@ def private_host(url: str) -> str | None:
 
 
 async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | None:
-    """Return a note if some nodes will not push to this endpoint."""
     host = private_host(changes.get(URL) or "")
     if host is None:
         return None

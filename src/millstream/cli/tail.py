@@ -34,8 +34,6 @@ Show = Callable[["Message"], Awaitable[bytes]]
 
 
 class Isolation(StrEnum):
-    """The isolation level of the records shown."""
-
     COMMITTED = "committed"
     UNCOMMITTED = "uncommitted"
 

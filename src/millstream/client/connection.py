@@ -85,8 +85,6 @@ Seconds = float
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSubscription:
-    """An existing subscription."""
-
     name: str
     lease_s: float
     delivery: str

@@ -88,8 +88,6 @@ class Row(NamedTuple):
 
 
 class Verb(Enum):
-    """An operation of a worker on a row."""
-
     CLAIM = "claim"
     EXTEND = "extend"
     FINISH = "finish"

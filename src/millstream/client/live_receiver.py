@@ -32,8 +32,6 @@ _OFFSET_MAX: Final = 2**63 - 1
 
 
 class LiveReceiver(Source):
-    """Follows topics from now on."""
-
     def __init__(self, client: Client, topics: Sequence[str]) -> None:
         super().__init__(f"live {', '.join(topics)}")
         self._client = client

@@ -350,7 +350,6 @@ class PartitionQueue:
         return batch
 
     def sealed(self, batch: OutgoingBatch) -> bytearray:
-        """Encode a batch with the sequence of its place."""
         identity = self.identity or NOT_IDEMPOTENT
         if identity.producer_id < 0:
             return batch.sealed(self.compression, -1, -1, -1)

@@ -106,13 +106,11 @@ class ReceiptBook:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def keep(self, receipts: Sequence[Receipt], values: Sequence[bytes | None]) -> None:
-        """Record acknowledged messages."""
         if self._file is None:
             raise InvalidRequest("the receipt file is closed")
         # Without acknowledgements there is nothing to check later: where a message is stored is not known.
@@ -157,7 +155,6 @@ async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
 
 
 async def check_book(client: Client, path: str | Path) -> ReceiptCheck:
-    """Check a book against the log through a client."""
     checked, findings = 0, list[Finding]()
     book = read_book(path)
     while part := list(islice(book, _PART)):
@@ -234,7 +231,6 @@ def _within(expected: dict[int, StoredReceipt], bounds: OffsetRange) -> tuple[di
 
 
 async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
-    """Return the readable offsets of a partition."""
     earliest = (await client.list_offsets(topic, {partition: _EARLIEST}))[partition].offset
     latest = (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
     return OffsetRange(earliest, latest)

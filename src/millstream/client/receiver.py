@@ -83,7 +83,6 @@ class Polls:
         self._nodes_requested_at = 0.0
 
     async def follow_nodes(self) -> Collection[NodeId]:
-        """Poll every node that the cluster has now."""
         self._nodes_requested_at = self._loop.time()
         nodes = (await self._client.metadata(())).nodes
         for node in nodes:
@@ -432,7 +431,6 @@ class Receiver(Source):
             self.done(message)
 
     def _forget_lost(self, message: Message) -> None:
-        """Forget a lost message that its handler has finished."""
         key = (*message._lease.where, message.offset)
         if self._lost_in_progress.get(key) is message:
             del self._lost_in_progress[key]

@@ -81,7 +81,6 @@ class SchemaCodecs:
         return schema.codec.decode_json(framed)
 
     async def decode(self, topic: str, payload: bytes, headers: Headers = (), *, field: str = "value") -> Any:
-        """Decode a key or value of a topic by the schema that it names."""
         framed = unframe(payload, schema_header(headers, field))
         return (await self.named(framed, f"{topic}-{field}")).codec.decode(framed)
 

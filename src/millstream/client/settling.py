@@ -262,7 +262,6 @@ class SettleLane:
         self._begin()
 
     async def close(self) -> None:
-        """Fail what is pending."""
         if self._task is not None:
             await cancel_and_wait(self._task)
         waiting, self._waiting = self._waiting, []
@@ -456,7 +455,6 @@ class Settler:
             await self._idle[-1]
 
     async def close(self) -> None:
-        """Fail what is pending."""
         # Lanes refer back to this object: without them, it is freed without the garbage collector.
         while self._lanes:
             _, lane = self._lanes.popitem()

@@ -131,7 +131,6 @@ async def _summary_of(client: Client, node: NodeId) -> NodeSummaryResponse:
 
 
 async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
-    """Return whether the client may do each of these."""
     return (await own_rights(client, asked))[0]
 
 

@@ -17,7 +17,6 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 
 async def list_quotas(client: Client) -> Mapping[QuotaEntity, Mapping[str, float]]:
-    """Return every entity that has quotas, with its limits."""
     response = await client.send(None, build_request("describe_client_quotas", 1))
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list quotas")

@@ -125,7 +125,6 @@ async def _disk(client: Client, node: NodeId) -> _Disk | None:
 
 
 async def compute_plan(client: Client, kind: str, *, node: int | None = None) -> Plan:
-    """Compute a plan to drain or remove a node, or to balance all of them."""
     load = await measure_load(client)
     if kind == BALANCE:
         # With thousands of partitions it takes seconds, and a gateway serves others meanwhile.

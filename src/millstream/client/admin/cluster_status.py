@@ -197,7 +197,6 @@ class ClusterStatus:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Return the nodes that do not respond."""
         return tuple(node.id for node in self.nodes if node.state in (AWAY, UNREACHABLE))
 
     def described(self) -> dict[str, Any]:

@@ -498,7 +498,6 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
 
 
 async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> list[DeadLetterTopic]:
-    """Return the dead letter topics of the given subscriptions, with their open letters."""
     writers: dict[str, list[dict[str, Any]]] = {}
     opened: dict[str, list[dict[str, Any]]] = {}
     for one in described:

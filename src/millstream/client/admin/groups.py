@@ -153,8 +153,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group as its coordinator describes it."""
-
     name: str
     state: str
     protocol: str

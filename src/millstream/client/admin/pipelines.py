@@ -66,8 +66,6 @@ _FAULTS: Final = "audit_faults"
 
 
 class PipelineClient:
-    """Declares, changes and describes pipelines."""
-
     def __init__(self, client: Client) -> None:
         self._client = client
 
@@ -145,7 +143,6 @@ class PipelineClient:
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, deleted: Iterable[str] = (), validate_only: bool = False
     ) -> ChangeRulesResponse:
-        """Add or replace rules, and delete others."""
         body = ChangeRulesRequest(name=name, put=NewRule.of(rules), delete=list(deleted), validate_only=validate_only)
         return await self._request(None, body)
 

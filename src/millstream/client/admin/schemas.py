@@ -50,7 +50,6 @@ class SchemaClient:
         return _require_schema((await self._request(request)).schema)
 
     async def lookup(self, request: LookupSchemaRequest) -> SchemaMessage:
-        """Find the version of a subject that has a schema."""
         return _require_schema((await self._request(request)).schema)
 
     async def check(self, request: CheckSchemaRequest) -> list[str]:
@@ -79,7 +78,6 @@ class SchemaClient:
             schemas += page.schemas
 
     async def subject(self, request: GetSubjectRequest) -> SubjectResponse:
-        """Return the versions of a subject, or one of them."""
         return await self._request(request)
 
     async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:

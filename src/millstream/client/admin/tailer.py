@@ -36,8 +36,6 @@ _Fetched = dict[TopicPartition, FetchedPartition]
 
 
 class Message(NamedTuple):
-    """A record and its partition."""
-
     partition: int
     record: Record
 
@@ -109,7 +107,6 @@ class Tailer:
         return list(deque(merged, maxlen=number))
 
     async def until(self, ends: Mapping[int, int]) -> AsyncIterator[Message]:
-        """Yield every message before the ends."""
         limits = FetchLimits(FETCH_BYTES_MAX, 0, isolation=self._isolation)
         while True:
             positions = {where: at for where, at in self._positions.items() if at < ends[where.partition]}

@@ -72,8 +72,6 @@ class _Value(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class _TopicContents(NamedTuple):
-    """The contents of a topic, read to its end."""
-
     schemas: list[_Value]
     configs: dict[str, dict[str, Any]]
     """Configuration by subject; that of an empty one applies to all others."""

@@ -182,7 +182,6 @@ async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
 
 
 async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple[TopicPartition, NodeId, Any]]:
-    """Return the producers that each partition knows, and its leader."""
     by_leader: dict[NodeId, dict[str, list[int]]] = {}
     for name, topic in (await client.metadata(topics)).topics.items():
         for index, partition in topic.partitions.items():

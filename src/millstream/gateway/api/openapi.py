@@ -220,7 +220,6 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def docs_page(document: Mapping[str, Any]) -> bytes:
-    """Render an OpenAPI document as an HTML page."""
     info = document["info"]
     title = f"{info['title']} {info['version']}"
     services = [

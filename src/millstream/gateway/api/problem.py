@@ -82,7 +82,6 @@ def status_of(error: errors.MillstreamError) -> HTTPStatus:
 
 
 def refusal_of(error: errors.MillstreamError) -> Refused:
-    """Convert an error to its refusal, with `Retry-After` if it is transient."""
     return Refused(status_of(error), str(error), headers=retry_after(error))
 
 
@@ -104,8 +103,6 @@ def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any
 
 
 class JSONLine(JSONResponse):
-    """JSON that ends with a line feed."""
-
     def render(self, content: Any) -> bytes:
         return super().render(content) + b"\n"
 

@@ -165,7 +165,6 @@ class _LeasedBatch:
         return self.message(Record(Offset(offset), 0, None, None, ()))
 
     def remaining_leases(self, start: int) -> Iterator[LeasedMessage]:
-        """Return every leased message from an offset on, without contents."""
         return (self.stub(offset) for offset in self._by_offset if offset >= start)
 
 

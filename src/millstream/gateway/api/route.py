@@ -121,8 +121,6 @@ class StreamResponse:
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Q, B]):
-    """A method of one path."""
-
     method: str
     path: str
     """As in OpenAPI, with names in braces; relative to `/v1`."""

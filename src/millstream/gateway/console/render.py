@@ -91,7 +91,6 @@ def text_of(value: bytes | None, *, chars_max: int = PREVIEW_CHARS) -> str:
 
 
 def hexadecimal(value: bytes) -> str:
-    """Show bytes as hexadecimal digits in pairs."""
     return value.hex(" ")
 
 

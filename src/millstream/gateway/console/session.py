@@ -70,7 +70,6 @@ class SignedIn:
         return hashlib.sha256(f"millstream form\0{self.cookie or self.form_key}".encode()).hexdigest()
 
     def is_own_form(self, token: str) -> bool:
-        """Return whether a form carries the token of this browser."""
         return bool(self.cookie or self.form_key) and hmac.compare_digest(token.encode(), self.csrf.encode())
 
     def shown(self, host: str) -> CallerCredentials | None:

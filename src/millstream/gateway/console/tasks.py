@@ -52,8 +52,6 @@ Act = Callable[["Task", Services], Awaitable[str]]
 
 
 class Task:
-    """A task, and its progress."""
-
     def __init__(self, user: str, session: str, title: str, back: str, words: str = "") -> None:
         self.id = secrets.token_urlsafe(12)
         self.user = user

@@ -49,8 +49,6 @@ class ConsoleSettings:
 
 @dataclass(slots=True, kw_only=True)
 class Visit:
-    """A validated request for a page."""
-
     services: Services
     method: str
     path: str
@@ -198,8 +196,6 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, rendered from a template."""
-
     template: str
     context: Mapping[str, Any]
     status: HTTPStatus = HTTPStatus.OK
@@ -286,7 +282,6 @@ def _quoted(word: str) -> str:
 
 
 def _field_error(field: str, detail: str) -> Refused:
-    """Refuse a request because of one field."""
     return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail, field=field)
 
 

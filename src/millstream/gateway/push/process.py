@@ -78,15 +78,12 @@ class BrokerConnections:
             raise
 
     async def close(self) -> None:
-        """Return messages that arrive late, and close all connections."""
         await self._requests.close()
         await self._pool.close()
         self._unpacking.close()
 
 
 class PushProcess:
-    """All pushers of this node."""
-
     def __init__(self, options: PushOptions) -> None:
         self._options = options
         self._line = BrokerConnections(options.kafka)

@@ -38,7 +38,6 @@ SIGNATURE = b"webhook-signature"
 
 
 def signature(keys: Iterable[bytes], message_id: bytes, timestamp_s: int, body: bytes) -> bytes:
-    """Return the signature header: one signature per key."""
     signed = b"%b.%d.%b" % (message_id, timestamp_s, body)
     return b" ".join(b"v1," + base64.b64encode(hmac.digest(key, signed, "sha256")) for key in keys)
 

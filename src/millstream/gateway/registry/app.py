@@ -137,8 +137,6 @@ class PlainText(NamedTuple):
 
 
 class RegistryRoute(NamedTuple):
-    """A method of one path."""
-
     method: str
     path: str
     handle: Callable[[SchemaClient, RegistryRequest], Awaitable[Any]]

@@ -58,8 +58,6 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """The environment of a job."""
-
     spark: SparkSession
     brokers: str
     """The bootstrap servers."""

@@ -92,8 +92,6 @@ _REMEMBERS: Final = ".d.parquet"
 
 
 class StoredBucket(NamedTuple):
-    """The file of a bucket."""
-
     bucket: Bucket
     path: str
     bytes: int
@@ -342,8 +340,6 @@ class StagedWriter(FileWriter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeUnit:
-    """The merge of one bucket."""
-
     bucket: Bucket
     stored: StoredBucket | None
     """The file that has its rows; several units share it if the bucket is split."""

@@ -52,12 +52,10 @@ class Bucket(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the hash after its last one."""
         return (self.prefix + 1) << (HASH_BITS - self.depth)
 
     @property
     def stem(self) -> str:
-        """Return the prefix of the names of its files."""
         return f"bucket-{self.depth:02d}-{self.prefix:08x}_"
 
     def divided(self, levels: int) -> list[Bucket]:

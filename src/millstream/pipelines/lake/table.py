@@ -265,7 +265,6 @@ class LakeTable:
         return Mark(name, None if table is None else table.transaction_version(name))
 
     def quarantine_files(self, topic_id: str) -> list[ActiveFile]:
-        """Return the current files of the quarantine that hold messages of a topic."""
         self.recover()
         quarantine = self.quarantine.refresh()
         return [] if quarantine is None else [one for one in active_files(quarantine) if one.topic_id == topic_id]

@@ -186,7 +186,6 @@ class _Cursor:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of its rows were taken."""
         return self._rest is None
 
     @property

@@ -437,7 +437,6 @@ class LagWatch:
         """The readers of each version of a pipeline; statements and rules may be long."""
 
     def measure_soon(self) -> None:
-        """Measure soon, since something has changed."""
         self._news.set()
 
     async def run(self) -> None:

@@ -83,8 +83,6 @@ PIN: Final = "pin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The outcome of an attempt."""
-
     succeeded: bool = False
     error: str = ""
     fault: Fault = Fault.UNKNOWN
@@ -131,8 +129,6 @@ class _Log:
 
 
 class JobsChild:
-    """Runs the jobs of a node, each in a task."""
-
     def __init__(
         self,
         options: Options,
@@ -661,7 +657,6 @@ class _Job:
         self._child.changed()
 
     def began(self) -> None:
-        """Record that the code runs."""
         self._set_state("running")
 
     def take_report(self, report: PipelineReport) -> None:

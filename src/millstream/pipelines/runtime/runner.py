@@ -71,7 +71,6 @@ class Tally:
 
     @property
     def recent(self) -> list[RecentBatch]:
-        """Return the last batches, the latest first."""
         return list(self._recent)
 
     @property

@@ -101,7 +101,6 @@ def _query_metrics(spark: SparkSession, number: Any) -> Hashable:
 
 
 def _elements(sequence: Any) -> Iterator[Any]:
-    """Yield the elements of a Scala sequence."""
     iterator = sequence.iterator()
     while iterator.hasNext():
         yield iterator.next()

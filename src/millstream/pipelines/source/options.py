@@ -217,8 +217,6 @@ SAMPLE_VARIABLE: Final = "_MILLSTREAM_SAMPLE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """The options of a query that reads topics."""
-
     brokers: str = DEFAULT_BROKERS
     access: Access = NO_ACCESS
     client_id: str = "millstream-spark"
@@ -284,8 +282,6 @@ class SourceOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """The options of a query that writes to topics."""
-
     brokers: str = DEFAULT_BROKERS
     access: Access = NO_ACCESS
     client_id: str = "millstream-spark"

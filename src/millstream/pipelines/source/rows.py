@@ -198,7 +198,6 @@ class RowFilter:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Return the fields that it needs decoded."""
         return self._filter.uses.fields
 
     def matches(self, columns: Columns) -> pa.Array:

@@ -60,8 +60,6 @@ _TEXT: Final = ("key", "value")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rows and its origin."""
-
     name: str
     kind: pa.DataType
     is_payload: bool = False
@@ -70,8 +68,6 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The columns of the rows, in order."""
-
     columns: tuple[Column, ...]
     by_schema: bool = False
     """Whether payloads are decoded by the registered schemas that they name."""

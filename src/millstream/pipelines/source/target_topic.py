@@ -52,7 +52,6 @@ def count_partitions(link: Link, topic: str) -> int:
 
 
 def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
-    """Return the number of partitions of existing topics, in one request."""
     metadata = link.call(link.client.metadata(topics))
     return {name: len(topic.partitions) for name, topic in metadata.topics.items()}
 

@@ -138,7 +138,6 @@ class DrainedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def status(services: Services, request: Request[NoFields, NoFields]) -> ClusterDescription:
-    """Describe the cluster as its nodes report it."""
     return msgspec.convert((await cluster_status(services.client)).described(), ClusterDescription)
 
 

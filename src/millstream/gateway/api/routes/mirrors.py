@@ -167,7 +167,6 @@ async def describe(services: Services, request: Request[Any, Any]) -> MirrorDesc
 
 
 async def change(services: Services, request: Request[NoFields, MirrorChanges]) -> MirrorDescription:
-    """Change a mirror's settings and describe it."""
     name = request.path["mirror"]
     await MirrorClient(services.client).alter(name, changes_of(request.body.settings))
     return await _describe(services, name)

@@ -205,7 +205,6 @@ async def _describe(services: Services, name: str, notes: list[str]) -> Pipeline
 
 
 async def change(services: Services, request: Request[NoFields, PipelineChanges]) -> PipelineDescription:
-    """Change a pipeline's settings and describe it."""
     if not request.body.settings:
         raise invalid("nothing to change; send `settings`")
     name = request.path["pipeline"]

@@ -142,7 +142,6 @@ async def _encode(services: Services, subject: str, placed: RecordToPublish, mem
 async def publish_messages(
     services: Services, topic: str, placed_messages: Sequence[RecordToPublish]
 ) -> list[Published]:
-    """Publish messages, and wait until all of them are stored."""
     outcomes: list[Any] = [None] * len(placed_messages)
     by_partition: dict[int | None, list[int]] = {}
     for at, placed in enumerate(placed_messages):

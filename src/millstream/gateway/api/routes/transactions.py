@@ -85,7 +85,6 @@ class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def list_all(services: Services, request: Request[Transactions, NoFields]) -> TransactionList:
-    """List transactional ids with their states."""
     longer = -1 if request.query.longer_than_ms is None else request.query.longer_than_ms
     transactions = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
     return TransactionList(transactions)

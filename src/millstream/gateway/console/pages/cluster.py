@@ -181,7 +181,6 @@ async def abort(visit: Visit) -> Response:
 
 
 async def clients(visit: Visit) -> Response:
-    """Show the connected clients and their traffic."""
     connected = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"
     shown = [one for one in connected.clients if every or one.roles]

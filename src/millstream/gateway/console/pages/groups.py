@@ -31,7 +31,6 @@ async def list_all(visit: Visit) -> Response:
 
 
 async def show(visit: Visit) -> Response:
-    """Show a group, and the effect of a reset."""
     name, client = visit.names["group"], visit.services.client
     group = await describe_group(client, name)
     to, topic = visit.text("to"), visit.text("topic")

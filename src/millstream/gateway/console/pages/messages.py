@@ -289,7 +289,6 @@ def _describe_progress(progress: Progress, *, is_done: bool) -> str:
 
 
 async def search(visit: Visit) -> Response:
-    """Continue a search as a stream of rows."""
     form = await _parse_form(visit)
     if form.problem:
         raise invalid(form.problem)

@@ -66,7 +66,6 @@ class _PastBatch(TopicBatch):
         return {}
 
     def commit(self) -> bool:
-        """Commit the written files, if any."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
         if not files and not quarantined and not self.requarantined:

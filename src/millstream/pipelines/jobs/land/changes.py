@@ -85,8 +85,6 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeRule:
-    """The rule by which the messages of a topic become changes."""
-
     topic: str
     key: tuple[FieldPath, ...] = ()
     """The columns of the key; none if it is the key of the message."""
@@ -116,12 +114,10 @@ class ChangeRule:
 
     @property
     def stored_key(self) -> tuple[FieldPath, ...]:
-        """Return the columns of the key in a row of the table."""
         return self.key or (("key",),)
 
     @property
     def ignores_tombstones(self) -> bool:
-        """Whether tombstones are ignored that follow a delete event."""
         return self.is_debezium and self.order is not None
 
     def open(self, batch: pa.RecordBatch) -> Payloads:

@@ -73,8 +73,6 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedSample:
-    """The result of landing a sample of one topic."""
-
     topic: str
     table: str
     exists: bool

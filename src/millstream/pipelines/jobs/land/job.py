@@ -399,7 +399,6 @@ class LandJob:
         )
 
     def _open(self, topic: str) -> LakeTable:
-        """Open the table of a topic, which may not exist yet."""
         return open_table(
             f"{self._lake}/{topic}",
             format=self._settings.format,

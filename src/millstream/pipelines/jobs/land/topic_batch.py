@@ -36,8 +36,6 @@ ROUNDS_MAX: Final = 4
 
 @dataclass(slots=True, kw_only=True)
 class TopicBatch:
-    """One topic in one batch."""
-
     source: Source
     table: LakeTable
     plans: dict[int, PartitionPlan]
@@ -166,7 +164,6 @@ class TopicBatch:
         return dict.fromkeys(paths_of_type(self.evolution().fields, pa.int64()), KEEPS_TYPES)
 
     def _new_longs(self) -> frozenset[FieldPath]:
-        """Return the long fields that the table does not have."""
         known = set(paths_of_type(payload_fields(self.schema), pa.int64()))
         return frozenset(paths_of_type(self.evolution().fields, pa.int64())) - known
 

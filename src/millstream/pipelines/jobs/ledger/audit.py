@@ -78,8 +78,6 @@ class LedgerLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueAudit:
-    """A queue to account for, or a block of its offsets."""
-
     subscription: str
     subscription_id: str
     topic: str

@@ -75,7 +75,6 @@ Row = dict[str, Any]
 
 
 def decode_events(records: pa.RecordBatch, partition: int) -> pa.RecordBatch:
-    """Decode records of one partition of `__subscriptions`."""
     rows: list[Row] = []
     columns = (records.column(name).to_pylist() for name in ("offset", "timestamp", "key", "value"))
     for offset, timestamp, key, value in zip(*columns, strict=True):

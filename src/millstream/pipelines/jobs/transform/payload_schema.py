@@ -121,7 +121,6 @@ def to_spark(schema: pa.Schema) -> StructType:
 
 
 def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[Range]:
-    """Return the ranges of the last messages of every partition."""
     resolver = loop.resolver([topic])
     partitions = resolver.partitions()
     first, last = resolver.earliest(partitions), resolver.latest(partitions)

@@ -258,8 +258,6 @@ _PARTS: Final = frozenset({"GetStructField", "GetArrayStructFields"})
 
 
 class QueryPlan:
-    """An analysed statement."""
-
     def __init__(self, frame: DataFrame) -> None:
         self._frame = frame
         self._jvm: Any = frame.sparkSession.sparkContext._jvm

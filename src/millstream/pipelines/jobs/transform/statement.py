@@ -72,7 +72,6 @@ def _check_programs(text: str, spark: SparkSession) -> None:
 
 
 def elements(listed: Any) -> list[Any]:
-    """Convert a Scala sequence to a list."""
     return [listed.apply(number) for number in range(listed.size())]
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """The findings in the payloads of one topic."""
-
     undecoded: int = 0
     """Messages whose payload is not a JSON object, or has a value that does not fit."""
     fields: pa.Schema | None = None
