@@ -22,8 +22,7 @@ from benchmarks.latency import ACKNOWLEDGED, END_TO_END
 from benchmarks.percentiles import percentile
 from benchmarks.report import Table
 from benchmarks.results import Line, Results
-from benchmarks.subject import PRODUCED
-from benchmarks.target import Numbers
+from benchmarks.subject import PRODUCED, Numbers
 from benchmarks.verdict import Target
 from rich.console import Console
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.processes import cpu_of, resident_of_tree
-from benchmarks.target import Numbers
+from benchmarks.subject import Numbers
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 

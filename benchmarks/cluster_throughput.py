@@ -18,10 +18,8 @@ from typing import Final, Self
 from benchmarks import latency, throughput
 from benchmarks.cases import ALWAYS, IDEMPOTENT, LATENCY, OS, Case
 from benchmarks.peers.kafka import KafkaServer, kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.results import Results
-from benchmarks.subject import PRODUCED, Measured
-from benchmarks.target import Target
+from benchmarks.subject import PRODUCED, Measured, PeerUnavailable, Target
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 

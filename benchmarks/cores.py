@@ -31,9 +31,8 @@ import psutil
 from benchmarks.cases import OS, Case
 from benchmarks.machine import facts
 from benchmarks.peers import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import Cpu, cpu_of, resident_of_tree, tree_of
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, PeerUnavailable, Target
 from benchmarks.throughput import produce
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic

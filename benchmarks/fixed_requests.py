@@ -15,7 +15,7 @@ from typing import Final
 from benchmarks.cases import Case
 from benchmarks.processes import Meter
 from benchmarks.requests import connect, request_frame, text, wait_for_topic
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 
 from millstream.protocol.records.record import NewRecord, encode_batch
 

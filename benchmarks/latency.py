@@ -15,7 +15,7 @@ from benchmarks.cases import Case
 from benchmarks.librdkafka import ClientFailed, Consumer, PreparedMessages, Producer, error_text
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 from benchmarks.processes import Meter
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 from benchmarks.throughput import settings_of
 
 ACKNOWLEDGED, END_TO_END = "acknowledged", "end to end"

@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 import httpx
 from benchmarks.peers.kafka import fetch, kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import percentile
 from benchmarks.processes import cpu_of
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from millstream_testing.command import CommandLine, Outcome

@@ -9,9 +9,8 @@ from typing import Any
 
 import matplotlib as mpl
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
-from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, in_order
 from benchmarks.results import Line, Results
-from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subject import BARE, CONSUMED, DISCARD, KAFKA, LIMIT, MILLSTREAM, PRODUCED, in_order
 
 mpl.use("agg")
 from matplotlib import pyplot

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.queue_subjects import CLASSIC, NATS, OWN, QUORUM, REDIS, SDK, SHARE
 from benchmarks.report import Table
-from benchmarks.target import Numbers
+from benchmarks.subject import Numbers
 from benchmarks.verdict import LEVEL_MIN
 
 Rounds = dict[str, list[Numbers]]

@@ -24,9 +24,8 @@ from benchmarks.cases import ALWAYS, OS
 from benchmarks.peers.nats import BUILD_S_MAX, Nats
 from benchmarks.peers.rabbitmq import RabbitMq
 from benchmarks.peers.redis import Redis
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import cpu_of
-from benchmarks.target import Numbers
+from benchmarks.subject import Numbers, PeerUnavailable
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 

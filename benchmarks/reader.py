@@ -19,7 +19,7 @@ from benchmarks.callbacks import COUNT, counters
 from benchmarks.cases import Case
 from benchmarks.librdkafka import ClientFailed, Consumer
 from benchmarks.processes import Meter
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 from benchmarks.throughput import flow
 
 COMMITTED, UNCOMMITTED = "read_committed", "read_uncommitted"

@@ -8,10 +8,9 @@ from typing import Any
 
 from benchmarks.cases import FLUSHES, Case
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
-from benchmarks.names import KAFKA, LIMIT, MILLSTREAM
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
-from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subject import CONSUMED, KAFKA, LIMIT, MILLSTREAM, PRODUCED
 from benchmarks.subjects import STARTED
 from benchmarks.verdict import targets
 from rich import box

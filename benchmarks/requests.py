@@ -9,7 +9,7 @@ import time
 from benchmarks.cases import Case
 from benchmarks.percentiles import percentile
 from benchmarks.processes import Meter
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 
 from millstream.protocol.records.record import NewRecord, encode_batch
 

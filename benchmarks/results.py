@@ -9,9 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.names import in_order
-from benchmarks.subject import Measured
-from benchmarks.target import Numbers
+from benchmarks.subject import Measured, Numbers, in_order
 
 
 @dataclass(slots=True)

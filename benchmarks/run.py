@@ -24,12 +24,10 @@ from typing import Any
 
 from benchmarks import cases, librdkafka, machine, plots, reader, report
 from benchmarks.cases import LATENCY, Case
-from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import nats, rabbitmq, redis
 from benchmarks.peers.bare import BareMillstream
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.results import Results
-from benchmarks.subject import Subject
+from benchmarks.subject import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, PeerUnavailable, Subject
 from benchmarks.subjects import ApacheKafka, Discard, Limit, Millstream
 from rich.console import Console
 

@@ -28,7 +28,7 @@ from benchmarks import machine
 from benchmarks.cases import ALWAYS
 from benchmarks.peers.nats import Nats
 from benchmarks.peers.rabbitmq import RabbitMq
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console

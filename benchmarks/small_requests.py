@@ -27,9 +27,9 @@ from typing import Final
 import numpy as np
 from benchmarks.one_message import Peer
 from benchmarks.peers.kafka import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 from benchmarks.report import Table
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka import Consumer, KafkaException, Producer, ShareConsumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic

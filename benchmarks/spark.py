@@ -28,7 +28,6 @@ from typing import Any, Final
 
 from benchmarks import machine
 from benchmarks.peers import kafka, spark_connector
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import cpu_of
 from benchmarks.report import Table
 from benchmarks.spark_rows import Nothing, RowByRow
@@ -45,6 +44,7 @@ from benchmarks.spark_variants import (
     Variant,
     to_parquet,
 )
+from benchmarks.subject import PeerUnavailable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from rich.console import Console

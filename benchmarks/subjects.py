@@ -15,11 +15,9 @@ from typing import Self
 
 from benchmarks import fixed_requests, latency, reader, requests, throughput
 from benchmarks.cases import ALWAYS, FIXED, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
-from benchmarks.names import DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import kafka
 from benchmarks.processes import resident_of, resident_of_tree, tree_of
-from benchmarks.subject import CONSUMED, PRODUCED, Measured, Subject
-from benchmarks.target import Target
+from benchmarks.subject import CONSUMED, DISCARD, KAFKA, LIMIT, MILLSTREAM, PRODUCED, Measured, Subject, Target
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from benchmarks.cases import IDEMPOTENT, Case
 from benchmarks.librdkafka import ClientFailed, PreparedMessages, Producer
 from benchmarks.processes import Meter
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 
 KEYS = 10_000
 _AT_ONCE = 500

@@ -11,7 +11,7 @@ from benchmarks.cases import IDEMPOTENT, OS, Case
 from benchmarks.librdkafka import PreparedMessages, Producer, TransactionalProducer
 from benchmarks.processes import Meter
 from benchmarks.reader import COMMITTED
-from benchmarks.target import Numbers, Target
+from benchmarks.subject import Numbers, Target
 from benchmarks.throughput import flow, settings_of
 
 CASE = Case(flush=OS, acks=IDEMPOTENT, partitions=4)

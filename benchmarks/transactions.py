@@ -20,12 +20,10 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks import machine, reader, transaction_load
-from benchmarks.names import KAFKA, MILLSTREAM
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.reader import COMMITTED, UNCOMMITTED
 from benchmarks.report import Table
+from benchmarks.subject import KAFKA, MILLSTREAM, Numbers, PeerUnavailable, Target
 from benchmarks.subjects import ApacheKafka, Broker, Millstream, TlsListener
-from benchmarks.target import Numbers, Target
 from benchmarks.transaction_load import ABORTED_EACH, CASE, MESSAGES_MIXED, OF_ONE_TRANSACTION
 from benchmarks.verdict import LEVEL_MIN
 from benchmarks.verdict import Target as Goal

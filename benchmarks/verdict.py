@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from benchmarks.cases import KIB, LATENCY, SIZES, size_text
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END
-from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
-from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subject import BARE, CONSUMED, DISCARD, KAFKA, LIMIT, MILLSTREAM, PRODUCED
 
 OF_LIMIT_MIN = 0.85
 LEVEL_MIN = 0.95

@@ -27,7 +27,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from benchmarks.peers.kafka import free_address, kafka
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from conformance.question import CLOSED, SILENT, Broker, frame_of, read_plain_response, receive_frame
 from conformance.questions.asking import Key, Question, batch, new_topic, question
 

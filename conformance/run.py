@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.peers.kafka import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from conformance import secured
 from conformance.client import BuildFailed, Client, Program, Unavailable
 from conformance.go_client import GoClient

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.peers.kafka import fetch
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka import KafkaException, Producer
 from conformance.client import Unavailable
 from conformance.go_client import GoClient

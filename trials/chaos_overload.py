@@ -32,9 +32,9 @@ import httpx
 import pyarrow as pa
 from benchmarks import overload_flood
 from benchmarks.peers import kafka
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import percentile
 from benchmarks.processes import resident_of, tree_of
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka import ShareConsumer
 
 import millstream

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 from benchmarks.cases import PRODUCE, Case
-from benchmarks.names import BARE
 from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, measure, payload
-from benchmarks.subject import Measured
+from benchmarks.subject import BARE, Measured
 from benchmarks.subjects import Millstream
 
 from millstream.protocol.records.record import NewRecord, encode_batch

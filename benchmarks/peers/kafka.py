@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 
 from millstream_testing.server import Server
 

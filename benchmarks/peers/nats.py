@@ -21,8 +21,7 @@ from typing import Any, Self
 from benchmarks.cases import ALWAYS, OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
 from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Session, Tally, measure, payload
-from benchmarks.peers.unavailable import PeerUnavailable
-from benchmarks.subject import Measured, Subject
+from benchmarks.subject import Measured, PeerUnavailable, Subject
 
 NAME = "nats"
 VERSION = "v2.15.2"

@@ -19,8 +19,7 @@ from benchmarks.cases import REQUESTS, Case
 from benchmarks.percentiles import percentile
 from benchmarks.processes import Meter
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE, WINDOW
-from benchmarks.subject import CONSUMED, PRODUCED, Measured
-from benchmarks.target import Numbers
+from benchmarks.subject import CONSUMED, PRODUCED, Measured, Numbers
 from benchmarks.throughput import flow
 
 # Below what the allocator takes from the system and gives back each time, which would cost more than receiving.

@@ -14,8 +14,7 @@ from typing import Self
 from benchmarks.cases import OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
 from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, Tally, measure, payload
-from benchmarks.peers.unavailable import PeerUnavailable
-from benchmarks.subject import Measured, Subject
+from benchmarks.subject import Measured, PeerUnavailable, Subject
 
 NAME = "rabbitmq"
 # The script that Debian puts on the PATH changes the user; this is the one behind it.

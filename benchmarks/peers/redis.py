@@ -15,10 +15,8 @@ from typing import Self
 from benchmarks.cases import ALWAYS, INTERVAL, OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
 from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Session, measure, payload
-from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import Meter
-from benchmarks.subject import PRODUCED, Measured, Subject
-from benchmarks.target import Numbers
+from benchmarks.subject import PRODUCED, Measured, Numbers, PeerUnavailable, Subject
 from benchmarks.throughput import flow
 
 NAME = "redis"

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 
 FETCH_S_MAX: Final = 600.0
 _POM: Final = Path(__file__).with_name("spark_connector.pom.xml")

@@ -17,7 +17,7 @@ from random import Random
 from typing import Final
 
 from benchmarks.peers.kafka import fetch
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Acl, Operation, PatternType, Permission, ResourceType

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.peers import kafka as apache_kafka
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from confluent_kafka.schema_registry import SchemaRegistryClient
 
 from millstream_testing.command import CommandLine

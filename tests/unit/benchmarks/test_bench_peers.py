@@ -12,7 +12,7 @@ from benchmarks.cases import ALWAYS, OS, REQUESTS, Case
 from benchmarks.peers import rabbitmq, redis
 from benchmarks.peers.bare import Topic
 from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Tally, Window, measure, payload
-from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import PeerUnavailable
 from benchmarks.subjects import Limit
 from hypothesis import given
 from hypothesis import strategies as st

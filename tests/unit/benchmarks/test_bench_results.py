@@ -10,9 +10,8 @@ import pytest
 from benchmarks import cases, plots, report
 from benchmarks.cases import ALWAYS, LATENCY, OS, PRODUCE, Case
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END
-from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, in_order
 from benchmarks.results import Results
-from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subject import BARE, CONSUMED, DISCARD, KAFKA, LIMIT, MILLSTREAM, PRODUCED, in_order
 from benchmarks.verdict import targets
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from benchmarks import transactions
-from benchmarks.names import KAFKA, MILLSTREAM
 from benchmarks.reader import COMMITTED, UNCOMMITTED
-from benchmarks.target import Numbers
+from benchmarks.subject import KAFKA, MILLSTREAM, Numbers
 from benchmarks.transactions import CONSUME, EACH_100_MS, EACH_SECOND, PLAIN, PRODUCE, Rounds
 
 
