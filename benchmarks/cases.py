@@ -85,7 +85,6 @@ class Case:
 
 
 def size_text(size_bytes: int) -> str:
-    """Format a size."""
     return "1 KiB" if size_bytes == KIB else f"{size_bytes} B"
 
 

@@ -164,7 +164,6 @@ def _as_json(
 
 
 def print_line(line: str) -> None:
-    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

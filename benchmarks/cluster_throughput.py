@@ -47,7 +47,6 @@ class ClusterUp(Server):
     """`millstream cluster up`: etcd, PostgreSQL and three nodes, whose costs are summed."""
 
     def command(self) -> Sequence[str]:
-        """The command line."""
         flags = ["--json", "--nodes", str(REPLICATION), "--data", str(self.data)]
         ports = ["--kafka-port-base", "0", "--http-port-base", "0"]
         settings = [part for name, value in self.settings.items() for part in ("--set", f"{name}={value}")]

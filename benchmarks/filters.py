@@ -69,7 +69,6 @@ FILTERS: dict[str, Limit | None] = {
 
 
 def orders(count: int, base_offset: int = 0) -> bytes:
-    """Return a batch of orders."""
     records = []
     for at in range(base_offset, base_offset + count):
         order = {

@@ -106,13 +106,11 @@ class Echo:
         listening.close()
 
     def stop(self) -> None:
-        """End it."""
         self.process.kill()
         self.process.wait()
 
 
 async def measure(case: Case, address: str, gateway: int, broker: int | None, requests: int) -> Measured:
-    """Run one round."""
     number = max(case.connections, int(requests * case.share))
     before = cpu_s(gateway), 0.0 if broker is None else cpu_s(broker)
     took_s, latencies = await run_load(address, case.request, connections=case.connections, requests=number)

@@ -27,7 +27,6 @@ class Load(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         # A cast, since uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
 
@@ -91,7 +90,6 @@ async def run_load(address: str, request: bytes, *, connections: int, requests: 
 
 
 def post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
-    """Return the bytes of a request."""
     lines = [f"POST {path} HTTP/1.1", "host: bench", "user-agent: bench", "accept: */*"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body

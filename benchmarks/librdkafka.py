@@ -68,7 +68,6 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> str:
-    """The version of the library."""
     return str(confluent_kafka.libversion()[0])
 
 
@@ -109,7 +108,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def error_text(code: int) -> str:
-    """Return the text of an error code."""
     message: bytes = _library().rd_kafka_err2str(ctypes.c_int(code & 0xFFFFFFFF).value)
     return message.decode()
 
@@ -208,7 +206,6 @@ class TransactionalProducer(Producer):
         self._check(self._library.rd_kafka_init_transactions(self._handle, _RESPONSE_MS_MAX))
 
     def begin(self) -> None:
-        """Begin a transaction."""
         self._check(self._library.rd_kafka_begin_transaction(self._handle))
 
     def end(self, *, commit: bool) -> None:

@@ -489,7 +489,6 @@ def keep_freed_memory() -> None:
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--kafka", default="127.0.0.1:0")

@@ -595,7 +595,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run from the command line."""
     if sys.argv[1:2] == ["--serve-traced"]:
         serve_traced(Path(sys.argv[2]), sys.argv[3:])
         return

@@ -83,7 +83,6 @@ class Bench:
         return [lease for part in response.partitions for lease in part.leases]
 
     async def settle(self, worker: str, ranges: Sequence[tuple[int, int]], verb: Verb) -> None:
-        """Settle ranges with the same verb."""
         settled = [SettledRange(start, end, verb) for start, end in ranges]
         request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
         body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))

@@ -84,7 +84,6 @@ class Run:
             self.received += count
 
     def record_accepted(self, count: int) -> None:
-        """Record accepted messages."""
         with self._lock:
             self.accepted += count
 
@@ -148,7 +147,6 @@ class Publishers:
         self._stack.close()
 
     def start(self) -> None:
-        """Begin."""
         self._threads = [
             threading.Thread(target=self._publish, args=(number,), daemon=True)
             for number in range(len(self._producers))

@@ -42,8 +42,6 @@ _SETTLED: Final = msgspec.msgpack.Decoder(SettleResponse)
 
 
 class Worker:
-    """One worker with its connections."""
-
     def __init__(self, run: Run, client: Client, number: int) -> None:
         self._run = run
         self._client = client
@@ -119,7 +117,6 @@ def _number(section: bytes, at: int) -> tuple[int, int]:
 
 
 async def main() -> None:
-    """Run from the command line."""
     given = arguments(__doc__ or "")
     run = Run(given)
     async with AsyncExitStack() as stack:

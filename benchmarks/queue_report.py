@@ -21,8 +21,6 @@ COST_TIMES_MAX: Final = 1.15
 
 @dataclass(slots=True)
 class QueueResults:
-    """All results of a run."""
-
     machine: dict[str, Any]
     lines: dict[str, Rounds] = field(default_factory=dict)
     backlog: dict[str, float] = field(default_factory=dict)
@@ -33,21 +31,17 @@ class QueueResults:
     time: str = ""
 
     def add(self, line: str, subject: str, numbers: Numbers) -> None:
-        """Add one measurement."""
         self.lines.setdefault(line, {}).setdefault(subject, []).append(numbers)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the results as JSON."""
         return asdict(self)
 
     def median(self, line: str, subject: str, what: str) -> float | None:
-        """Return the median of a server on a line."""
         rounds = self.lines[line].get(subject, [])
         return median(one[what] for one in rounds) if rounds else None
 
 
 def summary(results: QueueResults, line: str) -> str:
-    """Return one line of progress."""
     is_timed = line.endswith("/s")
     cells = []
     for subject in results.subjects:

@@ -14,7 +14,6 @@ import millstream
 
 
 async def main() -> None:
-    """Run from the command line."""
     given = arguments(__doc__ or "")
     run = Run(given)
 

@@ -72,7 +72,6 @@ class Worker:
 
 
 def main() -> None:
-    """Run from the command line."""
     given = arguments(__doc__ or "")
     run, begun = Run(given), threading.Event()
     workers = [Worker(run, begun, number) for number in range(given.workers)]

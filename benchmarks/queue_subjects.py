@@ -49,7 +49,6 @@ class QueueCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the tables."""
         size = "1 KiB" if self.size_bytes == 1024 else f"{self.size_bytes} B"
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         return f"{size}, {workers}" + (f", {self.rate_per_s:,}/s" if self.rate_per_s else "")
@@ -196,7 +195,6 @@ class Millstream:
         return self.server
 
     def close(self) -> None:
-        """Stop it."""
         with self._stack:
             if self.server is not None and self.server.is_running():
                 self.server.stop()
@@ -293,7 +291,6 @@ class GoSubject(QueueSubject):
         """The address to which the client connects."""
 
     def command(self) -> Sequence[str]:
-        """The program."""
         return [str(self._binary), "--kind", self.kind, "--address", self.address]
 
 
@@ -304,7 +301,6 @@ class JetStream(GoSubject):
     durability = "published: synced for each message; accepted: not synced, and not confirmed"
 
     def __enter__(self) -> Self:
-        """Start it."""
         nats = self.stack.enter_context(Nats())
         self.version = nats.version
         server = nats.server(self.flush)
@@ -320,7 +316,6 @@ class JetStream(GoSubject):
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
         return self._server.kafka
 
 
@@ -332,13 +327,11 @@ class Rabbit:
         self._node: RabbitMq | None = None
 
     def start(self) -> RabbitMq:
-        """The node."""
         if self._node is None:
             self._node = self._stack.enter_context(RabbitMq())
         return self._node
 
     def close(self) -> None:
-        """Stop it."""
         self._node = None
         self._stack.close()
 
@@ -361,12 +354,10 @@ class RabbitQueue(GoSubject):
 
     @property
     def pid(self) -> int:
-        """The node."""
         return self._node.server.pid
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
         return self._node.amqp
 
     def settings(self) -> str:
@@ -398,7 +389,6 @@ class RedisStream(GoSubject):
     window = 200
 
     def __enter__(self) -> Self:
-        """Start it."""
         redis = self.stack.enter_context(Redis())
         self.version = redis.version
         self._server = redis.server(self.flush)
@@ -411,7 +401,6 @@ class RedisStream(GoSubject):
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
         return self._server.kafka
 
     def settings(self) -> str:

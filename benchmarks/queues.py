@@ -91,7 +91,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(given: argparse.Namespace) -> list[QueueCase]:
-    """Return the lines of this run."""
     cases = THROUGHPUT if "throughput" in given.only else ()
     return [*cases, *(LATENCY if "latency" in given.only else ())]
 

@@ -30,7 +30,6 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def rich(self) -> RichTable:
-        """Return the table for the terminal."""
         table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
         for place, name in enumerate(self.header):
             table.add_column(name, justify="left" if place < self.words else "right", overflow="fold")
@@ -39,7 +38,6 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        """Return the table as Markdown."""
         rule = ["---" if place < self.words else "---:" for place in range(len(self.header))]
         lines = [f"| {' | '.join(row)} |" for row in (self.header, rule, *self.rows)]
         return "\n".join((f"### {self.title}", "", *lines, ""))
@@ -127,7 +125,6 @@ def _requests(results: Results, direction: str) -> tuple[list[str], Cell, str | 
 
 
 def number(value: float | None, digits: int) -> str:
-    """Format a number."""
     if value is None:
         return NOTHING
     return f"{value:,.{digits}f}" if value != float("inf") else "never"

@@ -103,7 +103,6 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def request_frame(key: int, version: int, body: bytes) -> bytes:
-    """Return a complete request."""
     client = b"bench"
     header = struct.pack(">hhih", key, version, 1, len(client)) + client
     return struct.pack(">i", len(header) + len(body)) + header + body

@@ -58,7 +58,6 @@ class Results:
         self.failures: list[str] = []
 
     def add(self, case: Case, subject: str, durability: str, measured: Measured) -> None:
-        """Add one measurement."""
         for direction, numbers in measured.items():
             line = self._lines.setdefault((case.name, direction), Line(case, direction))
             line.rounds.setdefault(subject, []).append(numbers)

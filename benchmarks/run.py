@@ -100,7 +100,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(given: argparse.Namespace) -> list[Case]:
-    """Return the lines of this run."""
     extent = cases.quick() if given.quick else cases.everything() if given.full else cases.default()
     return cases.chosen(extent, given.only)
 
@@ -164,7 +163,6 @@ def _measure_once(console: Console, results: Results, case: Case, subject: Subje
 
 
 def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
-    """Save all results."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"machine": facts, "failures": results.failures, "lines": results.as_json()}
     (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -62,7 +62,6 @@ class Case(NamedTuple):
 
     @property
     def topic(self) -> str:
-        """Its topic."""
         return f"bench-{self.rule}-{self.size}-{self.compression}"
 
 

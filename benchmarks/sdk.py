@@ -55,7 +55,6 @@ class Load(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For the tables."""
         size = "1 KiB" if self.size == 1024 else f"{self.size} B"
         return f"{self.name}, {size}" + (f", {self.per_s:,}/s" if self.per_s else "")
 

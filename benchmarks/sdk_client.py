@@ -48,7 +48,6 @@ class Client:
         self.topic = topic
 
     def publishing(self) -> AbstractAsyncContextManager[tuple[Publish, PublishMany]]:
-        """One message, and many."""
         raise NotImplementedError
 
     def subscribed(self, handle: Handle) -> AbstractAsyncContextManager[None]:

@@ -291,7 +291,6 @@ def formatted(value: float) -> str:
 
 
 def middle(rounds: Sequence[Numbers], number: str) -> float:
-    """Return the median of one number."""
     return median(one[number] for one in rounds)
 
 
@@ -323,7 +322,6 @@ def trigger_table(found: dict[str, list[Numbers]]) -> Table:
 
 
 def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
-    """Return the table of targets."""
     table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
     for (load, task), by_variant in found.items():
         for name, least in LEAST.items():
@@ -340,7 +338,6 @@ def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
 
 
 def report(facts: dict[str, Any], tables: Sequence[Table], missing: dict[str, str]) -> str:
-    """Return the report as Markdown."""
     text = ["# Spark: the numbers", "", _METHOD, ""]
     text += [f"- {name}: {value}" for name, value in facts.items()]
     text += [f"- {name}: not measured: {reason}" for name, reason in missing.items()]

@@ -73,7 +73,6 @@ class LandingBench:
     folder: Path
 
     def create(self, count: int, partitions: int) -> list[str]:
-        """Create topics."""
         names = [f"bench-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
         admin = AdminClient({"bootstrap.servers": self.brokers, "log_level": 0})
         for future in admin.create_topics([NewTopic(name, partitions, 1) for name in names]).values():
@@ -217,7 +216,6 @@ def measure_in_turn(
 
 
 def lines(compared: Found) -> list[Table]:
-    """Return a table for each comparison."""
     tables = []
     for title, found in compared.items():
         first = next(iter(found.values()))
@@ -230,7 +228,6 @@ def lines(compared: Found) -> list[Table]:
 
 
 def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
-    """Return the table of targets."""
     table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
     for load, found in copies.items():
         share = ratio(found[LANDED], found[COPIED], "rows/s")
@@ -243,7 +240,6 @@ def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
 
 
 def report(facts: dict[str, Any], tables: Sequence[Table]) -> str:
-    """Return the report as Markdown."""
     text = ["# Landing: the numbers", "", _METHOD, "", *(f"- {name}: {value}" for name, value in facts.items())]
     return "\n".join([*text, "", *(table.markdown() for table in tables)]).rstrip() + "\n"
 

@@ -54,11 +54,9 @@ class RowByRow(DataSource):
         return _COLUMNS
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return a reader of one topic."""
         return _Reader(dict(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return a writer to one topic."""
         return _Writer(dict(self.options))
 
 

@@ -34,7 +34,6 @@ class Load:
 
     @property
     def title(self) -> str:
-        """For the tables."""
         return f"{self.rows / 1e6:g} million rows of {'1 KiB' if self.size == 1024 else f'{self.size} B'}"
 
 
@@ -51,14 +50,12 @@ class Stage:
     missing: dict[str, str] = field(default_factory=dict)
 
     def create(self, brokers: str) -> str:
-        """Create a topic."""
         name = f"bench-{uuid.uuid4().hex[:8]}"
         admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
         admin.create_topics([NewTopic(name, PARTITIONS, 1)])[name].result(_ADMIN_S_MAX)
         return name
 
     def delete(self, brokers: str, name: str) -> None:
-        """Delete a topic."""
         admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
         admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
 

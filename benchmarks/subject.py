@@ -47,7 +47,6 @@ class Target:
 
     @property
     def address(self) -> str:
-        """The address for clients."""
         return self.server.kafka
 
     @property

@@ -194,7 +194,6 @@ class Broker(KafkaSubject):
                 self._server.stop()
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure one line once."""
         return {STARTED: self.start()} if case.kind == START else super().measure(case, seconds)
 
     @contextmanager

@@ -127,7 +127,6 @@ def _order(lines: Sequence[str], brokers: Sequence[Broker], turn: int) -> Iterat
 
 
 def rate(numbers: Numbers) -> float:
-    """Return the throughput."""
     return numbers["MB/s"]
 
 
@@ -213,7 +212,6 @@ def _as_json(facts: dict[str, Any], found: dict[str, Rounds], goals: Sequence[Go
 
 
 def print_line(line: str) -> None:
-    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

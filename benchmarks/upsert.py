@@ -51,8 +51,6 @@ SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one batch."""
-
     files: int
     written: int
     wall_s: float

@@ -32,8 +32,6 @@ class Program:
 
 
 class Client(Protocol):
-    """One client in one version."""
-
     @property
     def name(self) -> str:
         """The name of the client in the report."""

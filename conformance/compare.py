@@ -77,7 +77,6 @@ ACCEPTED: Mapping[str, str] = {
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="ask only the questions whose names contain this")
     parser.add_argument("--all", action="store_true", help="show the responses that are the same, too")

@@ -701,7 +701,6 @@ listener.name.locked.plain.sasl.jaas.config={jaas}
 
 
 def kafka_responses(folder: Path, *, only: str = "") -> Responses:
-    """Return the responses of Apache Kafka."""
     users = " ".join(f'user_{user}="{PASSWORD}"' for user in (ADMIN, *USERS))
     jaas = f"org.apache.kafka.common.security.plain.PlainLoginModule required {users};"
     address = free_address()
@@ -711,7 +710,6 @@ def kafka_responses(folder: Path, *, only: str = "") -> Responses:
 
 
 def millstream_responses(folder: Path, users: Sequence[str] = USERS, *, only: str = "") -> Responses:
-    """Return the responses of Millstream."""
     declare_security(folder, dict.fromkeys((ADMIN, *USERS), PASSWORD))
     settings = {"auth": "required", "super-users": ADMIN, "default-partitions": 1}
     node = EmbeddedBroker(folder, kafka="127.0.0.1:0", http="", settings=settings)
@@ -738,7 +736,6 @@ def compare(folder: Path, *, renew: bool = False, only: str = "") -> int:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.permission_table")
     parser.add_argument("--only", default="", help="ask only the questions whose names contain this")
     parser.add_argument("--record", action="store_true", help="write Kafka's responses to the file")

@@ -47,7 +47,6 @@ class Broker:
                     yield plain(read_response(api_key, version, receive_frame(connection)))
 
     def connected(self) -> socket.socket:
-        """Open a connection."""
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_RESPONSE_S_MAX)
 
@@ -97,7 +96,6 @@ def frame_of(api_key: int, version: int, values: Values) -> bytes:
 
 
 def read_plain_response(api_key: int, version: int, response: bytes | str) -> Any:
-    """The response, as plain values."""
     return response if isinstance(response, str) else plain(read_response(api_key, version, response))
 
 

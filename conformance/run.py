@@ -181,7 +181,6 @@ def chosen(names: Sequence[str]) -> list[Client]:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("clients", nargs="*", help="parts of clients' names, such as 4.4.0, go or secured; all without")
     parser.add_argument("--against", choices=SUBJECTS, default=SUBJECTS[0], help="the broker to try")

@@ -132,7 +132,6 @@ class AvroPairs:
         return f"{letter}{self._named}"
 
     def change(self, schema: Any) -> Any:
-        """Change one element of the schema."""
         nodes = list(_nodes(schema))
         holder, key = self._random.choice(nodes) if nodes else (None, None)
         if holder is None:
@@ -664,7 +663,6 @@ def compare_type(schema_type: str, count: int, seed: int, *, show_all: bool) -> 
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m conformance.schema_pairs", description=(__doc__ or "").splitlines()[0]
     )

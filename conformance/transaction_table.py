@@ -355,7 +355,6 @@ RECORDED: Final = ResponseTable(
 
 
 def kafka_responses(folder: Path) -> Responses:
-    """Return the responses of Apache Kafka."""
     with held_kafka(folder) as (broker, hold):
         return ask_all(broker, hold) | ask_rotated(broker, hold, EPOCH_MAX)
 

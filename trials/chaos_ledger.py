@@ -100,7 +100,6 @@ class LedgerTrial:
         return ",".join(node.kafka for node in self._nodes)
 
     def run(self, rounds: int) -> bool:
-        """Run all rounds, and the audit."""
         with ExitStack() as stack:
             if self._node_count == 1:
                 self._nodes = [stack.enter_context(Server(self._folder / "data", settings=self._settings))]

@@ -196,7 +196,6 @@ async def _probe(other: _Pair, budget: Budget) -> None:
 
 
 def main() -> int:
-    """Run the fuzzer."""
     collected = collect_logs()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 

@@ -264,7 +264,6 @@ def example(rng: random.Random) -> int:
 
 
 def main() -> int:
-    """Run the fuzzer."""
     collected = collect_logs()
 
     def checked(rng: random.Random) -> int:

@@ -230,7 +230,6 @@ async def _example(rng: random.Random) -> int:
 
 
 def main() -> int:
-    """Run the fuzzer."""
     collected = collect_logs()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 

@@ -48,8 +48,6 @@ class Frames:
 
 
 class Topic(Session):
-    """One partition of a topic."""
-
     def __init__(self, connection: Connection, name: str, size_bytes: int, partition: int = 0) -> None:
         super().__init__(connection)
         self._partition = partition

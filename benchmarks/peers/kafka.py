@@ -237,7 +237,6 @@ def _advertised(properties: Path) -> str:
 
 
 def free_address() -> str:
-    """Return a free address on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -322,7 +321,6 @@ def _consume(address: str) -> int:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers.kafka", description=(__doc__ or "").splitlines()[0]
     )

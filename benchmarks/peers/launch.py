@@ -28,7 +28,6 @@ READY_S_MAX = 50.0
 
 
 def free_port() -> int:
-    """Return a free port on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port
@@ -67,7 +66,6 @@ class PeerServer(Server):
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.launch")
     parser.add_argument("--address", required=True)
     parser.add_argument("command", nargs="+")

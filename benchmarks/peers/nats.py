@@ -54,8 +54,6 @@ def fetch() -> Path:
 
 
 class Stream(Session):
-    """One stream on one connection."""
-
     def __init__(self, connection: Connection, size_bytes: int) -> None:
         super().__init__(connection)
         self._name = "B" + uuid.uuid4().hex[:12]

@@ -38,7 +38,6 @@ class PeerFailed(Exception):
 
 
 def payload(size_bytes: int) -> bytes:
-    """Return a message."""
     return (MARK + b"0123456789abcdef" * (size_bytes // 16 + 1))[:size_bytes]
 
 
@@ -82,22 +81,18 @@ class Tally:
 
 
 class Connection:
-    """One connection to a server."""
-
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def receive(self) -> bytes:
-        """Receive at least one byte."""
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
             raise PeerFailed("the server closed the connection")
         return data
 
     def close(self) -> None:
-        """Close the connection."""
         self.socket.close()
 
 
@@ -137,7 +132,6 @@ class Window:
             self.sent += count
 
     def acknowledge(self, count: int) -> None:
-        """Record acknowledgements."""
         with self._changed:
             self.acknowledged += count
             self._changed.notify()

@@ -159,7 +159,6 @@ class RabbitMq(Subject):
 
     @property
     def server(self) -> PeerServer:
-        """The node."""
         return self._server
 
     def __enter__(self) -> Self:
@@ -194,7 +193,6 @@ class RabbitMq(Subject):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop it."""
         self._stack.close()
 
     def offers(self, case: Case) -> bool:

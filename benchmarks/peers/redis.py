@@ -34,8 +34,6 @@ def command(*parts: bytes) -> bytes:
 
 
 class Stream(Session):
-    """One stream."""
-
     def __init__(self, connection: Connection, size_bytes: int, name: str = "") -> None:
         super().__init__(connection)
         self._name = (name or uuid.uuid4().hex[:12]).encode()
@@ -74,7 +72,6 @@ class Stream(Session):
         return bytes(re.findall(rb"\r\n(\d+-\d+)\r\n", tail)[-1])
 
     def delete(self) -> None:
-        """Delete the stream."""
         self.connection.socket.sendall(command(b"DEL", self._name))
         if not self.connection.receive().startswith(b":"):
             raise PeerFailed("Redis did not delete the stream")
@@ -98,7 +95,6 @@ class Redis(Subject):
         self._rates: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        """Start them."""
         for flush, setting in _APPENDFSYNC.items():
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
             port = free_port()
@@ -109,7 +105,6 @@ class Redis(Subject):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop them."""
         self._stack.close()
 
     def server(self, flush: str) -> PeerServer:

@@ -39,7 +39,6 @@ def fetch() -> list[Path]:
 
 
 def version_of(jars: list[Path]) -> str:
-    """The version of the connector."""
     return next((found[1] for jar in jars if (found := _CONNECTOR.fullmatch(jar.name))), "of unknown version")
 
 

@@ -106,7 +106,6 @@ class Question:
     values: Values
 
     def ask(self, broker: Broker) -> Any:
-        """Ask one broker."""
         return broker.ask(self.key, self.version, self.values)
 
 
@@ -135,7 +134,6 @@ def produced(records: bytes | None, *, topic: str = WRITTEN, partition: int = 0,
 
 
 def new_topic(name: str, partitions: int = 1, replication: int = 1, **more: Any) -> dict[str, Any]:
-    """A topic to create."""
     counts = {"num_partitions": partitions, "replication_factor": replication}
     return {"name": name, **counts, "assignments": [], "configs": [], **more}
 
