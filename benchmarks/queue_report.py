@@ -74,7 +74,6 @@ def tables(results: QueueResults) -> list[Table]:
 
 
 _CPU: Final = ("server CPU s/M", "client CPU s/M")
-_LATE: Final = ("p50 ms", "p99 ms")
 
 
 def _machine(results: QueueResults) -> Table:

@@ -243,9 +243,5 @@ def comparison(load: Load, rows: dict[str, dict[str, float]]) -> Iterator[str]:
         yield f"Not reached: {', '.join(behind)}." if behind else "Ahead of all."
 
 
-def _is_better(column: str, value: float, than: float) -> bool:
-    return value > than if column == "messages/s" else value < than
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -59,12 +59,12 @@ _CLOSE_S_MAX = 60.0
 class LoopThread:
     """Runs coroutines for other threads. It ends with `close`, or with the interpreter."""
 
-    def __init__(self, name: str = "millstream client") -> None:
+    def __init__(self) -> None:
         self._began: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping: asyncio.Event
         self._closing: set[asyncio.Task[None]] = set()
         # A daemon: a program may exit without closing, and would otherwise wait forever.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="millstream client", daemon=True)
         self._thread.start()
         self._loop = self._began.result()
 

@@ -309,13 +309,11 @@ class TaskWriter(FileWriter):
         *,
         landed: datetime | None = None,
         attempt: str = "",
-        file_bytes: int = FILE_BYTES,
         values: Mapping[str, str] | None = None,
     ) -> None:
         """Write to the folder of partition values, by default those of the hour of landing."""
         super().__init__(storage, file_schema(schema), topic_id, attempt)
         self._values = dict(_hour_values(landed) if values is None else values)
-        self._file_bytes = file_bytes
         self._rows: list[pa.RecordBatch] = []
         self._rows_bytes = 0
         self._partition: int | None = None
@@ -393,7 +391,7 @@ class TaskWriter(FileWriter):
             path = f"{self.folder}/{self.prefix}{uuid.uuid4().hex[len(self._attempt) :]}.parquet"
             self._file = OpenFile(self.storage, path, self._schema)
         self._file.write_group(table)
-        if self._file.bytes >= self._file_bytes:
+        if self._file.bytes >= FILE_BYTES:
             self._end_file()
 
     def _end_file(self) -> None:

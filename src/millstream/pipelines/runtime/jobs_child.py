@@ -128,6 +128,10 @@ class _Log:
         return self._path.with_suffix(".log.1")
 
 
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
 class JobsChild:
     def __init__(
         self,
@@ -140,7 +144,6 @@ class JobsChild:
         missing: Callable[[], str],
         security: SecurityState | None = None,
         module: str = MODULE,
-        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
         """`missing` returns why no job can run here; with `security`, jobs have the rights of their owners."""
         self.options = options
@@ -148,7 +151,6 @@ class JobsChild:
         self.declared = declared
         self.security = security
         self.module = module
-        self.now_ms = now_ms
         self._board = board
         self._owner = owner
         self._missing = missing
@@ -201,7 +203,7 @@ class JobsChild:
         reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
         known = {report.name for report in reports}
         waiting = [one for one in self._due() if one.name not in known] if is_here and self._idle_reason else []
-        now = self.now_ms()
+        now = _now_ms()
         reports += [
             PipelineReport(
                 name=one.name, state="waiting", last_error=self._idle_reason, last_error_ms=now, node=self.options.node
@@ -383,7 +385,7 @@ class _Job:
             return
         if last is not None and not settings.continuous:
             self._show_end(last)
-        now_ms = self._child.now_ms()
+        now_ms = _now_ms()
         if settings.continuous or pipeline.requests > (0 if last is None else last.request):
             due_ms: int | None = now_ms
         else:
@@ -488,9 +490,7 @@ class _Job:
 
     async def _finish(self, run: JobRun, state: RunState, error: str) -> None:
         progress = {name: value for name, value in run.progress.items() if name != PIN or state != RunState.SUCCEEDED}
-        over = replace(
-            run, state=state, ended_ms=self._child.now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress
-        )
+        over = replace(run, state=state, ended_ms=_now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress)
         # While its end is being stored, the run can no longer be cancelled.
         self._last = over
         self._run = None
@@ -683,7 +683,7 @@ class _Job:
 
     def _record_error(self, error: str) -> None:
         self._error = error[:ERROR_LENGTH_MAX]
-        self._error_ms = self._child.now_ms()
+        self._error_ms = _now_ms()
         self._failing_ms = self._failing_ms or self._error_ms
 
     def _show_end(self, run: JobRun) -> None:
