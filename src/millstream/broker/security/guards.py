@@ -9,45 +9,12 @@ private requests (`needs`) authorize themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from kio.schema.add_partitions_to_txn.v5 import response as add_partitions
-from kio.schema.alter_client_quotas.v1 import response as alter_quotas
-from kio.schema.alter_configs.v2 import response as alter_configs
-from kio.schema.alter_partition_reassignments.v1 import response as reassign
-from kio.schema.alter_replica_log_dirs.v2 import response as replica_log_dirs
-from kio.schema.alter_share_group_offsets.v0 import response as alter_share_offsets
-from kio.schema.create_partitions.v3 import response as create_partitions
-from kio.schema.create_topics.v7 import response as create_topics
-from kio.schema.delete_groups.v2 import response as delete_groups
-from kio.schema.delete_records.v2 import response as delete_records
-from kio.schema.delete_share_group_offsets.v0 import response as delete_share_offsets
-from kio.schema.delete_topics.v6 import response as delete_topics
-from kio.schema.describe_client_quotas.v1 import response as describe_quotas
-from kio.schema.describe_configs.v4 import response as describe_configs
-from kio.schema.describe_log_dirs.v5 import response as describe_log_dirs
-from kio.schema.describe_producers.v0 import response as describe_producers
-from kio.schema.describe_share_group_offsets.v1 import response as share_offsets
-from kio.schema.describe_topic_partitions.v0 import response as topic_partitions
-from kio.schema.elect_leaders.v2 import response as elect_leaders
 from kio.schema.errors import ErrorCode
-from kio.schema.find_coordinator.v6 import response as find_coordinator
-from kio.schema.incremental_alter_configs.v1 import response as incremental_configs
-from kio.schema.list_config_resources.v1 import response as list_configs
-from kio.schema.list_offsets.v11 import response as list_offsets
-from kio.schema.list_partition_reassignments.v0 import response as list_reassignments
-from kio.schema.metadata.v13 import response as metadata
-from kio.schema.offset_delete.v0 import response as offset_delete
-from kio.schema.offset_for_leader_epoch.v4 import response as leader_epoch
-from kio.schema.share_acknowledge.v2 import response as share_acknowledge
-from kio.schema.share_fetch.v2 import response as share_fetch
-from kio.schema.txn_offset_commit.v5 import response as txn_offset_commit
-from kio.schema.types import BrokerId, TopicName
-from kio.schema.write_txn_markers.v2 import response as write_markers
-from kio.static.primitive import Records, i16, i32, i64
+from kio.static.primitive import i16, i32
 
 from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.rights import Rights
@@ -56,6 +23,8 @@ from millstream.core.errors import ClusterNotAuthorized
 from millstream.core.schema import subject_topic
 from millstream.core.tasks import finish
 from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALUE
+from millstream.protocol.messages.codec import build_message, load_response_class
+from millstream.protocol.messages.shape import item_of, unwrapped
 
 Guard = Callable[[Any, Any, Any, Rights], Coroutine[Any, Any, Any]]
 """Responds for an API, given the API, the request in its newest version, the client and its rights."""
@@ -120,10 +89,9 @@ def _with_message(request: Any, message: Any) -> Any:
     return request._replace(message=message) if hasattr(request, "message") else message
 
 
-def _build_response(response: type, **fields: Any) -> Any:
-    from millstream.broker.kafka.api import NO_THROTTLE
-
-    return response(throttle_time=NO_THROTTLE, **fields)
+def _build_response(api: Any, **values: Any) -> Any:
+    """Build the response of an API from plain values."""
+    return build_message(load_response_class(api.key, api.versions[1]), values)
 
 
 def _split_allowed(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -136,35 +104,33 @@ def _split_allowed(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tu
 
 
 def _extend(response: Any, field: str, refused: Iterable[Any]) -> Any:
-    """Add the errors for the refused parts to the response for the others."""
-    return dataclasses.replace(response, **{field: (*getattr(response, field), *refused)})
+    """Add the errors for the refused parts, given as plain values, to the response for the others."""
+    types = {one.name: one.type for one in dataclasses.fields(response)}
+    errors = (
+        build_message(item_of(unwrapped(types[field])[0]), one) if isinstance(one, dict) else one for one in refused
+    )
+    return dataclasses.replace(response, **{field: (*getattr(response, field), *errors)})
 
 
 def _refusing(
-    topic_type: Callable[..., Any],
-    partition_type: Callable[..., Any],
     code: ErrorCode = _TOPIC_DENIED,
     *,
     name: str = "name",
     asked: str = "partitions",
     response_field: str = "partitions",
     index: str = "partition_index",
-    of_topic: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
-) -> Callable[[Any], Any]:
+) -> Callable[[Any], dict[str, Any]]:
     """Return a function that responds for a topic of a request with an error for each of its partitions.
 
     `name`, `response_field` and `index` are fields of the response. A request names a partition by a number, or by an
     object that has its `index`.
     """
 
-    def refuse(topic: Any) -> Any:
-        partitions = tuple(
-            partition_type(**{index: getattr(one, index, one)}, error_code=code, **more)
-            for one in getattr(topic, asked)
-        )
+    def refuse(topic: Any) -> dict[str, Any]:
+        partitions = [{index: getattr(one, index, one), "error_code": code, **more} for one in getattr(topic, asked)]
         named = next(getattr(topic, field) for field in ("name", "topic", "topic_name") if hasattr(topic, field))
-        return topic_type(**{name: named, response_field: partitions}, **of_topic)
+        return {name: named, response_field: partitions}
 
     return refuse
 
@@ -172,7 +138,7 @@ def _refusing(
 def _per_resource(
     kind: ResourceType,
     operation: Operation,
-    refused: Callable[[Any], Any],
+    refused: Callable[[Any], dict[str, Any]],
     *,
     asked: str = "topics",
     response_field: str = "topics",
@@ -213,7 +179,7 @@ async def _allow_everyone(api: Any, request: Any, client: Any, _rights: Rights) 
 
 
 def _on_cluster(
-    operation: Operation, refused: Callable[[Any], Any] | None = None, *, or_else: Operation | None = None
+    operation: Operation, refused: Callable[[Any], dict[str, Any]] | None = None, *, or_else: Operation | None = None
 ) -> Guard:
     """Return a guard for requests about the cluster; without `refused`, the API responds with an error itself.
 
@@ -224,88 +190,59 @@ def _on_cluster(
         if or_else is not None and rights.cluster(or_else):
             return await api.handle(request, client)
         if refused is not None and not rights.check(operation, CLUSTER):
-            return refused(request)
+            return _build_response(api, **refused(request))
         rights.require(operation, CLUSTER)
         return await api.handle(request, client)
 
     return guard
 
 
-_refuse_log_dirs_of: Final = _refusing(
-    replica_log_dirs.AlterReplicaLogDirTopicResult,
-    replica_log_dirs.AlterReplicaLogDirPartitionResult,
-    _CLUSTER_DENIED,
-    name="topic_name",
-)
+_refuse_log_dirs_of: Final = _refusing(_CLUSTER_DENIED, name="topic_name")
 _refuse_election_of: Final = _refusing(
-    elect_leaders.ReplicaElectionResult,
-    elect_leaders.PartitionResult,
-    _CLUSTER_DENIED,
-    name="topic",
-    response_field="partition_result",
-    index="partition_id",
-    error_message=_TEXT,
+    _CLUSTER_DENIED, name="topic", response_field="partition_result", index="partition_id", error_message=_TEXT
 )
-_refuse_reassignment_of: Final = _refusing(
-    reassign.ReassignableTopicResponse, reassign.ReassignablePartitionResponse, _CLUSTER_DENIED, error_message=_TEXT
-)
-_refuse_markers_of: Final = _refusing(
-    write_markers.WritableTxnMarkerTopicResult,
-    write_markers.WritableTxnMarkerPartitionResult,
-    _CLUSTER_DENIED,
-    asked="partition_indexes",
-)
+_refuse_reassignment_of: Final = _refusing(_CLUSTER_DENIED, error_message=_TEXT)
+_refuse_markers_of: Final = _refusing(_CLUSTER_DENIED, asked="partition_indexes")
 
 
-def _refuse_log_dirs(request: Any) -> Any:
-    refused = tuple(_refuse_log_dirs_of(topic) for folder in request.dirs for topic in folder.topics)
-    return _build_response(replica_log_dirs.AlterReplicaLogDirsResponse, results=refused)
+def _refuse_log_dirs(request: Any) -> dict[str, Any]:
+    return {"results": [_refuse_log_dirs_of(topic) for folder in request.dirs for topic in folder.topics]}
 
 
-def _refuse_election(request: Any) -> Any:
-    refused = tuple(map(_refuse_election_of, request.topic_partitions or ()))
-    return _build_response(
-        elect_leaders.ElectLeadersResponse, error_code=_CLUSTER_DENIED, replica_election_results=refused
-    )
+def _refuse_election(request: Any) -> dict[str, Any]:
+    results = [_refuse_election_of(topic) for topic in request.topic_partitions or ()]
+    return {"error_code": _CLUSTER_DENIED, "replica_election_results": results}
 
 
-def _refuse_reassignment(request: Any) -> Any:
-    refused = tuple(map(_refuse_reassignment_of, request.topics))
-    return _build_response(
-        reassign.AlterPartitionReassignmentsResponse, error_code=_CLUSTER_DENIED, error_message=_TEXT, responses=refused
-    )
+def _refuse_reassignment(request: Any) -> dict[str, Any]:
+    responses = [_refuse_reassignment_of(topic) for topic in request.topics]
+    return {"error_code": _CLUSTER_DENIED, "error_message": _TEXT, "responses": responses}
 
 
-def _refuse_markers(request: Any) -> Any:
-    refused = tuple(
-        write_markers.WritableTxnMarkerResult(
-            producer_id=marker.producer_id, topics=tuple(map(_refuse_markers_of, marker.topics))
-        )
-        for marker in request.markers
-    )
-    return write_markers.WriteTxnMarkersResponse(markers=refused)
+def _refuse_markers(request: Any) -> dict[str, Any]:
+    return {
+        "markers": [
+            {"producer_id": marker.producer_id, "topics": [_refuse_markers_of(topic) for topic in marker.topics]}
+            for marker in request.markers
+        ]
+    }
 
 
-def _refuse_quotas(request: Any) -> Any:
-    return _build_response(
-        alter_quotas.AlterClientQuotasResponse,
-        entries=tuple(
-            alter_quotas.EntryData(
-                error_code=_CLUSTER_DENIED,
-                error_message=_TEXT,
-                entity=tuple(
-                    alter_quotas.EntityData(entity_type=part.entity_type, entity_name=part.entity_name)
-                    for part in entry.entity
-                ),
-            )
+def _refuse_quotas(request: Any) -> dict[str, Any]:
+    return {
+        "entries": [
+            {
+                "error_code": _CLUSTER_DENIED,
+                "error_message": _TEXT,
+                "entity": [{"entity_type": part.entity_type, "entity_name": part.entity_name} for part in entry.entity],
+            }
             for entry in request.entries
-        ),
-    )
+        ]
+    }
 
 
-def _refuse_all(response: type, **fields: Any) -> Callable[[Any], Any]:
-    """Return the response to a request that is refused as a whole."""
-    return lambda _request: _build_response(response, error_code=_CLUSTER_DENIED, **fields)
+def _refuse_all(**more: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda _request: {"error_code": _CLUSTER_DENIED, **more}
 
 
 _GUARDS[29] = _on_cluster(DESCRIBE)  # DescribeAcls
@@ -315,53 +252,30 @@ _GUARDS[57] = _on_cluster(ALTER)  # UpdateFeatures
 # WriteTxnMarkers; with ALTER, an administrator ends a transaction that hangs.
 _GUARDS[27] = _on_cluster(CLUSTER_ACTION, _refuse_markers, or_else=ALTER)
 _GUARDS[34] = _on_cluster(ALTER, _refuse_log_dirs)  # AlterReplicaLogDirs
-_GUARDS[35] = _on_cluster(  # DescribeLogDirs
-    DESCRIBE, _refuse_all(describe_log_dirs.DescribeLogDirsResponse, results=())
-)
+_GUARDS[35] = _on_cluster(DESCRIBE, _refuse_all())  # DescribeLogDirs
 _GUARDS[43] = _on_cluster(ALTER, _refuse_election)  # ElectLeaders
 _GUARDS[45] = _on_cluster(ALTER, _refuse_reassignment)  # AlterPartitionReassignments
-_GUARDS[46] = _on_cluster(  # ListPartitionReassignments
-    DESCRIBE, _refuse_all(list_reassignments.ListPartitionReassignmentsResponse, error_message=_TEXT, topics=())
-)
-_GUARDS[48] = _on_cluster(  # DescribeClientQuotas
-    DESCRIBE_CONFIGS, _refuse_all(describe_quotas.DescribeClientQuotasResponse, error_message=_TEXT, entries=None)
-)
+_GUARDS[46] = _on_cluster(DESCRIBE, _refuse_all(error_message=_TEXT))  # ListPartitionReassignments
+_GUARDS[48] = _on_cluster(DESCRIBE_CONFIGS, _refuse_all(error_message=_TEXT))  # DescribeClientQuotas
 _GUARDS[49] = _on_cluster(ALTER_CONFIGS, _refuse_quotas)  # AlterClientQuotas
-_GUARDS[74] = _on_cluster(  # ListConfigResources
-    DESCRIBE_CONFIGS, _refuse_all(list_configs.ListConfigResourcesResponse, config_resources=())
-)
+_GUARDS[74] = _on_cluster(DESCRIBE_CONFIGS, _refuse_all())  # ListConfigResources
 
 
 # -- topics -------------------------------------------------------------------------------------------------------
 
 
-_refuse_list_offsets: Final = _refusing(
-    list_offsets.ListOffsetsTopicResponse, list_offsets.ListOffsetsPartitionResponse
-)
-_refuse_leader_epoch: Final = _refusing(
-    leader_epoch.OffsetForLeaderTopicResult, leader_epoch.EpochEndOffset, name="topic", index="partition"
-)
-_refuse_delete_records: Final = _refusing(
-    delete_records.DeleteRecordsTopicResult, delete_records.DeleteRecordsPartitionResult, low_watermark=i64(-1)
-)
-_refuse_producers: Final = _refusing(
-    describe_producers.TopicResponse,
-    describe_producers.PartitionResponse,
-    asked="partition_indexes",
-    error_message=None,
-    active_producers=(),
-)
+_refuse_partitions: Final = _refusing()
+_refuse_leader_epoch: Final = _refusing(name="topic", index="partition")
+_refuse_delete_records: Final = _refusing(low_watermark=-1)
+_refuse_producers: Final = _refusing(asked="partition_indexes")
 
 
-def _refuse_create_partitions(topic: Any) -> Any:
-    return create_partitions.CreatePartitionsTopicResult(
-        name=topic.name,
-        error_code=_TOPIC_DENIED,
-        error_message=f"not authorized; this needs ALTER on topic {topic.name!r}",
-    )
+def _refuse_create_partitions(topic: Any) -> dict[str, Any]:
+    message = f"not authorized; this needs ALTER on topic {topic.name!r}"
+    return {"name": topic.name, "error_code": _TOPIC_DENIED, "error_message": message}
 
 
-_GUARDS[2] = _per_resource(TOPIC, DESCRIBE, _refuse_list_offsets)  # ListOffsets
+_GUARDS[2] = _per_resource(TOPIC, DESCRIBE, _refuse_partitions)  # ListOffsets
 _GUARDS[21] = _per_resource(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
 _GUARDS[23] = _per_resource(  # OffsetForLeaderEpoch
     TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic", cluster=CLUSTER_ACTION
@@ -401,7 +315,8 @@ async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     if creating:
         created = await finish(_create_missing(api, request, client, rights, creating))
         topics = (*topics, *created.topics)
-    return dataclasses.replace(response, topics=(*_with_topic_operations(topics, rights), *denied))
+    response = dataclasses.replace(response, topics=_with_topic_operations(topics, rights))
+    return _extend(response, "topics", denied)
 
 
 async def _create_missing(api: Any, request: Any, client: Any, rights: Rights, missing: Sequence[Any]) -> Any:
@@ -412,14 +327,9 @@ async def _create_missing(api: Any, request: Any, client: Any, rights: Rights, m
     return response
 
 
-def _refuse_metadata(requested: Any) -> Any:
-    return metadata.MetadataResponseTopic(
-        error_code=_TOPIC_DENIED,
-        name=None if requested.topic_id is not None else requested.name,
-        topic_id=requested.topic_id,
-        is_internal=False,
-        partitions=(),
-    )
+def _refuse_metadata(requested: Any) -> dict[str, Any]:
+    name = None if requested.topic_id is not None else requested.name
+    return {"error_code": _TOPIC_DENIED, "name": name, "topic_id": requested.topic_id}
 
 
 def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, ...]:
@@ -435,16 +345,12 @@ def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, 
 async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """DescribeTopicPartitions: as Metadata; of all topics, the API selects those that the client may describe."""
     allowed, refused = _split_allowed(request.topics, lambda topic: rights.check(DESCRIBE, TOPIC, topic.name))
-    denied = tuple(
-        topic_partitions.DescribeTopicPartitionsResponseTopic(
-            error_code=_TOPIC_DENIED, name=topic.name, topic_id=None, is_internal=False, partitions=()
-        )
-        for topic in refused
-    )
+    denied = [{"error_code": _TOPIC_DENIED, "name": topic.name} for topic in refused]
     if request.topics and not allowed:
-        return _build_response(topic_partitions.DescribeTopicPartitionsResponse, topics=denied, next_cursor=None)
+        return _build_response(api, topics=denied)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    return dataclasses.replace(response, topics=(*_with_topic_operations(response.topics, rights), *denied))
+    response = dataclasses.replace(response, topics=_with_topic_operations(response.topics, rights))
+    return _extend(response, "topics", denied)
 
 
 @_guards(19)
@@ -474,17 +380,11 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
         )
         for topic in response.topics
     )
-    refused = tuple(
-        create_topics.CreatableTopicResult(
-            name=topic.name,
-            topic_id=None,
-            error_code=_TOPIC_DENIED,
-            error_message=reason(topic),
-            configs=(),
-        )
+    refused = (
+        {"name": topic.name, "error_code": _TOPIC_DENIED, "error_message": reason(topic), "configs": ()}
         for topic in denied
     )
-    return dataclasses.replace(response, topics=(*created, *refused))
+    return _extend(dataclasses.replace(response, topics=created), "topics", refused)
 
 
 @_guards(20)
@@ -504,15 +404,16 @@ async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) ->
     return _extend(response, "responses", (_refuse_deletion(topic, rights) for topic in denied))
 
 
-def _refuse_deletion(requested: Any, rights: Rights) -> Any:
+def _refuse_deletion(requested: Any, rights: Rights) -> dict[str, Any]:
     name = requested.name if requested.topic_id is None else rights.topic_name(requested.topic_id)
     is_shown = name is not None and (requested.topic_id is None or rights.topic(DESCRIBE, name))
-    return delete_topics.DeletableTopicResult(
-        name=TopicName(name) if is_shown else None,
-        topic_id=requested.topic_id,
-        error_code=_TOPIC_DENIED,
-        error_message=f"{rights.principal} may not delete {f'topic {name!r}' if is_shown else 'this topic'}",
-    )
+    message = f"{rights.principal} may not delete {f'topic {name!r}' if is_shown else 'this topic'}"
+    return {
+        "name": name if is_shown else None,
+        "topic_id": requested.topic_id,
+        "error_code": _TOPIC_DENIED,
+        "error_message": message,
+    }
 
 
 def _is_allowed(rights: Rights, operation: Operation, topic: Any) -> bool:
@@ -533,7 +434,7 @@ def _may_describe_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
     return all(rights.check(DESCRIBE, TOPIC, subject_topic(subject)) for subject in subjects)
 
 
-def _by_config_resource(operation: Operation, result: Callable[..., Any], response_field: str, **more: Any) -> Guard:
+def _by_config_resource(operation: Operation, response_field: str) -> Guard:
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         def may(one: Any) -> bool:
             is_allowed = rights.check(operation, _config_kind(one), _config_name(one))
@@ -543,15 +444,14 @@ def _by_config_resource(operation: Operation, result: Callable[..., Any], respon
         response = await api.handle(dataclasses.replace(request, resources=allowed), client)
         return _extend(response, response_field, map(refuse, denied))
 
-    def refuse(resource: Any) -> Any:
+    def refuse(resource: Any) -> dict[str, Any]:
         code = _CONFIG_DENIED[_config_kind(resource)]
-        return result(
-            error_code=code,
-            error_message=_MESSAGES[code],
-            resource_type=resource.resource_type,
-            resource_name=resource.resource_name,
-            **more,
-        )
+        return {
+            "error_code": code,
+            "error_message": _MESSAGES[code],
+            "resource_type": resource.resource_type,
+            "resource_name": resource.resource_name,
+        }
 
     return guard
 
@@ -567,15 +467,8 @@ def _config_name(resource: Any) -> str:
     return CLUSTER_NAME if _config_kind(resource) is CLUSTER else str(resource.resource_name)
 
 
-_GUARDS[32] = _by_config_resource(  # DescribeConfigs
-    DESCRIBE_CONFIGS, describe_configs.DescribeConfigsResult, "results", configs=()
-)
-_GUARDS[33] = _by_config_resource(  # AlterConfigs
-    ALTER_CONFIGS, alter_configs.AlterConfigsResourceResponse, "responses"
-)
-_GUARDS[44] = _by_config_resource(  # IncrementalAlterConfigs
-    ALTER_CONFIGS, incremental_configs.AlterConfigsResourceResponse, "responses"
-)
+_GUARDS[32] = _by_config_resource(DESCRIBE_CONFIGS, "results")  # DescribeConfigs
+_GUARDS[33] = _GUARDS[44] = _by_config_resource(ALTER_CONFIGS, "responses")  # AlterConfigs, IncrementalAlterConfigs
 
 
 # -- groups -------------------------------------------------------------------------------------------------------
@@ -606,14 +499,9 @@ async def _find_coordinator(api: Any, request: Any, client: Any, rights: Rights)
     kind = GROUP if request.key_type == _GROUP_KEY else TRANSACTIONAL_ID
     code = _GROUP_DENIED if request.key_type == _GROUP_KEY else _TRANSACTION_DENIED
     allowed, refused = _split_allowed(request.coordinator_keys, lambda key: rights.check(DESCRIBE, kind, key))
-    denied = tuple(
-        find_coordinator.Coordinator(
-            key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=None
-        )
-        for key in refused
-    )
+    denied = [{"key": key, "node_id": -1, "port": -1, "error_code": code} for key in refused]
     if not allowed and denied:
-        return _build_response(find_coordinator.FindCoordinatorResponse, coordinators=denied)
+        return _build_response(api, coordinators=denied)
     response = await api.handle(dataclasses.replace(request, coordinator_keys=allowed), client)
     return _extend(response, "coordinators", denied)
 
@@ -662,19 +550,16 @@ def _without_hidden_topics(api: Any, group: Any, rights: Rights) -> Any:
     return api.refused(group.group_id, _TOPIC_DENIED, message)
 
 
-def _refuse_group_deletion(group: Any) -> Any:
-    return delete_groups.DeletableGroupResult(group_id=group, error_code=_GROUP_DENIED)
+def _refuse_group_deletion(group: Any) -> dict[str, Any]:
+    return {"group_id": group, "error_code": _GROUP_DENIED}
 
 
-_refuse_offset_deletion: Final = _refusing(
-    offset_delete.OffsetDeleteResponseTopic, offset_delete.OffsetDeleteResponsePartition
-)
 _GUARDS[15] = _describing_groups("groups")  # DescribeGroups
 _GUARDS[69] = _GUARDS[77] = _describing_groups("group_ids")  # ConsumerGroupDescribe, ShareGroupDescribe
 _GUARDS[42] = _per_resource(  # DeleteGroups
     GROUP, DELETE, _refuse_group_deletion, asked="groups_names", response_field="results", name=""
 )
-_GUARDS[47] = _per_resource(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # OffsetDelete
+_GUARDS[47] = _per_resource(TOPIC, READ, _refuse_partitions, group=DELETE)  # OffsetDelete
 
 
 @_guards(9)
@@ -751,9 +636,7 @@ async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -
     """
     is_of_client = request.version < 4
     if not is_of_client and not rights.check(CLUSTER_ACTION, CLUSTER):
-        return _build_response(
-            add_partitions.AddPartitionsToTxnResponse, error_code=_CLUSTER_DENIED, results_by_transaction=()
-        )
+        return api.refusal(_CLUSTER_DENIED)
     allowed, refused = [], []
     for one in request.transactions:
         names = {topic.name for topic in one.topics}
@@ -769,22 +652,17 @@ async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -
     return _extend(response, "results_by_transaction", refused)
 
 
-def _refuse_added(one: Any, codes: dict[str, ErrorCode]) -> Any:
-    return add_partitions.AddPartitionsToTxnResult(
-        transactional_id=one.transactional_id,
-        topic_results=tuple(
-            add_partitions.AddPartitionsToTxnTopicResult(
-                name=topic.name,
-                results_by_partition=tuple(
-                    add_partitions.AddPartitionsToTxnPartitionResult(
-                        partition_index=index, partition_error_code=codes[topic.name]
-                    )
-                    for index in topic.partitions
-                ),
-            )
-            for topic in one.topics
-        ),
-    )
+def _refuse_added(one: Any, codes: dict[str, ErrorCode]) -> dict[str, Any]:
+    topics = [
+        {
+            "name": topic.name,
+            "results_by_partition": [
+                {"partition_index": index, "partition_error_code": codes[topic.name]} for index in topic.partitions
+            ],
+        }
+        for topic in one.topics
+    ]
+    return {"transactional_id": one.transactional_id, "topic_results": topics}
 
 
 @_guards(28)
@@ -792,19 +670,12 @@ async def _txn_offset_commit(api: Any, request: Any, client: Any, rights: Rights
     """TxnOffsetCommit: WRITE on the transactional id, READ on the group and on the topics."""
     message = request.message
     if not rights.check(WRITE, TRANSACTIONAL_ID, message.transactional_id):
-        return _refuse_txn_offsets(message.topics, _TRANSACTION_DENIED)
+        return _build_response(api, topics=list(map(_refusing(_TRANSACTION_DENIED), message.topics)))
     if not rights.check(READ, GROUP, message.group_id):
-        return _refuse_txn_offsets(message.topics, _GROUP_DENIED)
+        return _build_response(api, topics=list(map(_refusing(_GROUP_DENIED), message.topics)))
     allowed, denied = _split_allowed(message.topics, lambda topic: rights.check(READ, TOPIC, topic.name))
     response = await api.handle(request._replace(message=dataclasses.replace(message, topics=allowed)), client)
-    return _extend(response, "topics", _refuse_txn_offsets(denied, _TOPIC_DENIED).topics)
-
-
-def _refuse_txn_offsets(topics: Sequence[Any], code: ErrorCode) -> Any:
-    refuse = _refusing(
-        txn_offset_commit.TxnOffsetCommitResponseTopic, txn_offset_commit.TxnOffsetCommitResponsePartition, code
-    )
-    return _build_response(txn_offset_commit.TxnOffsetCommitResponse, topics=tuple(map(refuse, topics)))
+    return _extend(response, "topics", map(_refuse_partitions, denied))
 
 
 @_guards(65)
@@ -833,7 +704,7 @@ async def _list_transactions(api: Any, request: Any, client: Any, rights: Rights
 # -- share groups -------------------------------------------------------------------------------------------------
 
 
-def _reading_share(result: Callable[..., Any], refused: Callable[[Any], Any]) -> Guard:
+def _reading_share(refused: Callable[[Any], dict[str, Any]]) -> Guard:
     """Return a guard for ShareFetch and ShareAcknowledge: READ on the group and on the topics."""
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
@@ -844,8 +715,8 @@ def _reading_share(result: Callable[..., Any], refused: Callable[[Any], Any]) ->
             return response
         return _extend(response, "responses", (refuse_topic(topic) for topic in denied))
 
-    def refuse_topic(topic: Any) -> Any:
-        return result(topic_id=topic.topic_id, partitions=tuple(map(refused, topic.partitions)))
+    def refuse_topic(topic: Any) -> dict[str, Any]:
+        return {"topic_id": topic.topic_id, "partitions": list(map(refused, topic.partitions))}
 
     return guard
 
@@ -855,50 +726,39 @@ def _may_read_id(rights: Rights, topic_id: UUID | None) -> bool:
     return name is None or rights.check(READ, TOPIC, name)
 
 
-def _refuse_share_fetch(partition: Any) -> Any:
-    return share_fetch.PartitionData(
-        partition_index=partition.partition_index,
-        error_code=_TOPIC_DENIED,
-        error_message=None,
-        acknowledge_error_code=i16(_TOPIC_DENIED if partition.acknowledgement_batches else ErrorCode.none),
-        acknowledge_error_message=None,
-        current_leader=share_fetch.LeaderIdAndEpoch(leader_id=i32(-1), leader_epoch=i32(-1)),
-        records=Records(b""),
-        acquired_records=(),
-    )
+_NO_LEADER: Final = {"leader_id": -1, "leader_epoch": -1}
 
 
-def _refuse_share_acknowledge(partition: Any) -> Any:
-    return share_acknowledge.PartitionData(
-        partition_index=partition.partition_index,
-        error_code=_TOPIC_DENIED,
-        error_message=None,
-        current_leader=share_acknowledge.LeaderIdAndEpoch(leader_id=i32(-1), leader_epoch=i32(-1)),
-    )
+def _refuse_share_fetch(partition: Any) -> dict[str, Any]:
+    is_acknowledged = bool(partition.acknowledgement_batches)
+    return {
+        **_refuse_share_acknowledge(partition),
+        "acknowledge_error_code": i16(_TOPIC_DENIED if is_acknowledged else ErrorCode.none),
+        "records": b"",
+    }
 
 
-_refuse_share_offsets: Final = _refusing(
-    alter_share_offsets.AlterShareGroupOffsetsResponseTopic,
-    alter_share_offsets.AlterShareGroupOffsetsResponsePartition,
-    name="topic_name",
-    of_topic={"topic_id": None},
-    error_message=_MESSAGES[_TOPIC_DENIED],
-)
+def _refuse_share_acknowledge(partition: Any) -> dict[str, Any]:
+    return {
+        "partition_index": partition.partition_index,
+        "error_code": _TOPIC_DENIED,
+        "current_leader": _NO_LEADER,
+    }
 
 
-def _refuse_share_deletion(topic: Any) -> Any:
-    return delete_share_offsets.DeleteShareGroupOffsetsResponseTopic(
-        topic_name=topic.topic_name,
-        topic_id=None,
-        error_code=_TOPIC_DENIED,
-        error_message=_MESSAGES[_TOPIC_DENIED],
-    )
+_refuse_share_offsets: Final = _refusing(name="topic_name", error_message=_MESSAGES[_TOPIC_DENIED])
 
 
-_GUARDS[78] = _reading_share(share_fetch.ShareFetchableTopicResponse, _refuse_share_fetch)  # ShareFetch
-_GUARDS[79] = _reading_share(  # ShareAcknowledge
-    share_acknowledge.ShareAcknowledgeTopicResponse, _refuse_share_acknowledge
-)
+def _refuse_share_deletion(topic: Any) -> dict[str, Any]:
+    return {
+        "topic_name": topic.topic_name,
+        "error_code": _TOPIC_DENIED,
+        "error_message": _MESSAGES[_TOPIC_DENIED],
+    }
+
+
+_GUARDS[78] = _reading_share(_refuse_share_fetch)  # ShareFetch
+_GUARDS[79] = _reading_share(_refuse_share_acknowledge)  # ShareAcknowledge
 _GUARDS[91] = _per_resource(  # AlterShareGroupOffsets
     TOPIC, READ, _refuse_share_offsets, response_field="responses", name="topic_name", group=READ
 )
@@ -908,13 +768,7 @@ _GUARDS[92] = _per_resource(  # DeleteShareGroupOffsets
 
 
 _hide_share_offsets: Final = _refusing(
-    share_offsets.DescribeShareGroupOffsetsResponseTopic,
-    share_offsets.DescribeShareGroupOffsetsResponsePartition,
-    name="topic_name",
-    of_topic={"topic_id": None},
-    start_offset=i64(-1),
-    leader_epoch=i32(0),
-    error_message=_MESSAGES[_TOPIC_DENIED],
+    name="topic_name", start_offset=-1, leader_epoch=0, error_message=_MESSAGES[_TOPIC_DENIED]
 )
 
 
@@ -937,13 +791,11 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
         for group in allowed
     }
     shown = tuple(
-        dataclasses.replace(group, topics=(*visible(group.topics), *hidden.get(group.group_id, ())))
+        _extend(dataclasses.replace(group, topics=visible(group.topics)), "topics", hidden.get(group.group_id, ()))
         for group in response.groups
     )
-    refused = tuple(
-        share_offsets.DescribeShareGroupOffsetsResponseGroup(
-            group_id=group.group_id, topics=(), error_code=_GROUP_DENIED, error_message=_MESSAGES[_GROUP_DENIED]
-        )
+    refused = (
+        {"group_id": group.group_id, "error_code": _GROUP_DENIED, "error_message": _MESSAGES[_GROUP_DENIED]}
         for group in denied
     )
-    return dataclasses.replace(response, groups=(*shown, *refused))
+    return _extend(dataclasses.replace(response, groups=shown), "groups", refused)
