@@ -113,11 +113,11 @@ async def _fill(kafka: str, topics: int, subscriptions: int, messages: int) -> N
     async with Client.connect(kafka, timeout_s=300) as client:
         names = [f"topic-{number:05}" for number in range(topics)] + ["searched"]
         for at in range(0, len(names), TOPICS_PER_REQUEST):
-            wanted = tuple(
+            new_topics = tuple(
                 wire.CreatableTopic(name=name, num_partitions=1, replication_factor=1, assignments=(), configs=())
                 for name in names[at : at + TOPICS_PER_REQUEST]
             )
-            await client.send(None, wire.CreateTopicsRequest(topics=wanted, timeout=timedelta(minutes=5)))
+            await client.send(None, wire.CreateTopicsRequest(topics=new_topics, timeout=timedelta(minutes=5)))
         declared = SubscriptionClient(client)
         for number in range(subscriptions):
             await declared.create(f"subscription-{number:04}", [f"topic-{number:05}"], {})

@@ -344,7 +344,7 @@ class Connection(asyncio.BufferedProtocol):
     def fetch(self, version: int, correlation: int, at: int, end: int) -> None:
         _, wait_ms, _, bytes_max = struct.unpack_from(">iiii", self.view, at)
         at += 25
-        wanted: Wanted = []
+        requested: Wanted = []
         topics = self.integer(at)
         at += 4
         for _ in range(topics):
@@ -357,17 +357,17 @@ class Connection(asyncio.BufferedProtocol):
                 index, _, offset, _, limit = _FETCH_PARTITION.unpack_from(self.view, at)
                 at += _FETCH_PARTITION.size
                 partition_count.append((index, offset, limit, topic[index]))
-            wanted.append((name, partition_count))
+            requested.append((name, partition_count))
         if any(
             offset < partition.visible_offset
-            for _, partition_count in wanted
+            for _, partition_count in requested
             for _, offset, _, partition in partition_count
         ):
-            self.send_fetched(correlation, wanted, bytes_max)
+            self.send_fetched(correlation, requested, bytes_max)
         else:
-            self.wait(correlation, wanted, bytes_max, wait_ms)
+            self.wait(correlation, requested, bytes_max, wait_ms)
 
-    def wait(self, correlation: int, wanted: Wanted, bytes_max: int, wait_ms: int) -> None:
+    def wait(self, correlation: int, requested: Wanted, bytes_max: int, wait_ms: int) -> None:
         """Hold the fetch until the first append to one of its partitions, or until it times out."""
         done = False
 
@@ -376,19 +376,19 @@ class Connection(asyncio.BufferedProtocol):
             if not done:
                 done = True
                 timer.cancel()
-                self.send_fetched(correlation, wanted, bytes_max)
+                self.send_fetched(correlation, requested, bytes_max)
 
         timer = asyncio.get_running_loop().call_later(wait_ms / 1000, wake)
-        for _, partition_count in wanted:
+        for _, partition_count in requested:
             for _, _, _, partition in partition_count:
                 partition.waiting[self] = wake
 
-    def send_fetched(self, correlation: int, wanted: Wanted, bytes_max: int) -> None:
+    def send_fetched(self, correlation: int, requested: Wanted, bytes_max: int) -> None:
         """Respond with the bytes of the files."""
         pieces: list[tuple[bytes, int, int, int]] = []
-        head = bytearray(struct.pack(">ihii", 0, 0, 0, len(wanted)))
+        head = bytearray(struct.pack(">ihii", 0, 0, 0, len(requested)))
         total = 4
-        for name, partition_count in wanted:
+        for name, partition_count in requested:
             head += _I16.pack(len(name)) + name + _I32.pack(len(partition_count))
             for index, offset, limit, partition in partition_count:
                 position, size = partition.find(offset, min(limit, max(bytes_max, 1)))

@@ -61,17 +61,19 @@ def _touch(size_bytes: int) -> None:
         library.free(block)
 
 
-def consume(target: Target, case: Case, wanted: int, isolation: str = COMMITTED) -> Numbers:
+def consume(target: Target, case: Case, messages_min: int, isolation: str = COMMITTED) -> Numbers:
     """Read everything from the start of every partition, which is still in the page cache."""
     try:
-        reading = (target.client_settings, target.topic, target.pid, case, wanted, isolation)
+        reading = (target.client_settings, target.topic, target.pid, case, messages_min, isolation)
         return _process().submit(_consume, *reading).result()
     except TimeoutError:
         target.check()
         raise
 
 
-def _consume(connection: dict[str, str], topic: str, pid: int, case: Case, wanted: int, isolation: str) -> Numbers:
+def _consume(
+    connection: dict[str, str], topic: str, pid: int, case: Case, messages_min: int, isolation: str
+) -> Numbers:
     settings = {
         **connection,
         "group.id": topic,
@@ -90,19 +92,19 @@ def _consume(connection: dict[str, str], topic: str, pid: int, case: Case, wante
         _wait(consumer, 1, deadline)
         with Meter(pid) as meter:
             first, began = consumer.waiting(), time.perf_counter()
-            arrived = _wait(consumer, wanted, deadline)
+            arrived = _wait(consumer, messages_min, deadline)
             elapsed = time.perf_counter() - began
-        while seen[COUNT] < wanted and time.monotonic() < deadline:
+        while seen[COUNT] < messages_min and time.monotonic() < deadline:
             consumer.poll(_POLL_MS)
-    if seen[COUNT] < wanted:
-        raise ClientFailed(f"of {wanted} messages, {seen[COUNT]} came back")
+    if seen[COUNT] < messages_min:
+        raise ClientFailed(f"of {messages_min} messages, {seen[COUNT]} came back")
     return flow(case, arrived - first, elapsed, meter)
 
 
-def _wait(consumer: Consumer, wanted: int, deadline: float) -> int:
+def _wait(consumer: Consumer, messages_min: int, deadline: float) -> int:
     """Wait until the library has this many messages, and return how many it has."""
-    while (arrived := consumer.waiting()) < wanted:
+    while (arrived := consumer.waiting()) < messages_min:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{arrived} of {wanted} messages came within {_RESPONSE_S_MAX:g} s")
+            raise TimeoutError(f"{arrived} of {messages_min} messages came within {_RESPONSE_S_MAX:g} s")
         time.sleep(_POLL_S)
     return arrived

@@ -244,8 +244,8 @@ async def _http_at_rate(server: Server, rate_per_s: int, seconds: float) -> list
 
     async def pull(http: _Http) -> None:
         while not everything.is_set():
-            wanted = json.dumps({"max": 100, "wait_ms": 1000}).encode()
-            response = json.loads(await http.post(f"/v1/subscriptions/{name}/messages:pull", wanted))
+            pull_request = json.dumps({"max": 100, "wait_ms": 1000}).encode()
+            response = json.loads(await http.post(f"/v1/subscriptions/{name}/messages:pull", pull_request))
             now = time.monotonic_ns()
             for message in response["messages"]:
                 pulled[message["json"]["number"]] = now

@@ -201,8 +201,8 @@ class Broker(KafkaSubject):
         """Create a topic, and delete it at the end."""
         name = f"bench-{uuid.uuid4().hex[:12]}"
         admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
-        wanted = NewTopic(name, case.partitions, 1, config=dict(self.topic_settings(case.flush)))
-        admin.create_topics([wanted])[name].result(_ADMIN_S_MAX)
+        new_topic = NewTopic(name, case.partitions, 1, config=dict(self.topic_settings(case.flush)))
+        admin.create_topics([new_topic])[name].result(_ADMIN_S_MAX)
         requests.first_response(self._server.kafka, name)
         try:
             tls = self._tls.client_settings if case.tls else {}

@@ -100,9 +100,9 @@ def _flush(target: Target, producer: Producer) -> None:
             raise TimeoutError(f"not every message got a response within {_RESPONSE_S_MAX:g} s")
 
 
-def fill(target: Target, case: Case, stored: int, wanted: int) -> int:
+def fill(target: Target, case: Case, stored: int, target_count: int) -> int:
     """Produce until there are this many messages, or it takes too long; return how many there are."""
     deadline = time.monotonic() + _FILL_S_MAX
-    while stored < wanted and time.monotonic() < deadline:
+    while stored < target_count and time.monotonic() < deadline:
         stored, _ = produce(target, case, _FILL_S)
-    return min(stored, wanted)
+    return min(stored, target_count)

@@ -93,8 +93,8 @@ def fill(target: Target) -> int:
 
 def consume(target: Target, isolation: str, committed: int) -> Numbers:
     """Read everything. The rates count all stored messages, whichever of them the consumer gets."""
-    wanted = committed if isolation == COMMITTED else MESSAGES_MIXED
-    share = MESSAGES_MIXED / wanted
-    numbers = reader.consume(target, CASE, wanted, isolation)
+    message_count = committed if isolation == COMMITTED else MESSAGES_MIXED
+    share = MESSAGES_MIXED / message_count
+    numbers = reader.consume(target, CASE, message_count, isolation)
     rates = {name: value * share for name, value in numbers.items() if name.endswith("/s")}
     return numbers | rates | {name: value / share for name, value in numbers.items() if "CPU" in name}

@@ -54,8 +54,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _network(plan: Plan, wanted: str | None) -> Network:
-    if wanted == "relays" or (wanted is None and not can_create_namespaces()):
+def _network(plan: Plan, requested: str | None) -> Network:
+    if requested == "relays" or (requested is None and not can_create_namespaces()):
         return RelayNetwork(plan.nodes)
     return NamespaceNetwork(plan.nodes)
 

@@ -81,8 +81,8 @@ class Trial:
     async def work(self) -> None:
         """Lease messages, and settle some of them."""
         while self._working:
-            wanted = {"max": 20, "wait_ms": 2000}
-            response = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=wanted)
+            pull_request = {"max": 20, "wait_ms": 2000}
+            response = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=pull_request)
             if response is None or response.status_code != 200:
                 await asyncio.sleep(0.1)
                 continue

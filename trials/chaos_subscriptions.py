@@ -62,8 +62,8 @@ def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     faults = arguments.faults or FAULTS[nodes]
     plan = Plan(seed=seed, faults=faults, minutes_max=arguments.minutes, messages_per_s=arguments.rate)
-    wanted = arguments.kinds.split(",") if arguments.kinds else list(NODE_KINDS)
-    plan.node_kinds = {kind: NODE_KINDS[kind] for kind in wanted if nodes > 1 or kind in SINGLE_NODE_KINDS}
+    chosen = arguments.kinds.split(",") if arguments.kinds else list(NODE_KINDS)
+    plan.node_kinds = {kind: NODE_KINDS[kind] for kind in chosen if nodes > 1 or kind in SINGLE_NODE_KINDS}
     print_line(f"{nodes} nodes, {faults} faults, seed {seed}")
     program = planted(arguments.plant) if arguments.plant else PROGRAM
     try:

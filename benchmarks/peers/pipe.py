@@ -190,11 +190,11 @@ def measure(sessions: Sequence[Session], case: Case, pid: int, seconds: float, w
     sent, produced = _produce(sessions, case, pid, seconds, window, at_once)
     found = {PRODUCED: produced}
     if case.consumes and len(sessions) == 1:
-        wanted = case.messages_to_read(seconds) // _READ_SHARE
+        goal = case.messages_to_read(seconds) // _READ_SHARE
         deadline = time.monotonic() + _FILL_S_MAX
-        while sent < wanted and time.monotonic() < deadline:
+        while sent < goal and time.monotonic() < deadline:
             sent += _produce(sessions, case, pid, _FILL_S, window, at_once)[0]
-        found[CONSUMED] = _consume(first, case, pid, min(sent, wanted))
+        found[CONSUMED] = _consume(first, case, pid, min(sent, goal))
     return found
 
 
@@ -228,15 +228,15 @@ def _send(session: Session, flying: Window, chunk: bytes, at_once: int, seconds:
     return flying.sent - before
 
 
-def _consume(session: Session, case: Case, pid: int, wanted: int) -> Numbers:
-    reading = session.read(wanted)
+def _consume(session: Session, case: Case, pid: int, goal: int) -> Numbers:
+    reading = session.read(goal)
     first = next(reading)
     with Meter(pid) as meter:
         began = time.perf_counter()
         came = sum(reading)
         elapsed = time.perf_counter() - began
-    if first + came < wanted:
-        raise PeerFailed(f"{first + came} of {wanted} messages came back")
+    if first + came < goal:
+        raise PeerFailed(f"{first + came} of {goal} messages came back")
     return flow(case, came, elapsed, meter)
 
 

@@ -51,18 +51,18 @@ class Stream(Session):
         """Read with XRANGE in chunks, each after the last id of the previous one."""
         start = b"-"
         while count > 0:
-            wanted = min(count, _READ_AT_ONCE)
-            self.connection.socket.sendall(command(b"XRANGE", self._name, start, b"+", b"COUNT", b"%d" % wanted))
-            start = b"(" + self._last_id(wanted)
-            count -= wanted
-            yield wanted
+            batch_size = min(count, _READ_AT_ONCE)
+            self.connection.socket.sendall(command(b"XRANGE", self._name, start, b"+", b"COUNT", b"%d" % batch_size))
+            start = b"(" + self._last_id(batch_size)
+            count -= batch_size
+            yield batch_size
 
-    def _last_id(self, wanted: int) -> bytes:
+    def _last_id(self, batch_size: int) -> bytes:
         """Receive this many messages, and return the id of the last one."""
         counter, came, tail = Counter(MARK, b"-ERR"), 0, b""
         # An id, the names of fields and the message itself, twice: the last message is whole in what is kept.
         keep = 2 * len(self._add) + 200
-        while came < wanted:
+        while came < batch_size:
             part = self.connection.receive()
             came += counter.feed(part)
             tail = (tail + part)[-keep:] if len(part) < keep else part[-keep:]

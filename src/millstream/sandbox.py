@@ -39,9 +39,9 @@ class Sandbox:
     """A broker for the duration of a block; `settings` are those of a node, by flag name."""
 
     def __init__(self, **settings: object) -> None:
-        given = {name.replace("_", "-"): value for name, value in settings.items()}
+        options = {name.replace("_", "-"): value for name, value in settings.items()}
         self._folder = tempfile.mkdtemp(prefix="millstream-sandbox-")
-        self._broker = EmbeddedBroker(self._folder, settings={**SETTINGS, **given})
+        self._broker = EmbeddedBroker(self._folder, settings={**SETTINGS, **options})
 
     @property
     def address(self) -> str:

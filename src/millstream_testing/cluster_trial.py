@@ -270,17 +270,20 @@ class ClusterTrial:
 
     def _lost_commits(self, group: str) -> list[str]:
         client = Consumer({"bootstrap.servers": self.cluster.kafka, "group.id": group, "log_level": 0})
-        wanted = {
+        expected = {
             partition_key: offset for (of, partition_key), offset in self.load.state.commits.items() if of == group
         }
         try:
-            found = client.committed([TopicPartition(*partition_key) for partition_key in wanted], timeout=SETTLE_S_MAX)
+            found = client.committed(
+                [TopicPartition(*partition_key) for partition_key in expected], timeout=SETTLE_S_MAX
+            )
         finally:
             client.close()
         return [
-            f"{group} has committed {wanted[one.topic, one.partition]} of {one.topic}-{one.partition}, not {one.offset}"
-            for one in found
-            if one.offset < wanted[one.topic, one.partition]
+            f"{group} has committed {expected[place.topic, place.partition]} of {place.topic}-{place.partition}, "
+            f"not {place.offset}"
+            for place in found
+            if place.offset < expected[place.topic, place.partition]
         ]
 
     def _differing_replicas(self) -> list[str]:

@@ -259,8 +259,8 @@ class GrowTrial:
     def _grow(self) -> None:
         for node in JOINED:
             self._nodes[node].start()
-        wanted = {*JOINED, 1, 1001}
-        self._wait(lambda: _missing(self._status(), wanted), "the nodes joined")
+        expected = {*JOINED, 1, 1001}
+        self._wait(lambda: _missing(self._status(), expected), "the nodes joined")
         self._apply("replicate", self._command("topic", "replicate", "*", "--to", 3, "--throttle", 50_000_000))
         self._check_replicas(lambda replicas: len(replicas) == 3)
         for node in (1001, 1):
@@ -387,9 +387,9 @@ class GrowTrial:
         return str(status.get("troubled") or "") if status else "no response"
 
 
-def _missing(status: dict[str, Any], wanted: set[int]) -> str:
+def _missing(status: dict[str, Any], expected: set[int]) -> str:
     live = {node["id"] for node in status.get("nodes", []) if node["state"] == "ready"}
-    return "" if wanted <= live else f"{sorted(wanted - live)} are missing"
+    return "" if expected <= live else f"{sorted(expected - live)} are missing"
 
 
 def _unfinished(plan_status: dict[str, Any]) -> str:

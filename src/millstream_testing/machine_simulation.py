@@ -375,9 +375,9 @@ class MachineSimulation:
                     raise Violation(f"{key[1]} of {key[0]} has no state")
                 continue
             (node,) = state.replicas
-            wanted = layout.folders.get(node)
-            if records and folders_by_key.get(key) != [wanted]:
-                raise Violation(f"{key[1]} of {key[0]} belongs to {wanted}, and is in {folders_by_key.get(key)}")
+            expected = layout.folders.get(node)
+            if records and folders_by_key.get(key) != [expected]:
+                raise Violation(f"{key[1]} of {key[0]} belongs to {expected}, and is in {folders_by_key.get(key)}")
             self._check_epoch(key, node, state.leader_epoch)
         if self._coordination_lost:
             self._last.clear()

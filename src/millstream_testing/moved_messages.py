@@ -82,24 +82,24 @@ class Source:
         """Return the messages that match a condition."""
         return {place for place in self.messages if keeps(self.document(place))}
 
-    def faults(self, found: Iterable[Committed], wanted: Collection[Place]) -> list[str]:
+    def faults(self, found: Iterable[Committed], expected: Collection[Place]) -> list[str]:
         """Return what is wrong with a target that should have these messages unchanged."""
         placed = [(self.place_of(one), one) for one in found]
         # Only their positions may differ.
         changed = [f"{place} is not as it was: {one}" for place, one in placed if one[2:] != self.messages[place][2:]]
-        return [*faults_of(placed, wanted), *changed[:FAULTS_MAX]]
+        return [*faults_of(placed, expected), *changed[:FAULTS_MAX]]
 
     def place_of(self, found: Committed) -> Place:
         """Return the origin of a message whose payload is unchanged."""
         return self._places[json.loads(found.value or b"")["id"]]
 
 
-def faults_of(found: Iterable[tuple[Place, Committed]], wanted: Collection[Place]) -> list[str]:
+def faults_of(found: Iterable[tuple[Place, Committed]], expected: Collection[Place]) -> list[str]:
     """Return what is wrong with a target, in words: what is missing, duplicated or out of order."""
     placed = list(found)
     times = Counter(place for place, _ in placed)
-    faults = [f"{place} is missing" for place in sorted(set(wanted) - times.keys())][:FAULTS_MAX]
-    faults += [f"{place} does not belong there" for place in sorted(times.keys() - set(wanted))][:FAULTS_MAX]
+    faults = [f"{place} is missing" for place in sorted(set(expected) - times.keys())][:FAULTS_MAX]
+    faults += [f"{place} does not belong there" for place in sorted(times.keys() - set(expected))][:FAULTS_MAX]
     faults += [f"{place} is there {count} times" for place, count in sorted(times.items()) if count > 1][:FAULTS_MAX]
     return faults + _disorder(placed)[:FAULTS_MAX]
 

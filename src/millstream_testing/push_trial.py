@@ -278,8 +278,8 @@ def _miscounted(
     counts = {
         kind: sum(queue[kind] for queue in described["queues"]) for kind in ("accepted", "dead_lettered", "dropped")
     }
-    wanted = {"accepted": len(records) - len(dead_letters), "dead_lettered": len(dead_letters), "dropped": 0}
-    return [] if counts == wanted else [f"the queues count {counts}, expected {wanted}"]
+    expected_values = {"accepted": len(records) - len(dead_letters), "dead_lettered": len(dead_letters), "dropped": 0}
+    return [] if counts == expected_values else [f"the queues count {counts}, expected {expected_values}"]
 
 
 def _guarantees(plan: Plan, delivery: str, *, ordered: bool) -> Guarantees:

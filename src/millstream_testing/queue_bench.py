@@ -90,7 +90,7 @@ class Workbench:
         return delivery
 
 
-def wanted(count: int = 1, worker: str = "one") -> Demand:
+def demand_for(count: int = 1, worker: str = "one") -> Demand:
     return Demand(worker, count, 1_000_000)
 
 

@@ -40,7 +40,7 @@ class ScriptedBroker:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def asked(self, api_key: int) -> int:
+    def request_count(self, api_key: int) -> int:
         """Return how many requests of an API have arrived."""
         return sum(header.api_key == api_key for header in self.headers)
 

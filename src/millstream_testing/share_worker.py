@@ -120,8 +120,8 @@ class ShareWorker:
     def _acknowledge(self, consumer: ShareConsumer, held: list[Message]) -> None:
         verbs: dict[Verb, list[Message]] = {}
         for message in held:
-            wanted = {behaviour: weight for behaviour, weight in self._behaviours.items() if behaviour in _VERBS}
-            (behaviour,) = self._random.choices(list(wanted), list(wanted.values()))
+            weights = {behaviour: weight for behaviour, weight in self._behaviours.items() if behaviour in _VERBS}
+            (behaviour,) = self._random.choices(list(weights), list(weights.values()))
             if message.key() == POISON:
                 behaviour = self._random.choice(("release", "reject"))
             verbs.setdefault(_VERBS[behaviour], []).append(message)

@@ -164,7 +164,7 @@ def _lost_without_fault(case: _Case) -> Iterator[str]:
         end_ms = delivered_by_ms(position)
         if not loss_spans.overlaps(begin_ms, int(min(end_ms, begin_ms + 10**9))):
             yield f"{position} was delivered between {begin_ms} and {end_ms}, when there was no fault"
-    unreceived = sum(call.wanted - call.received for call in _calls_with_possible_loss(case))
+    unreceived = sum(call.messages_max - call.received for call in _calls_with_possible_loss(case))
     if len(missing) > unreceived:
         yield f"{len(missing)} are missing, but only {unreceived} were requested during faults"
 

@@ -37,7 +37,7 @@ class ReceiveSent(_Event, frozen=True, kw_only=True):
     """A worker requests messages."""
 
     call: int
-    wanted: int
+    messages_max: int
     """The requested number."""
 
 
@@ -114,11 +114,11 @@ class WorkerJournal:
         self._call = 0
         self._number = 0
 
-    def receive_sent(self, wanted: int) -> int:
+    def receive_sent(self, messages_max: int) -> int:
         """Record a request before it is sent; return the time."""
         self._call += 1
         at_ms = now_ms()
-        self._record(ReceiveSent, at_ms=at_ms, call=self._call, wanted=wanted)
+        self._record(ReceiveSent, at_ms=at_ms, call=self._call, messages_max=messages_max)
         return at_ms
 
     def receive_completed(self, from_ms: int, messages: Sequence[Leased]) -> None:

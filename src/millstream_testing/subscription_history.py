@@ -92,7 +92,7 @@ class Call(NamedTuple):
     requested_ms: int
     ended_ms: int | None
     """None if it was killed before a response arrived."""
-    wanted: int
+    messages_max: int
     received: int
     responded: bool
 
@@ -217,7 +217,7 @@ def _deliveries(event: ReceiveCompleted) -> list[Delivery]:
 
 
 def _call(receive_sent: ReceiveSent, ended_ms: int | None, received: int, *, responded: bool) -> Call:
-    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, received, responded)
+    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.messages_max, received, responded)
 
 
 def _settlements(

@@ -85,10 +85,10 @@ class Worker:
         subscriptions = SubscriptionClient(client)
         journal = self._journal
         while True:
-            wanted = self._random.choice((1, 3, 20))
-            requested_ms = journal.receive_sent(wanted)
+            requested = self._random.choice((1, 3, 20))
+            requested_ms = journal.receive_sent(requested)
             receiving = asyncio.ensure_future(
-                subscriptions.receive(self._subscription, journal.worker, max_records=wanted, wait_ms=1000)
+                subscriptions.receive(self._subscription, journal.worker, max_records=requested, wait_ms=1000)
             )
             try:
                 if self._draw("leave"):

@@ -8,7 +8,12 @@ from typing import NamedTuple, TypeVar
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending, Transaction, TransactionLimits
+from millstream.broker.transactions.transaction import (
+    EPOCH_PER_TRANSACTION,
+    Transaction,
+    TransactionLimits,
+    UnmarkedTransaction,
+)
 from millstream.core.errors import FencedProducer
 from millstream.core.ids import ProducerId
 from millstream_testing.clock import ManualClock
@@ -100,7 +105,7 @@ class ModelPartition:
         self._epochs[producer_id] = epoch
         self._open[producer_id] = _Open(epoch, transaction)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: UnmarkedTransaction) -> None:
         """Append a marker."""
         producer_id = ending.producer_id
         if ending.epoch < self._epochs.get(producer_id, -1):

@@ -434,9 +434,9 @@ class TransactionTrial:
 
     def _wait_for_offsets(self) -> None:
         """Wait until the observer has fetched offsets once more."""
-        wanted = self._offsets.rounds + 2
+        rounds_min = self._offsets.rounds + 2
         self._wait(
-            lambda: "" if self._offsets.rounds >= wanted else "no node responds with the offsets of the groups",
+            lambda: "" if self._offsets.rounds >= rounds_min else "no node responds with the offsets of the groups",
             "the end",
         )
 

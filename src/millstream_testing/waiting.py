@@ -23,12 +23,12 @@ def wait_until(condition: Callable[[], T | None], *, timeout_s: float = TIMEOUT_
 
     The longer `condition` takes, the less often it is asked: what is waited for needs the processor, too.
     """
-    deadline = (asked := time.monotonic()) + timeout_s
+    deadline = (checked_at := time.monotonic()) + timeout_s
     while not (found := condition()):
         if (answered := time.monotonic()) > deadline:
             raise AssertionError(f"not so within {timeout_s:g} s: {found!r}")
-        time.sleep(min(max(POLL_S, 2 * (answered - asked)), POLL_S_MAX))
-        asked = time.monotonic()
+        time.sleep(min(max(POLL_S, 2 * (answered - checked_at)), POLL_S_MAX))
+        checked_at = time.monotonic()
     return found
 
 

@@ -23,8 +23,8 @@ class Request:
     def is_signed_by(self, key: bytes) -> bool:
         """Whether one of its signatures was made with this key."""
         signed = f"{self.headers['webhook-id']}.{self.headers['webhook-timestamp']}.".encode() + self.body
-        wanted = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
-        return wanted in self.headers.get("webhook-signature", "").split()
+        expected = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+        return expected in self.headers.get("webhook-signature", "").split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from millstream.client.admin.pipelines import PipelineClient
 from millstream.core import acl
 from millstream.core.errors import AuthenticationFailed
 from millstream.embedded import EmbeddedBroker
-from millstream.protocol.private.browse_messages import NoteReadingRequest
+from millstream.protocol.private.browse_messages import AuditReadingRequest
 from millstream.protocol.private.message import request_private
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
@@ -89,7 +89,7 @@ def settings_of(broker: EmbeddedBroker, user: str) -> dict[str, Any]:
     }
 
 
-def read_audit(broker: EmbeddedBroker, wanted: Callable[[Event], bool]) -> Event:
+def read_audit(broker: EmbeddedBroker, matches: Callable[[Event], bool]) -> Event:
     """Read from the beginning until an event is found."""
     consumer = Consumer({**settings_of(broker, "auditor"), "group.id": "unused"})
     consumer.assign([TopicPartition(AUDIT, 0, OFFSET_BEGINNING)])
@@ -102,7 +102,7 @@ def read_audit(broker: EmbeddedBroker, wanted: Callable[[Event], bool]) -> Event
             if message.error() is not None:
                 raise KafkaException(message.error())
             event: Event = json.loads(message.value() or b"")
-            if wanted(event):
+            if matches(event):
                 return event
             seen.append(event.get("message"))
         raise AssertionError(f"not among {seen}")
@@ -226,9 +226,9 @@ async def test_changes_of_subscriptions_and_pipelines_hide_their_settings(broker
 async def test_no_client_can_stop_the_log_with_long_texts(broker: EmbeddedBroker) -> None:
     async with Client.connect(broker.kafka_address, credentials=credentials("everything")) as client:
         await client.metadata(["long"], create=True)
-        request = NoteReadingRequest(topic="long", how="x" * 2_000_000)
+        request = AuditReadingRequest(topic="long", how="x" * 2_000_000)
         await asyncio.gather(*(request_private(client, None, request) for _ in range(100)))
-        await request_private(client, None, NoteReadingRequest(topic="long", how="short"))
+        await request_private(client, None, AuditReadingRequest(topic="long", how="short"))
     read_audit(broker, lambda event: event.get("entity", {}).get("data") == {"how": "short"})
 
 

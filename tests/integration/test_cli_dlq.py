@@ -117,8 +117,8 @@ def test_many_letters_are_redriven_in_rounds(
     monkeypatch.setattr(dead_letter, "ROUND_MAX", 4)
     monkeypatch.setattr(dead_letter, "SKIPPED_MAX", 2)
     # Every other letter matches; the others are held back for a while, and are not seen again.
-    wanted = "headers['dlq-offset'] IN ('1', '3', '5', '7', '9', '11', '13', '15', '17', '19')"
-    counted = millstream("dlq", "redrive", name, "--where", wanted, "--json").document
+    condition = "headers['dlq-offset'] IN ('1', '3', '5', '7', '9', '11', '13', '15', '17', '19')"
+    counted = millstream("dlq", "redrive", name, "--where", condition, "--json").document
     assert (counted["redriven"], counted["skipped"], counted["subscriptions"]) == (10, 10, {name: 10})
     again = pulled(millstream, name, 10, "--accept")
     assert sorted(one["offset"] for one in again) == list(range(1, LETTERS, 2))
@@ -156,12 +156,12 @@ def test_a_letter_too_large_for_its_topic_is_reported_until_it_fits(millstream: 
 
     wait_until(lambda: listed()["refused"] == 1)
     (reason,) = listed()["refusals"]
-    wanted = re.search(rf"millstream topic alter {dead} --set (max.message.bytes=\d+)", reason)
-    assert wanted is not None, reason
+    advice = re.search(rf"millstream topic alter {dead} --set (max.message.bytes=\d+)", reason)
+    assert advice is not None, reason
     assert f"1 message cannot be dead-lettered: {reason}\n" in millstream("dlq", "list").err
     (found,) = [one for one in millstream("doctor", "--json").document["findings"] if one["check"] == "dead letters"]
     assert found["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
-    assert millstream("topic", "alter", dead, "--set", wanted[1]).code == 0
+    assert millstream("topic", "alter", dead, "--set", advice[1]).code == 0
     wait_until(lambda: listed()["letters"] == 1)
     assert (listed()["refused"], listed()["unreachable"]) == (0, [])
 

@@ -500,8 +500,8 @@ def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: st
     assert CommandLine(cluster.kafka)("subscription", "create", f"{topic}-queue", "--topic", topic).code == 0
     assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
     # On a busy machine a node may have lost its lease for a moment.
-    wanted = ("subscription_backlog", "nodes 3.0", "node_fenced 0.0", "partitions_without_leader 0.0")
-    wait_until(lambda: all(f"millstream_{one}" in get(cluster, "/metrics") for one in wanted))
+    expected_metrics = ("subscription_backlog", "nodes 3.0", "node_fenced 0.0", "partitions_without_leader 0.0")
+    wait_until(lambda: all(f"millstream_{one}" in get(cluster, "/metrics") for one in expected_metrics))
     metrics = get(cluster, "/metrics")
     docs = Path(__file__).parents[2] / "docs"
     names = ("operating.md", "cluster.md", "subscriptions.md")

@@ -77,11 +77,11 @@ def test_the_last_value_of_each_key_stays_and_tombstones_are_removed(eager: Serv
     assert {key: value for _, key, value in kept} == dict(pairs) | {b"k7": None}
     assert send(eager, topic, [(b"k8", b"last")]) == []
     wait_until(lambda: b"k7" not in {key for _, key, _ in content(eager, topic)})
-    wanted = {key: value for key, value in [*pairs, (b"k8", b"last")] if key != b"k7"}
+    expected = {key: value for key, value in [*pairs, (b"k8", b"last")] if key != b"k7"}
     eager.stop()
     eager.start()
     wait_until(lambda: len(content(eager, topic)) == 49)
-    assert {key: value for _, key, value in content(eager, topic)} == wanted
+    assert {key: value for _, key, value in content(eager, topic)} == expected
     assert [offset for offset, *_ in content(eager, topic)][-1] == 501
 
 
@@ -141,21 +141,21 @@ async def test_the_sdk_publishes_the_valid_records_of_a_refused_batch(eager: Ser
 def test_nothing_is_lost_when_killed_during_compaction(start_server: Callable[..., Server], topic: str) -> None:
     server = start_server(retention_check_ms=100)
     create(server, topic)
-    wanted: dict[bytes, bytes] = {}
+    expected: dict[bytes, bytes] = {}
     folder = server.data / "partitions"
     for round_ in range(2):
         pairs: list[tuple[bytes | None, bytes | None]] = [
             (b"key-%d" % (n % 50), b"%d-%d" % (round_, n) + bytes(500)) for n in range(500)
         ]
         assert send(server, topic, pairs) == []
-        wanted |= {key: value for key, value in pairs if key is not None and value is not None}
+        expected |= {key: value for key, value in pairs if key is not None and value is not None}
         if round_ == 0:
             wait_until(lambda: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))
             server.kill()
             server.start()
-        assert {key: value for _, key, value in content(server, topic)} == wanted
+        assert {key: value for _, key, value in content(server, topic)} == expected
     wait_until(lambda: len(content(server, topic)) == 50)
-    assert {key: value for _, key, value in content(server, topic)} == wanted
+    assert {key: value for _, key, value in content(server, topic)} == expected
     # All passes may have ended before the last kill, which their counters do not survive.
     assert metric(server, "millstream_log_failed_partitions") == 0
 

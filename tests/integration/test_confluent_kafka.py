@@ -274,8 +274,8 @@ def create(server: Server, topics: list[str], *, partitions: int) -> None:
     from confluent_kafka.cimpl import NewTopic
 
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
-    wanted = [NewTopic(name, num_partitions=partitions, replication_factor=1) for name in topics]
-    for created in admin.create_topics(wanted).values():
+    new_topics = [NewTopic(name, num_partitions=partitions, replication_factor=1) for name in topics]
+    for created in admin.create_topics(new_topics).values():
         created.result(WAIT_S)
 
 

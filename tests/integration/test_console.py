@@ -534,8 +534,8 @@ def test_the_holder_of_a_message_is_shown_there_and_on_its_page(console: Console
     with console.api() as api:
         # Others may have skipped earlier messages.
         assert api.post("/topics/orders/messages", json={"id": 99, "total": 1}).is_success
-        wanted = {"max": 1, "wait_ms": 20_000, "worker": "slow-worker"}
-        (held,) = api.post("/subscriptions/shipping/messages:pull", json=wanted).json()["messages"]
+        pull_request = {"max": 1, "wait_ms": 20_000, "worker": "slow-worker"}
+        (held,) = api.post("/subscriptions/shipping/messages:pull", json=pull_request).json()["messages"]
         watched = console.page("/subscriptions/shipping")
         page = watched.page
         expect(page.get_by_text("http/slow-worker")).to_be_visible()

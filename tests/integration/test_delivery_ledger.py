@@ -183,8 +183,8 @@ def test_the_views_agree_in_duckdb_and_in_spark(
     connection = duckdb.connect()
     duckdb_views(connection, lake)
     spark_views(spark, lake)
-    wanted = "outcome, attempts, published IS NOT NULL AS dated, first_delivery IS NOT NULL AS delivered"
-    one = f'SELECT "offset", {wanted} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
+    selected = "outcome, attempts, published IS NOT NULL AS dated, first_delivery IS NOT NULL AS delivered"
+    one = f'SELECT "offset", {selected} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
     found = [tuple(row) for row in connection.sql(one).fetchall()]
     assert found == [
         (0, "accepted", 1, True, True),

@@ -62,10 +62,10 @@ class Sender:
         self._number += 1
         return responses[0]
 
-    def send_until(self, wanted: Callable[[KafkaError | None], bool]) -> KafkaError | None:
+    def send_until(self, condition: Callable[[KafkaError | None], bool]) -> KafkaError | None:
         for _ in range(2000):
             error = self.send()
-            if wanted(error):
+            if condition(error):
                 return error
         raise AssertionError("it never came")
 

@@ -183,7 +183,7 @@ def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
 # -- no worker handles a message that another one may have ---------------------------------------------------------
 
 
-async def settle_first_by_another(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
+async def settle_first_by_another(proxy: Proxy, server: Server, topic: str, client_id: str, **options: object) -> None:
     """Have another worker accept a message whose response to the client is held, then release the response."""
     handled = asyncio.Event()
 
@@ -194,7 +194,7 @@ async def settle_first_by_another(proxy: Proxy, server: Server, topic: str, clie
         await proxy.hold(client_id)
         receipt = await ms.publish(topic, "first", key="k")
         await proxy.is_held.wait()
-        worker = await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
+        worker = await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **options)  # type: ignore[arg-type]
         await handled.wait()
         assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
         await worker.drain()
@@ -203,10 +203,12 @@ async def settle_first_by_another(proxy: Proxy, server: Server, topic: str, clie
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"delivery": "exactly-once"}, {"delivery": "at-least-once", "ordered": True}], ids=["exactly", "ordered"]
+    "options",
+    [{"delivery": "exactly-once"}, {"delivery": "at-least-once", "ordered": True}],
+    ids=["exactly", "ordered"],
 )
 async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
-    hidden: Hidden, topic: str, wanted: dict[str, object]
+    hidden: Hidden, topic: str, options: dict[str, object]
 ) -> None:
     handled: list[str] = []
     last = asyncio.Event()
@@ -218,8 +220,8 @@ async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
 
     async with proxied(hidden) as (proxy, server), millstream.connect(proxy.address, client_id="late") as ms:
         await ms.publish(topic, "before")
-        await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
-        await settle_first_by_another(proxy, server, topic, "late", **wanted)
+        await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **options)  # type: ignore[arg-type]
+        await settle_first_by_another(proxy, server, topic, "late", **options)
         await last.wait()
         assert handled == ["last"]
 

@@ -53,8 +53,8 @@ def subscribe(http: httpx.Client, topic: str, **options: Any) -> str:
     return name
 
 
-def pull(http: httpx.Client, name: str, **wanted: Any) -> list[dict[str, Any]]:
-    response = http.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 30_000, **wanted})
+def pull(http: httpx.Client, name: str, **parameters: Any) -> list[dict[str, Any]]:
+    response = http.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 30_000, **parameters})
     assert response.status_code == 200, response.text
     messages: list[dict[str, Any]] = response.json()["messages"]
     return messages

@@ -139,8 +139,8 @@ def publish(client: httpx.Client, topic: str, value: Any = 1) -> httpx.Response:
 
 
 def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
-    wanted = {"max": 10, "wait_ms": 20_000, "worker": "one"}
-    response = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=wanted)
+    pull_request = {"max": 10, "wait_ms": 20_000, "worker": "one"}
+    response = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=pull_request)
     assert response.status_code == 200, response.text
     found: list[dict[str, Any]] = response.json()["messages"]
     return found

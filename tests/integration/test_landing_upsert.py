@@ -336,8 +336,8 @@ def test_a_backfill_lands_missing_messages(keys: Keys, partition_by: str) -> Non
     assert [row["id"] for row in keys.rows()] == [100]
     window = TimeWindow(now - 4 * hour - 1, now - 2 * hour)
     steps = keys.land(window=window, **how, batch_max_messages="3")
-    wanted = sorted(age * 10 + n for age in (4, 3) for n in range(4))
-    assert sorted(row["id"] for row in keys.rows()) == [*wanted, 100]
+    expected = sorted(age * 10 + n for age in (4, 3) for n in range(4))
+    assert sorted(row["id"] for row in keys.rows()) == [*expected, 100]
     assert count_of(steps, "duplicates") == 0
     steps = keys.land(window=TimeWindow(0, now + hour), **how)
     everything = [age * 10 + n for age in range(1, 6) for n in range(4)]

@@ -80,12 +80,12 @@ class PushedTopic:
         (described,) = await self.subscriptions.describe([self.name])
         return described
 
-    async def pushed(self, **wanted: object) -> dict[str, Any]:
+    async def pushed(self, **expected: object) -> dict[str, Any]:
         """Return the push status, once it is reported."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 reported = (await self.reported())["push"]
-                if reported and all(reported[0][name] == value for name, value in wanted.items()):
+                if reported and all(reported[0][name] == value for name, value in expected.items()):
                     return dict(reported[0])
                 await asyncio.sleep(0.1)
 

@@ -99,14 +99,14 @@ class Reader(threading.Thread):
     def __init__(self, cluster: ServerGroup, topic: str) -> None:
         super().__init__(daemon=True)
         self.seen: list[list[int]] = [[] for _ in BEFORE]
-        self.wanted: list[int] | None = None
+        self.expected: list[int] | None = None
         settings = {"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused"}
         self._consumer = Consumer({**settings, "enable.auto.commit": False})
         self._consumer.assign([Place(topic, partition, 0) for partition in range(len(BEFORE))])
 
     def run(self) -> None:
         deadline = time.monotonic() + 3 * WAIT_S
-        while time.monotonic() < deadline and [len(seen) for seen in self.seen] != self.wanted:
+        while time.monotonic() < deadline and [len(seen) for seen in self.seen] != self.expected:
             for message in self._consumer.consume(1000, 0.2):
                 if message.error() is None:
                     self.seen[message.partition() or 0].append(int((message.value() or b"").split()[0]))
@@ -147,7 +147,7 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     wait_until(lambda: all(now > then + ENOUGH for now, then in zip(writer.acknowledged, moved, strict=True)))
     writer.finish()
     assert writer.errors == []
-    reader.wanted = writer.acknowledged
+    reader.expected = writer.acknowledged
     reader.join(2 * WAIT_S)
     # Nothing is lost, duplicated or reordered.
     assert reader.seen == [list(range(count)) for count in writer.acknowledged]

@@ -186,16 +186,16 @@ def filled(server: Server) -> tuple[str, str]:
     return name, created["topic_id"]
 
 
-def _fetch(server: Server, filled: tuple[str, str], version: int, **wanted: Any) -> list[int]:
+def _fetch(server: Server, filled: tuple[str, str], version: int, **overrides: Any) -> list[int]:
     """Fetch all partitions from the start, or another offset; how many bytes of records each has in the response."""
     name, topic_id = filled
-    partition_max_bytes, offset = wanted.pop("partition_max_bytes", 1 << 20), wanted.pop("offset", 0)
+    partition_max_bytes, offset = overrides.pop("partition_max_bytes", 1 << 20), overrides.pop("offset", 0)
     partitions = [
         {"partition": index, "fetch_offset": offset, "partition_max_bytes": partition_max_bytes}
         for index in range(PARTITIONS)
     ]
     topic = {"topic_id": UUID(topic_id)} if version >= 13 else {"topic": name}
-    request = {"max_wait": 0, "min_bytes": 0, "isolation_level": 0, **wanted}
+    request = {"max_wait": 0, "min_bytes": 0, "isolation_level": 0, **overrides}
     response = Broker(server.kafka).ask(FETCH, version, request | {"topics": [topic | {"partitions": partitions}]})
     assert isinstance(response, dict), response
     return [len(one["records"] or b"") for topic in response["responses"] for one in topic["partitions"]]
@@ -403,12 +403,12 @@ def test_pages_of_the_registry_keep_to_their_limit(http: httpx.Client, topic: st
         body = {"schema": '{"type": "string"}'}
         assert http.post(f"/registry/subjects/{topic}-{number}/versions", json=body).status_code == 200
     for limit in (0, 1, 3, 10):
-        wanted: dict[str, str | int] = {"subjectPrefix": topic, "offset": 0, "limit": limit}
+        overrides: dict[str, str | int] = {"subjectPrefix": topic, "offset": 0, "limit": limit}
         # As in Confluent's registry, 0 is no limit.
         most = limit or 10
-        assert len(http.get("/registry/subjects", params=wanted).json()) == min(most, 4)
-        assert len(http.get("/registry/schemas", params=wanted).json()) == min(most, 4)
-        assert len(http.get(f"/registry/subjects/{topic}-0/versions", params=wanted).json()) == min(most, 1)
+        assert len(http.get("/registry/subjects", params=overrides).json()) == min(most, 4)
+        assert len(http.get("/registry/schemas", params=overrides).json()) == min(most, 4)
+        assert len(http.get(f"/registry/subjects/{topic}-0/versions", params=overrides).json()) == min(most, 1)
     for wrong in ("many", "--1", "9" * 30):
         refused = http.get("/registry/subjects", params={"limit": wrong})
         assert (refused.status_code, refused.json()["message"]) == (400, f"limit must be a whole number, not {wrong!r}")
@@ -422,8 +422,8 @@ def _messages(http: httpx.Client, topic: str, count: int, *, size: int = 1000, *
     assert http.post("/v1/subscriptions", json=body).status_code == 201
 
 
-def _pull(http: httpx.Client, name: str, **wanted: Any) -> list[Any]:
-    response = http.post(f"/v1/subscriptions/{name}/messages:pull", json=wanted)
+def _pull(http: httpx.Client, name: str, **overrides: Any) -> list[Any]:
+    response = http.post(f"/v1/subscriptions/{name}/messages:pull", json=overrides)
     assert response.status_code == 200, response.text
     messages: list[Any] = response.json()["messages"]
     return messages

@@ -220,11 +220,11 @@ class Director:
         assert self.source.read() == []
         stamps = self._stamps()
         assert self._faults_of_versions(stamps) == []
-        wanted: dict[str, set[Place]] = {target: set() for target in ("all", "north", "south", "west")}
+        expected: dict[str, set[Place]] = {target: set() for target in ("all", "north", "south", "west")}
         for place, version in stamps.items():
             for target in self._targets(version, self.source.document(place)):
-                wanted[target].add(place)
-        for target, places in wanted.items():
+                expected[target].add(place)
+        for target, places in expected.items():
             assert self.source.faults(self.records(target), places) == [], target
         self._check_filters()
         self._check_doomed()

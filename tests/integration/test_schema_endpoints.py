@@ -155,8 +155,8 @@ def test_http_decodes_on_request(server: Server, subject: str) -> None:
         shown = http.get(path, params={"decode": "schema"}).json()
         pulled: list[dict[str, Any]] = []
         while len(pulled) < 2:
-            wanted = {"max": 10, "wait_ms": 20_000, "decode": "schema"}
-            pulled += http.post(f"/subscriptions/of-{topic}/messages:pull", json=wanted).json()["messages"]
+            query = {"max": 10, "wait_ms": 20_000, "decode": "schema"}
+            pulled += http.post(f"/subscriptions/of-{topic}/messages:pull", json=query).json()["messages"]
         with http.stream("GET", f"/topics/{topic}/events", params={"from": "start", "decode": "schema"}) as events:
             data = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data: "))
             listened = [json.loads(next(data)) for _ in range(2)]

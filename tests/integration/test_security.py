@@ -606,8 +606,16 @@ def test_a_request_in_progress_outlives_its_session(
     created = frame_of(19, 5, {"topics": [topic], "timeout": 30_000})
     data = [{"name": "orders", "partition_data": [{"index": 0, "records": batch()}]}]
     produced = frame_of(0, 9, {"acks": -1, "timeout": 30_000, "topic_data": data})
-    wanted = [{"topic": "orders", "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1000}]}]
-    fetched = {"max_wait": 60_000, "min_bytes": 1, "session_epoch": -1, "forgotten_topics_data": [], "topics": wanted}
+    requested_topics = [
+        {"topic": "orders", "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1000}]}
+    ]
+    fetched = {
+        "max_wait": 60_000,
+        "min_bytes": 1,
+        "session_epoch": -1,
+        "forgotten_topics_data": [],
+        "topics": requested_topics,
+    }
     word = "\0".join(("", *ADMIN)).encode()
     signed_in = frame_of(17, 1, {"mechanism": "PLAIN"}), frame_of(36, 1, {"auth_bytes": word})
     node = EmbeddedBroker(tmp_path / "data", kafka="127.0.0.1:0", http="", settings=settings)

@@ -66,8 +66,8 @@ class Landed:
 
     def cut(self, offset: int) -> None:
         """Delete the start of both partitions, as retention does."""
-        wanted = [TopicPartition(self.topic, number, offset) for number in range(2)]
-        for done in self.admin.delete_records(wanted).values():
+        limits = [TopicPartition(self.topic, number, offset) for number in range(2)]
+        for done in self.admin.delete_records(limits).values():
             done.result(WAIT_S)
 
     def read(self, **options: str) -> DataFrame:

@@ -54,9 +54,9 @@ class Trial:
         made = admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in (self.source, self.target)])
         for future in made.values():
             future.result(60)
-        self.wanted = sorted(b"%07d" % number + b"x" * VALUE_BYTES for number in range(ROWS))
+        self.expected = sorted(b"%07d" % number + b"x" * VALUE_BYTES for number in range(ROWS))
         producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
-        for number, value in enumerate(self.wanted):
+        for number, value in enumerate(self.expected):
             producer.produce(self.source, value, partition=number % PARTITIONS)
         assert producer.flush(60) == 0
 
@@ -137,7 +137,7 @@ def test_of_two_attempts_that_ran_one_counts(trial: Trial, cluster: str) -> None
     assert "struck-0-1-0" in trial.happened("struck-.*")
     assert "passed-0-1-1" in trial.happened("passed-.*")
     assert trial.count_of_tasks('"Speculative":true') >= 1
-    assert trial.values() == trial.wanted
+    assert trial.values() == trial.expected
     # The losing attempts had written something, or this would have been easy.
     assert len(trial.values("read_uncommitted")) > ROWS
 
@@ -146,7 +146,7 @@ def test_of_two_attempts_that_ran_one_counts(trial: Trial, cluster: str) -> None
 def test_a_task_killed_in_mid_batch_is_repeated_without_a_trace(trial: Trial, cluster: str, fault: str) -> None:
     trial.copy(cluster, fault)
     assert trial.happened("struck-.*") == ["struck-0-1-0", "struck-1-1-0"]
-    assert trial.values() == trial.wanted
+    assert trial.values() == trial.expected
 
 
 @pytest.mark.parametrize("fault", ["before-commit", "after-commit"])
@@ -158,7 +158,7 @@ def test_a_driver_killed_around_its_commit_resumes(trial: Trial, fault: str) -> 
     # The batch that hangs between its end and the driver's commit is visible or not, but never in part.
     assert len(trial.values()) == (ROWS if fault == "after-commit" else ROWS_PER_BATCH)
     trial.copy("local[2]", "no-commit")
-    assert trial.values() == trial.wanted
+    assert trial.values() == trial.expected
 
 
 async def test_a_failing_stream_blocks_nothing_and_resumes(trial: Trial) -> None:
@@ -170,4 +170,4 @@ async def test_a_failing_stream_blocks_nothing_and_resumes(trial: Trial) -> None
     assert found == []
     assert len(trial.values()) == ROWS_PER_BATCH
     trial.copy("local[2]", "no-commit")
-    assert trial.values() == trial.wanted
+    assert trial.values() == trial.expected

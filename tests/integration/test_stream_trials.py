@@ -191,12 +191,12 @@ class StreamTrial:
 
 def check_windows(trial: StreamTrial) -> None:
     """Check that every finished window is stored once, with all of its messages."""
-    wanted = []
+    expected = []
     for first in range(0, ROWS - LATE_S - WINDOW_S, WINDOW_S):
         at = f"{FIRST + timedelta(seconds=first):%Y-%m-%dT%H:%M:%S}.000Z"
-        wanted.append({"at": at, "n": WINDOW_S, "total": sum(range(first, first + WINDOW_S))})
-    found = trial.finish(len(wanted))
-    assert sorted(found, key=lambda row: str(row["at"])) == wanted
+        expected.append({"at": at, "n": WINDOW_S, "total": sum(range(first, first + WINDOW_S))})
+    found = trial.finish(len(expected))
+    assert sorted(found, key=lambda row: str(row["at"])) == expected
 
 
 def check_totals(trial: StreamTrial) -> None:
@@ -284,7 +284,7 @@ def test_a_changed_statement_starts_where_the_rows_of_the_previous_one_end(
         rows = stream.finish((3 + 1 + 4) * REGIONS)
     finally:
         stream.close()
-    wanted = [
+    expected = [
         (1, 0, 500),
         (2, 0, 1000),
         (3, 0, 1500),
@@ -294,5 +294,5 @@ def test_a_changed_statement_starts_where_the_rows_of_the_previous_one_end(
     for number in range(REGIONS):
         found = [(row["n"], row["total"]) for row in rows if row["region"] == f"region-{number}"]
         assert found == [
-            (BATCH // REGIONS * batches, sum(range(first + number, end, REGIONS))) for batches, first, end in wanted
+            (BATCH // REGIONS * batches, sum(range(first + number, end, REGIONS))) for batches, first, end in expected
         ]

@@ -413,7 +413,7 @@ async def test_a_waiting_worker_gets_messages_of_topics_and_partitions_created_l
 
 
 async def test_a_recreated_topic_is_delivered_from_its_start(server: Server) -> None:
-    async with subscribed_topic(server, "anew", {}, "old 1", "old 2") as work:
+    async with subscribed_topic(server, "again", {}, "old 1", "old 2") as work:
         await work.publish("old 3")
         assert values(await work.receive(1)) == ["old 3"]
         await delete_topic(work.client, work.topic)

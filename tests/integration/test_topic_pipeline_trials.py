@@ -138,10 +138,10 @@ class Trial:
             assert self._faults_of_rows(europe) == []
             return
         america = source.where(lambda document: document["region"] == "us" and document["id"] > 100)
-        for name, wanted in {"eu": europe, "us": america, "all": set(source.messages)}.items():
-            assert source.faults(committed_records(self.server.kafka, self.target(name)), wanted) == []
+        for name, expected in {"eu": europe, "us": america, "all": set(source.messages)}.items():
+            assert source.faults(committed_records(self.server.kafka, self.target(name)), expected) == []
 
-    def _faults_of_rows(self, wanted: Collection[Place]) -> list[str]:
+    def _faults_of_rows(self, expected: Collection[Place]) -> list[str]:
         """The faults in the rows of the statement, which contain their own origin."""
         found = []
         reported = []
@@ -151,7 +151,7 @@ class Trial:
             found.append((place, one))
             if (row["twice"], one.key) != (2 * self.source.document(place)["id"], self.source.messages[place].key):
                 reported.append(f"{place} became {one}")
-        return reported + faults_of(found, wanted)
+        return reported + faults_of(found, expected)
 
 
 @pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])

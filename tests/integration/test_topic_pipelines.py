@@ -273,16 +273,16 @@ RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, pa
 
 
 @pytest.mark.parametrize(
-    ("sql", "wanted"),
+    ("sql", "expected"),
     [
         ("WITH big AS (SELECT * FROM orders WHERE id > 0) SELECT count(*) AS n FROM big", ['{"n":5}']),
         ("SELECT DISTINCT id < 9 AS small FROM orders", ['{"small":true}']),
     ],
 )
-def test_stateful_statements_are_recognised(shop: Shop, sql: str, wanted: list[str]) -> None:
+def test_stateful_statements_are_recognised(shop: Shop, sql: str, expected: list[str]) -> None:
     shop.publish(shop.orders, orders(0, 6))
     reported = dry_run(shop.pipeline(sql), shop.context())
-    assert (reported["has_state"], [row["value"] for row in reported["rows"]]) == (True, wanted)
+    assert (reported["has_state"], [row["value"] for row in reported["rows"]]) == (True, expected)
 
 
 @pytest.mark.trial

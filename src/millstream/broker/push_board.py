@@ -40,31 +40,31 @@ class PushBoard:
             "millstream_push_endpoint_up",
             "gauge",
             "1 while an endpoint accepts messages, 0 while it is considered down.",
-            [_sample(one, float(one.state != "down")) for one in reports],
+            [_sample(report, float(report.state != "down")) for report in reports],
         )
         yield Metric(
             "millstream_push_concurrency",
             "gauge",
             "The current limit of concurrent requests to an endpoint, which adapts to its responses.",
-            [_sample(one, one.concurrency) for one in reports],
+            [_sample(report, report.concurrency) for report in reports],
         )
         yield Metric(
             "millstream_push_in_flight",
             "gauge",
             "Messages that are being pushed.",
-            [_sample(one, one.in_flight) for one in reports],
+            [_sample(report, report.in_flight) for report in reports],
         )
         yield Metric(
             "millstream_push_requests_total",
             "counter",
             "Requests to endpoints, by outcome.",
-            [sample for one in reports for sample in _by_outcome(one)],
+            [sample for report in reports for sample in _by_outcome(report)],
         )
         yield Metric(
             "millstream_push_seconds",
             "histogram",
             "How long endpoints take to respond.",
-            [_sample(one, _distribution(one)) for one in reports],
+            [_sample(report, _distribution(report)) for report in reports],
         )
         yield Metric(
             "millstream_push_restarts_total",

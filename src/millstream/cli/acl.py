@@ -144,7 +144,7 @@ def list_(
     rules = sorted(call_broker(common, lambda client: describe_acls(client, selected)))
     keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
     listed = [_document(acl) for acl in rules]
-    rows = [[one[key] for key in keys] for one in listed]
+    rows = [[acl[key] for key in keys] for acl in listed]
     empty = "No rules; only super users may do anything."
     print_list({"acls": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
@@ -211,7 +211,7 @@ def explain(
         print_result(document, f"{'allowed' if loaded_rules else 'denied'}: {why}", as_json=common.as_json)
         return
     rules, knows_super_users = loaded_rules
-    decisions = [rules.decide(principal, host, *one) for one in sufficient]
+    decisions = [rules.decide(principal, host, *acl) for acl in sufficient]
     decision = next(filter(None, decisions), decisions[-1])
     is_super_user = principal in rules.super_users
     if is_super_user:

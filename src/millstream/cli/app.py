@@ -119,7 +119,7 @@ def complete_switches(arguments: list[str]) -> list[str]:
         return arguments
     from millstream.core.config import Config
 
-    switches = {f"--{name}" for name, (_, one) in Config.declared().items() if one.kind is bool}
+    switches = {f"--{name}" for name, (_, setting) in Config.declared().items() if setting.kind is bool}
     completed: list[str] = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
         completed.append(argument)

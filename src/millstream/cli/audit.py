@@ -57,9 +57,9 @@ def audit(
     place = find_lake(common, lake)
     report = _run(place, common.brokers, subscription, since_ms, master=master, memory=memory)
     checked, findings = _check_receipts(receipts or [], common)
-    adds_up = report.adds_up and not any(one.is_fault for _, one in findings)
+    adds_up = report.adds_up and not any(finding.is_fault for _, finding in findings)
     if common.as_json:
-        listed_findings = [{"file": file, **_receipt(one)} for file, one in findings]
+        listed_findings = [{"file": file, **_receipt(finding)} for file, finding in findings]
         document = {**report.as_document(), "adds_up": adds_up}
         print_json({**document, "receipts": listed_findings, "receipts_checked": checked})
     else:
@@ -71,14 +71,14 @@ def audit(
 def _since_ms(text: str) -> int:
     from millstream.client.admin.position import parse_position
 
-    found = parse_position(text).lookup_timestamp
-    if found is None or found < 0:
+    time_ms = parse_position(text).lookup_timestamp
+    if time_ms is None or time_ms < 0:
         raise typer.BadParameter(f"--since takes a time or an age, as in 2026-11-15T00:00 or 24h, not {text!r}")
-    return found
+    return time_ms
 
 
 def find_lake(common: Common, location: str | None) -> tuple[str, Pipeline | None]:
-    """Return the location of the ledger's table: that of its pipeline, unless one is given."""
+    """Return the location of the ledger's table: the given one, or else that of its pipeline."""
 
     async def operation(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
         from millstream.client.admin.pipelines import ledger_pipeline, storage_of
@@ -149,7 +149,7 @@ def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[s
 
         book = call_broker(common, operation)
         checked += book.receipts
-        findings += [(file, one) for one in book.findings]
+        findings += [(file, finding) for finding in book.findings]
     return checked, findings
 
 
@@ -174,16 +174,19 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
         print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in rows])
     elif not report.damage:
         print_note("The ledger has no events: create or update subscriptions with --ledger.")
-    lines = [_describe_finding(one) for one in report.findings]
-    lines += [f"ledger table, {one.kind}: {one_line(one.path)}: {one.problem}" for one in report.damage]
-    lines += [f"receipt in {one_line(file)}, {one.kind}: {one_line(str(one))}" for file, one in receipts]
+    lines = [_describe_finding(finding) for finding in report.findings]
+    lines += [
+        f"ledger table, {damaged_range.kind}: {one_line(damaged_range.path)}: {damaged_range.problem}"
+        for damaged_range in report.damage
+    ]
+    lines += [f"receipt in {one_line(file)}, {receipt.kind}: {one_line(str(receipt))}" for file, receipt in receipts]
     for line in lines[:SHOWN_MAX]:
         print_line(line)
     if len(lines) > SHOWN_MAX:
         print_line(f"… and {len(lines) - SHOWN_MAX:,} more; --json has all of them.")
     total = counted(sum(row["published"] for row in report.rows), "message")
     if checked:
-        wrong = sum(one.is_fault for _, one in receipts)
+        wrong = sum(receipt.is_fault for _, receipt in receipts)
         print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} do not match the log.")
     print_line(
         f"{_verdict(report, adds_up=adds_up)} {total} accounted for in {report.seconds:.1f} s; "

@@ -39,7 +39,7 @@ _PARKED_METRIC: Final = "millstream_pipeline_parked"
 
 async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Finding]:
     """Check all pipelines, if any are declared; `status` is a node's status."""
-    if not any(one["name"] == _PARKED_METRIC for one in status.get("metrics", [])):
+    if not any(metric["name"] == _PARKED_METRIC for metric in status.get("metrics", [])):
         return []
     try:
         pipelines = await PipelineClient(client).describe()
@@ -61,12 +61,12 @@ async def check_mirrors(client: Client) -> list[Finding]:
     failing = [
         warning(
             "mirrors",
-            f"mirror {one['mirror']} is {one['state']}: {one['error']}",
-            ("" if one["interrupted"] else "check its source; ")
-            + f"millstream mirror describe {one['mirror']} shows its copies",
+            f"mirror {mirror['mirror']} is {mirror['state']}: {mirror['error']}",
+            ("" if mirror["interrupted"] else "check its source; ")
+            + f"millstream mirror describe {mirror['mirror']} shows its copies",
         )
-        for one in mirrors
-        if one["error"]
+        for mirror in mirrors
+        if mirror["error"]
     ]
     return failing or ([passed("mirrors", f"{counted(len(mirrors), 'mirror')}, none failing")] if mirrors else [])
 
@@ -80,7 +80,7 @@ async def check_push(client: Client) -> list[Finding]:
         warning("push", text.rstrip("."), f"millstream subscription describe {name} shows its state on every node")
         for name, text in push_problems(described)
     ]
-    pushed = sum(bool(one.get("push")) for one in described)
+    pushed = sum(bool(partition.get("push")) for partition in described)
     return failing or ([passed("push", f"{counted(pushed, 'endpoint')}, none failing")] if pushed else [])
 
 
@@ -139,7 +139,7 @@ def _check_response(brokers: str, took_s: float) -> Finding:
 
 def _missing_nodes(metadata: ClusterMetadata) -> list[int]:
     """Return the nodes with replicas that are not in the cluster now."""
-    replicas = {node for _, one in _partitions(metadata) for node in one.replicas}
+    replicas = {node for _, partition in _partitions(metadata) for node in partition.replicas}
     return sorted(int(node) for node in replicas - metadata.nodes.keys())
 
 
@@ -152,24 +152,28 @@ def _check_nodes(away: list[int]) -> Iterator[Finding]:
 
 
 def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
-    return [(topic.name, one) for topic in metadata.topics.values() for one in topic.partitions.values()]
+    return [(topic.name, partition) for topic in metadata.topics.values() for partition in topic.partitions.values()]
 
 
 def _under_replicated(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
     """Return the partitions of which not every replica is in sync."""
-    return [(name, one) for name, one in _partitions(metadata) if len(one.in_sync) < len(one.replicas)]
+    return [
+        (name, partition)
+        for name, partition in _partitions(metadata)
+        if len(partition.in_sync) < len(partition.replicas)
+    ]
 
 
 def _check_leaders(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Finding]:
     """Check that partitions have a leader and enough replicas in sync; `minimums` is `min.insync.replicas` by topic."""
     partitions, lacking = _partitions(metadata), _under_replicated(metadata)
-    orphans = [each for each in partitions if each[1].leader_id < 0]
+    orphans = [partition for partition in partitions if partition[1].leader_id < 0]
     if orphans:
         yield problem("partitions", f"{_summarize(orphans)} without a leader", "start the nodes that hold them")
     refusing = [
-        (name, one)
-        for name, one in lacking
-        if one.leader_id >= 0 and len(one.in_sync) < min(minimums.get(name, 1), len(one.replicas))
+        (name, partition)
+        for name, partition in lacking
+        if partition.leader_id >= 0 and len(partition.in_sync) < min(minimums.get(name, 1), len(partition.replicas))
     ]
     if refusing:
         detail = f"{_summarize(refusing)} with fewer replicas in sync than min.insync.replicas, so acks=all is refused"
@@ -187,7 +191,7 @@ def _check_leaders(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> It
 
 def _summarize(partitions: list[tuple[str, PartitionMetadata]]) -> str:
     """Return the count, and the first few names."""
-    names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_SHOWN_MAX])
+    names = ", ".join(f"{name}-{partition.partition}" for name, partition in partitions[:_SHOWN_MAX])
     return f"{counted(len(partitions), 'partition')} ({names}{', …' if len(partitions) > _SHOWN_MAX else ''})"
 
 
@@ -203,9 +207,9 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     damage = [*_check_damage(_collect_damage(statuses)), *_refused_letters(responses)]
     findings = [_check_versions(responses), *_check_readiness(statuses), *_check_warnings(responses), *damage, clock]
     space = [
-        check_space(one.disk_bytes, one.disk_free_bytes, where=f"node {one.node_id}: ")
-        for one in await node_summaries(client)
-        if one.disk_bytes
+        check_space(node_summary.disk_bytes, node_summary.disk_free_bytes, where=f"node {node_summary.node_id}: ")
+        for node_summary in await node_summaries(client)
+        if node_summary.disk_bytes
     ]
     declared = [*await check_pipelines(client, status), *await check_mirrors(client), *await check_push(client)]
     node = (await client.metadata([])).nodes.get(status["node_id"])
@@ -257,10 +261,10 @@ async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[st
 def _collect_damage(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
     """Return the offsets that the disks of all nodes lost, each with a prefix: its node, if there are several."""
     return [
-        (f"node {node}: " if len(statuses) > 1 else "", one)
+        (f"node {node}: " if len(statuses) > 1 else "", damaged_range)
         for node, status in statuses.items()
         if "damage" in status
-        for one in damage_in(status)
+        for damaged_range in damage_in(status)
     ]
 
 
@@ -283,9 +287,9 @@ def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]
 
 
 def _check_damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
-    for where, one in lost[:_SHOWN_MAX]:
-        found = warning if one.is_repaired else problem
-        yield found("damage", f"{where}{one}", one.advice)
+    for where, damaged_range in lost[:_SHOWN_MAX]:
+        report = warning if damaged_range.is_repaired else problem
+        yield report("damage", f"{where}{damaged_range}", damaged_range.advice)
     if len(lost) > _SHOWN_MAX:
         advice = "millstream topic describe NAME shows those of a topic"
         yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)
@@ -317,7 +321,7 @@ def _check_clock(status: dict[str, Any]) -> Finding:
 
 
 async def _check_http(status: dict[str, Any], *, host: str = "") -> Finding:
-    """Check the gateway; one that listens on all addresses is reached at that of the broker."""
+    """Check the gateway; if it listens on all addresses, connect to it at the broker's address."""
     url = status["http"]
     if not url:
         return passed("http", "a broker inside a program, without a gateway")

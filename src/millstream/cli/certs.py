@@ -61,8 +61,8 @@ def make_node_certificate(folder: Path, hosts: list[str], cluster: str, node_id:
     """Make the certificate of a node, and an authority if there is none yet; returns their files."""
     from millstream.protocol.wire.credentials import NodeName
 
-    for one in hosts:
-        _check_host(one)
+    for host in hosts:
+        _check_host(host)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     stem = "node" if node_id == 1 else f"node-{node_id}"
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}.key"

@@ -216,8 +216,14 @@ def _print_status(cluster: ClusterStatus) -> None:
             print_line("Every partition has a leader and all its replicas in sync.")
         return
     rows = [
-        [one.topic, one.partition, one.leader, _numbers(one.replicas), _numbers(one.in_sync)]
-        for one in cluster.troubled[:ROWS_MAX]
+        [
+            partition.topic,
+            partition.partition,
+            partition.leader,
+            _numbers(partition.replicas),
+            _numbers(partition.in_sync),
+        ]
+        for partition in cluster.troubled[:ROWS_MAX]
     ]
     print_table(("topic", "partition", "leader", "replicas", "in sync"), rows)
     if len(cluster.troubled) > ROWS_MAX:
@@ -516,9 +522,9 @@ def rebuild(
     from millstream.cli.cluster_rebuild import rebuild as rebuild_etcd
     from millstream.core.config import Config
 
-    given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
-    settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
-    folders = [one.absolute() for one in data or ()]
+    options = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
+    settings = Config.load(flags={name: text for name, text in options.items() if text}, file=config)
+    folders = [folder.absolute() for folder in data or ()]
     work = rebuild_etcd(
         settings, folders, inventories or (), replaced=replaced or (), accept_loss=accept_loss, dry_run=dry_run
     )
@@ -581,8 +587,8 @@ def adopt(
         raise CommandFailed(
             "--dry-run shows what an adoption would do; it cannot be combined with --undo", ExitCode.USAGE
         )
-    given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
-    settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
+    options = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
+    settings = Config.load(flags={name: text for name, text in options.items() if text}, file=config)
     result = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
     if as_json:
         print_json({"undone": True} if result is None else {**dataclasses.asdict(result), "written": not dry_run})

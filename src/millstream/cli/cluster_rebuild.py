@@ -11,7 +11,14 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.broker.cluster.last_run import read_boot_id
-from millstream.broker.cluster.rebuild import Inventory, Rebuilt, check_unknown, derive_states, take_inventory, write
+from millstream.broker.cluster.rebuild import (
+    Inventory,
+    RebuiltState,
+    check_unknown,
+    derive_states,
+    take_inventory,
+    write,
+)
 from millstream.broker.log.files import DiskFiles
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.output import counted
@@ -28,7 +35,7 @@ class Outcome:
     """The rebuilt state, and whether it was written."""
 
     nodes: list[int]
-    rebuilt: Rebuilt
+    rebuilt: RebuiltState
     written: bool
 
     def described(self) -> dict[str, Any]:
@@ -84,7 +91,7 @@ async def rebuild(
     finally:
         catalog.close()
         await store.close()
-    return Outcome(nodes=sorted(one.node_id for one in inventories), rebuilt=rebuilt, written=not dry_run)
+    return Outcome(nodes=sorted(inventory.node_id for inventory in inventories), rebuilt=rebuilt, written=not dry_run)
 
 
 def _inventory(file: Path) -> Inventory:
@@ -99,14 +106,14 @@ def _inventory(file: Path) -> Inventory:
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
     if not inventories:
         raise InvalidSetting("pass the data folder of every node with --data, or its `cluster inventory` with --from")
-    other = next((one for one in inventories if one.cluster not in ("", config.cluster)), None)
+    other = next((inventory for inventory in inventories if inventory.cluster not in ("", config.cluster)), None)
     if other is not None:
         raise ClusterMismatch(
             f"node {other.node_id} belongs to the cluster {other.cluster!r}; pass --cluster {other.cluster}"
         )
 
 
-def _check_safe(rebuilt: Rebuilt, *, accept_loss: bool) -> None:
+def _check_safe(rebuilt: RebuiltState, *, accept_loss: bool) -> None:
     if rebuilt.is_safe or accept_loss:
         return
     lacking = [*rebuilt.missing, *rebuilt.short]

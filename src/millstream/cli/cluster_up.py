@@ -148,7 +148,7 @@ def etcd_warning(program: Path) -> str | None:
     version = tuple(map(int, match.groups()))
     if not _FIRST_UNSAFE <= version < SAFE_VERSION:
         return None
-    named, safe = (".".join(map(str, one)) for one in (version, SAFE_VERSION))
+    named, safe = (".".join(map(str, text)) for text in (version, SAFE_VERSION))
     return (
         f"etcd {named} ({program}) may lose or corrupt data after a crash; for data that matters, put etcd {safe} or "
         "later on the PATH, or pass it with --etcd-binary"
@@ -185,7 +185,7 @@ class LocalEtcd(LocalServer):
         }
 
     def _tls_flags(self) -> dict[str, object]:
-        """Require a certificate of clients, and of other members: one of them could replace the whole content."""
+        """Require certificates of clients and of other members: anyone who connects could replace all content."""
         if self.certificates is None:
             return {}
         tls_files = _tls_files_in(self.certificates)
@@ -481,7 +481,7 @@ class LocalCluster:
             write_private(self._password_file, secrets.token_urlsafe(18).encode())
         catalog = Catalog.open_shared(self.catalog)
         try:
-            if ADMIN not in {one.user for one in catalog.security().credentials}:
+            if ADMIN not in {credential.user for credential in catalog.security().credentials}:
                 password = self._password_file.read_text(encoding="utf-8")
                 catalog.change_security(SecurityChange(put_credentials=new_credentials(ADMIN, password)))
         finally:

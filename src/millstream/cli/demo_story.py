@@ -228,16 +228,16 @@ class DemoMember:
         self._epoch = response.member_epoch
         if response.assignment is None or self._epoch == _LEAVES:
             return
-        given = {
+        environment = {
             TopicPartition(self._topic.name, index)
-            for one in response.assignment.topic_partitions
-            for index in one.partitions
+            for topic_partition in response.assignment.topic_partitions
+            for index in topic_partition.partitions
         }
-        if given == self._positions.keys():
+        if environment == self._positions.keys():
             return
         await self._commit()
         committed = await committed_offsets(self._client, self._group)
-        self._positions = {where: Offset(committed.get(where, 0)) for where in given}
+        self._positions = {where: Offset(committed.get(where, 0)) for where in environment}
         self._progress.notify()
 
     async def _fetch(self) -> None:
@@ -245,7 +245,7 @@ class DemoMember:
             await asyncio.sleep(_FETCH.max_wait_ms / 1000)
             return
         for where, response in (await self._client.fetch_many(self._positions, _FETCH)).items():
-            records = [one for one in decode_records(response.records) if one.offset >= self._positions[where]]
+            records = [record for record in decode_records(response.records) if record.offset >= self._positions[where]]
             if records:
                 self._positions[where] = Offset(records[-1].offset + 1)
                 self.read.extend((where.partition, record) for record in records)
@@ -297,11 +297,11 @@ class OrdersTable:
         started = time.monotonic()
         await self._until_landed(client, messages)
         self._account.say(f"the pipeline has landed everything after {time.monotonic() - started:.1f} s")
-        found = self._query(_PLACES_SQL)[0]
+        result = self._query(_PLACES_SQL)[0]
         self._account.check(
-            found == {"rows": messages, "places": messages},
+            result == {"rows": messages, "places": messages},
             f"table {self._topic!r}: {messages:,} rows, one for each message of the log",
-            f"there are {found['rows']} rows of {found['places']} messages",
+            f"there are {result['rows']} rows of {result['places']} messages",
         )
         self._account.say("SELECT city, count(*), sum(total), max(total) FROM orders GROUP BY city:")
         for row in self._query(_SQL):
@@ -354,8 +354,8 @@ class OrdersTable:
         import pyarrow as pa
         from deltalake import DeltaTable, QueryBuilder
 
-        asked = QueryBuilder().register("orders", DeltaTable(str(self._path)))
-        rows: list[dict[str, Any]] = pa.table(asked.execute(sql)).to_pylist()
+        query = QueryBuilder().register("orders", DeltaTable(str(self._path)))
+        rows: list[dict[str, Any]] = pa.table(query.execute(sql)).to_pylist()
         return rows
 
 
@@ -479,9 +479,9 @@ class Story:
         finally:
             publishing.cancel()
         self._account.say(f"the publisher and the workers resumed automatically: {THROUGH_CRASH:,} orders acknowledged")
-        found = await self._read_log()
-        self._check_read(found, range(new.stop), "the log: ")
-        self._check_places(found)
+        records = await self._read_log()
+        self._check_read(records, range(new.stop), "the log: ")
+        self._check_places(records)
         await self._await_processed(range(new.stop))
         self._check_handled(range(new.stop))
         await self._catch_up(new)
@@ -534,7 +534,10 @@ class Story:
         place = Position(TOPIC, receipt.partition, receipt.offset)
         self._account.step(f"What happened to order {self._poison_order}?")
         self._account.say(f"millstream message trace {'/'.join(map(str, place))}:")
-        lives = {one["subscription"]: one for one in (await trace_at(self._ms.client, place))["subscriptions"]}
+        lives = {
+            subscription["subscription"]: subscription
+            for subscription in (await trace_at(self._ms.client, place))["subscriptions"]
+        }
         for event in lives["shipping"]["events"]:
             reason = f": {event['reason']}" if event["reason"] else ""
             attempt = f", attempt {event['attempt']}" if event["attempt"] else ""
@@ -648,7 +651,7 @@ class Story:
         client, starts = self._ms.client, dict.fromkeys(range(PARTITIONS), 0)
         ends = await client.list_offsets(TOPIC, dict.fromkeys(range(PARTITIONS), -1))
         tailer = Tailer(client, TOPIC, starts, patience_s=_STEP_S_MAX, note=self._account.say)
-        return [message async for message in tailer.until({index: found.offset for index, found in ends.items()})]
+        return [message async for message in tailer.until({index: listed.offset for index, listed in ends.items()})]
 
     def _check_read(self, messages: Sequence[tuple[int, Any]], expected: range, prefix: str) -> None:
         numbers = [_number(record.value) for _, record in messages]
@@ -661,8 +664,8 @@ class Story:
 
     def _check_places(self, messages: Sequence[tuple[int, Any]]) -> None:
         """Check that every message is stored where its receipt says."""
-        found = {_number(record.value): (partition, record.offset) for partition, record in messages}
-        moved = [one for one, receipt in self._placed.items() if found[one] != (receipt.partition, receipt.offset)]
+        places = {_number(record.value): (partition, record.offset) for partition, record in messages}
+        moved = [one for one, receipt in self._placed.items() if places[one] != (receipt.partition, receipt.offset)]
         self._account.check(
             not moved, "each acknowledged order is stored at its acknowledged offset", f"{len(moved)} do not"
         )

@@ -78,9 +78,9 @@ def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
     topics = call_broker(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     print_list(
-        {"dead_letters": [asdict(one) for one in topics]},
+        {"dead_letters": [asdict(topic) for topic in topics]},
         ["topic", "subscriptions", "letters"],
-        [[one.topic, ", ".join(one.subscriptions), one.letters] for one in topics],
+        [[topic.topic, ", ".join(topic.subscriptions), topic.letters] for topic in topics],
         empty="No subscription keeps dead letters.",
         as_json=common.as_json,
     )

@@ -101,8 +101,13 @@ def doctor(
     problems = sum(finding.severity.value == "problem" for finding in findings)
     if as_json:
         listed = [
-            {"check": one.check, "severity": one.severity.value, "detail": one.detail, "advice": one.advice}
-            for one in findings
+            {
+                "check": finding.check,
+                "severity": finding.severity.value,
+                "detail": finding.detail,
+                "advice": finding.advice,
+            }
+            for finding in findings
         ]
         print_json({"healthy": problems == 0, "findings": listed})
     else:

@@ -18,7 +18,7 @@ from millstream.broker.cluster.machine_folder import NODE_PREFIX
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.broker.log.ledger import LEDGER_NAME, last_states
-from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.scan import BadRange, Scan, Window
 from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
 from millstream.cli.doctor import Finding, Severity, check_space, passed, problem, warning
@@ -34,7 +34,7 @@ class ScannedSegment:
     next_offset: int
     batches: int = 0
     records: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadRange] = field(default_factory=list)
     torn_bytes: int = 0
     """Bytes after the last whole batch, with nothing valid after them: what a crash leaves."""
 
@@ -56,7 +56,7 @@ def scan_segment(path: Path, base_offset: int, limit: int, advance: Callable[[in
 def _scan(scan: Scan, scanned: ScannedSegment, advance: Callable[[int], None]) -> None:
     done = 0
     for found in scan:
-        if not isinstance(found, Bad):
+        if not isinstance(found, BadRange):
             scanned.batches += 1
             scanned.records += found.record_count
             scanned.next_offset = found.next_offset
@@ -81,7 +81,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
         advice = "pass the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
     # On a machine with several broker processes, each has its own folder with logs.
-    stores = [one for one in (folder, *sorted(folder.glob(f"{NODE_PREFIX}*"))) if (one / PARTITIONS_NAME).is_dir()]
+    stores = [path for path in (folder, *sorted(folder.glob(f"{NODE_PREFIX}*"))) if (path / PARTITIONS_NAME).is_dir()]
     if not stores:
         advice = "pass the folder that millstream serve was started with"
         return [
@@ -112,7 +112,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
             results += _check_unknown_topics(store, names)
         results += _check_segments(store, names, deep=deep, show_progress=show_progress)
         where = "" if store == folder else f"{store.name}: "
-        findings += [replace(one, detail=where + one.detail) for one in results]
+        findings += [replace(result, detail=where + result.detail) for result in results]
     return findings
 
 
@@ -263,8 +263,8 @@ def _check_missing_files(folder: Path, names: dict[str, str], segments: list[_Se
     except OSError:
         return
     bases: dict[tuple[str, int], set[int]] = {}
-    for one in segments:
-        bases.setdefault((one.topic_id, one.partition), set()).add(one.base_offset)
+    for segment in segments:
+        bases.setdefault((segment.topic_id, segment.partition), set()).add(segment.base_offset)
     for (topic_id, partition), content in sorted(states.items()):
         state = decode_state(content)
         if state is None or str(topic_id) not in names:
@@ -281,7 +281,9 @@ def _missing_ranges(state: LogState, base_offsets: set[int]) -> Iterator[tuple[i
     swapped = {base for base, _ in state.swaps}
     ranges = [(lost.start, lost.end) for lost in state.lost if lost.segment < 0]
     ranges += [
-        (one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in base_offsets | swapped
+        (segment.base_offset, segment.next_offset)
+        for segment in state.segments
+        if segment.base_offset not in base_offsets | swapped
     ]
     for first, after in sorted(ranges):
         if max(first, state.start_offset) < after:

@@ -105,7 +105,7 @@ class BrokerProcess(SupervisedChild):
 
     def configure(self, config: Config) -> None:
         """Set the settings of the next process, except for the ports, which it keeps."""
-        bound = [self._config.kafka, *(one.address for one in self._config.listeners)]
+        bound = [self._config.kafka, *(listener.address for listener in self._config.listeners)]
         self._config = with_addresses(config, bound)
 
     @property
@@ -301,8 +301,8 @@ class Machine:
         """Return a JSON document for programs, once all brokers are ready."""
         announced = [broker.ready.result() for broker in self.brokers]
         nodes = [
-            {"id": broker.node_id, "pid": broker.pid, "kafka": one["kafka"]}
-            for broker, one in zip(self.brokers, announced, strict=True)
+            {"id": broker.node_id, "pid": broker.pid, "kafka": announcement["kafka"]}
+            for broker, announcement in zip(self.brokers, announced, strict=True)
         ]
         registry = {"registry": self._registry} if self._registry else {}
         return {"kafka": announced[0]["kafka"], "http": self._http, **registry, "nodes": nodes}
@@ -562,9 +562,11 @@ def broker_config(config: Config, folder: str, number: int, *, runs_pipelines: b
         advertise=with_port_offset(config.advertise, number),
         listeners=tuple(
             dataclasses.replace(
-                one, address=with_port_offset(one.address, number), advertise=with_port_offset(one.advertise, number)
+                listener,
+                address=with_port_offset(listener.address, number),
+                advertise=with_port_offset(listener.advertise, number),
             )
-            for one in config.listeners
+            for listener in config.listeners
         ),
         http="",
         registry="",
@@ -595,7 +597,8 @@ def with_addresses(config: Config, bound: Sequence[str]) -> Config:
     return config.replace(
         kafka=bound[0],
         listeners=tuple(
-            dataclasses.replace(one, address=address) for one, address in zip(config.listeners, bound[1:], strict=True)
+            dataclasses.replace(listener, address=address)
+            for listener, address in zip(config.listeners, bound[1:], strict=True)
         ),
     )
 
@@ -629,7 +632,7 @@ def main() -> None:
 
 def config_of(values: dict[str, Any]) -> Config:
     """Build a configuration from what `dataclasses.asdict` made of it."""
-    listeners = tuple(ListenerConfig(**one) for one in values.pop("listeners"))
+    listeners = tuple(ListenerConfig(**listener) for listener in values.pop("listeners"))
     return Config(**values, listeners=listeners)
 
 

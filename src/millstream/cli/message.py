@@ -57,13 +57,13 @@ def show(
         topic_metadata = await find_topic(client, await topic_name(client, at.topic))
         return topic_metadata, await find_message(client, topic_metadata, at.partition, at.offset)
 
-    found, stored = call_broker(common, operation)
+    metadata, stored = call_broker(common, operation)
     if raw:
         print_bytes(stored.record.value or b"")
     elif common.as_json:
-        print_json(_document(found, at.partition, stored))
+        print_json(_document(metadata, at.partition, stored))
     else:
-        _print_message(found, at.partition, stored)
+        _print_message(metadata, at.partition, stored)
 
 
 def _position(topic: str, partition: int | None, offset: int | None) -> Position:
@@ -140,9 +140,9 @@ def _with_history(document: dict[str, Any], common: Common, lake: str | None) ->
         note = f"the ledger's table cannot be read here: {missing}"
     if lake is not None:
         raise CommandFailed(note)
-    for one in lives:
-        if one["ledger"] and not one["is_complete"]:
-            one["unknown"] = f"{one['unknown']}; {note}"
+    for life in lives:
+        if life["ledger"] and not life["is_complete"]:
+            life["unknown"] = f"{life['unknown']}; {note}"
     return document
 
 
@@ -154,18 +154,18 @@ def _print_trace(document: dict[str, Any]) -> None:
         print_line(f"{place}  published {local_time(document['published_ms'])}  id {one_line(document['id'])}")
     if not document["subscriptions"]:
         print_line("No subscription delivers this topic, or none that you may describe.")
-    for one in document["subscriptions"]:
+    for subscription in document["subscriptions"]:
         print_line()
-        print_line(f"{one_line(one['subscription'])}: {_life(one)}")
-        for event in one["events"]:
+        print_line(f"{one_line(subscription['subscription'])}: {_life(subscription)}")
+        for event in subscription["events"]:
             facts = [local_time(event["time_ms"]), event["kind"].replace("_", "-")]
             facts += [f"attempt {event['attempt']}"] if event["attempt"] else []
             facts += [f"by {one_line(event['worker'])}"] if event["worker"] else []
             facts += [f"until {local_time(event['until_ms'])}"] if event["until_ms"] else []
             facts += [f"({one_line(event['reason'])})"] if event["reason"] else []
             print_line("  " + "  ".join(facts))
-        if one["unknown"]:
-            print_line(f"  not known: {one_line(one['unknown'])}")
+        if subscription["unknown"]:
+            print_line(f"  not known: {one_line(subscription['unknown'])}")
 
 
 def _life(one: dict[str, Any]) -> str:

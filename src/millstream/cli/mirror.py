@@ -201,7 +201,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         print_line()
         keys = ("topic", "partition", "source_end", "end", "exposed", "lag", "lag_ms", "error")
         shown = described["partitions"][:PARTITIONS_SHOWN_MAX]
-        print_table(keys, [[one[key] for key in keys] for one in shown])
+        print_table(keys, [[mirror[key] for key in keys] for mirror in shown])
         if len(described["partitions"]) > len(shown):
             print_line(f"… and {len(described['partitions']) - len(shown)} more; --json shows all")
     for note in described["notes"]:
@@ -292,20 +292,20 @@ def cutover(
     Nothing changes if the source is still written to when the time is up.
     """
     confirm(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
-    waited = _call_mirrors(
+    result = _call_mirrors(
         common.waiting(wait + idle), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, idle_s=idle)
     )
-    if waited is None:
+    if result is None:
         print_note("An earlier attempt has begun to make the copies writable, so nothing is waited for.")
     elif not common.as_json:
-        print_line(f"The copies are complete, and nothing was written for {idle:g} s (waited {waited:.1f} s).")
+        print_line(f"The copies are complete, and nothing was written for {idle:g} s (waited {result:.1f} s).")
     report = _call_mirrors(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
         is_known = all(cut.missing is not None for cut in report.partitions)
         complete = (not late) if late or is_known else None
-        document = {"mirror": name, "waited_s": waited, "partitions": cuts, "complete": complete}
+        document = {"mirror": name, "waited_s": result, "partitions": cuts, "complete": complete}
         print_json({**document, "source_error": report.source_error})
     else:
         _print_cuts(report.partitions)
@@ -335,7 +335,7 @@ def reverse(
     )
     request = _reversal(name, address, save_to, access, common.timeout)
     report = _call_mirrors(common, lambda mirrors: mirrors.reverse(request))
-    removed = [_removed_document(one) for one in report.removed]
+    removed = [_removed_document(lost_range) for lost_range in report.removed]
     if common.as_json:
         document = {"mirror": name, "removed": removed, "saved_to": report.saved_to, "recreated": report.recreated}
         print_json({**document, "waited_ms": report.waited_ms})
@@ -360,7 +360,7 @@ def switch(
     confirm(f"Switch the direction of mirror {name}? Writers have to move to this cluster.", unless=yes)
     request = _reversal(name, address, "", access, common.timeout)
     report = _call_mirrors(common.waiting(10), lambda mirrors: mirrors.switch(request))
-    removed = [_removed_document(one) for one in report.removed]
+    removed = [_removed_document(lost_range) for lost_range in report.removed]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
         document = {"mirror": name, "removed": removed, "recreated": report.recreated, "partitions": cuts}
@@ -406,7 +406,7 @@ def _print_removed(removed: list[dict[str, Any]], report: ReverseResponse) -> No
     saved = f", saved to its topic {report.saved_to}" if report.saved_to else ""
     print_line(f"The old source drops these offsets{saved}:")
     keys = ("topic", "partition", "start", "end")
-    print_table(keys, [[one[key] for key in keys] for one in removed])
+    print_table(keys, [[lost_range[key] for key in keys] for lost_range in removed])
 
 
 def _cut_document(cut: CutPartition) -> dict[str, Any]:

@@ -273,7 +273,7 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
     tables = await tables_of(client, described)
     return {
         **described,
-        "tables": [asdict(one) for one in tables.tables],
+        "tables": [asdict(table) for table in tables.tables],
         "notes": [*described["notes"], *tables.notes],
     }
 
@@ -282,7 +282,7 @@ def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
     """Return the locations of the tables, and how to read the first of them."""
     if not tables:
         return {}
-    locations = [one["location"] for one in tables[:TABLES_SHOWN_MAX]]
+    locations = [table["location"] for table in tables[:TABLES_SHOWN_MAX]]
     more = len(tables) - len(locations)
     return {"tables": "\n".join([*locations, *([f"and {more} more"] if more else [])]), "read by": tables[0]["read"]}
 

@@ -346,9 +346,9 @@ class Flags:
 
     def _job(self) -> dict[str, str | None]:
         times = {"--every": self.pace, "--cron": self.cron, "--continuous": self.continuous}
-        given = [flag for flag, value in times.items() if value]
-        if len(given) > 1:
-            raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
+        given_flags = [flag for flag, value in times.items() if value]
+        if len(given_flags) > 1:
+            raise typer.BadParameter(f"{' and '.join(given_flags)} are given; a job has one of them, or none")
         if (every_ms := _milliseconds(self.pace, PipelineKind.JOB, "every.ms")) == "0":
             raise typer.BadParameter(
                 "--every must be longer than 0s; leave it out for a job that runs when it is started"
@@ -379,7 +379,7 @@ def flags_not_for(kind: PipelineKind | None) -> frozenset[str]:
     """Return the fields of `Flags` that a kind does not take; with None, those that `pipeline run` does not take."""
     if kind is None:
         return _OF_NODES
-    return frozenset(one.name for one in fields(Flags)) - _OF_KIND[kind]
+    return frozenset(field.name for field in fields(Flags)) - _OF_KIND[kind]
 
 
 def _by_name(assignments: Sequence[str] | None, *, flag: str) -> str | None:

@@ -93,7 +93,7 @@ def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) 
 
     with signed_in(brokers) as (scratch, _, access), _reported():
         documents = land_sample(pipeline, brokers, access, lake, scratch)["topics"]
-    lines = [line for one in documents for line in _landing_lines(one)]
+    lines = [line for document in documents for line in _landing_lines(document)]
     print_result({"topics": documents}, "\n".join(lines), as_json=as_json)
 
 
@@ -389,10 +389,10 @@ def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeli
 
 def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
     """Reject flags that would change a declared pipeline; only the location of its tables may differ."""
-    given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
-    if given:
+    given_flags = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
+    if given_flags:
         raise typer.BadParameter(
-            f"{given[0]} applies only to a pipeline that is not declared; {kind_or_name!r} runs as declared, "
+            f"{given_flags[0]} applies only to a pipeline that is not declared; {kind_or_name!r} runs as declared, "
             "and is changed with millstream pipeline update"
         )
 

@@ -25,8 +25,8 @@ def list_(as_json: AsJson = False) -> None:
     from millstream.client.profile import profile_file, read_profiles
 
     stored = sorted(read_profiles().items())
-    profiles = [(name, one) for name, one in stored if not isinstance(one, InvalidSetting)]
-    problems = [str(one) for _, one in stored if isinstance(one, InvalidSetting)]
+    profiles = [(name, profile) for name, profile in stored if not isinstance(profile, InvalidSetting)]
+    problems = [str(profile) for _, profile in stored if isinstance(profile, InvalidSetting)]
     listed = [{"profile": name, **profile.shown()} for name, profile in profiles]
     print_list(
         {"file": str(profile_file()), "profiles": listed, "problems": problems},

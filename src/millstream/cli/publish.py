@@ -86,7 +86,7 @@ async def _wait_until_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-class _NothingSent(CommandFailed):
+class _NotSent(CommandFailed):
     """Nothing of a group of messages was sent."""
 
 
@@ -225,7 +225,7 @@ async def _publish(client: Client, order: _Order) -> int:
                 try:
                     records = await _encode(client, order, _records(order, lines, first), first)
                 except CommandFailed as error:
-                    raise _NothingSent(str(error), exit_code_of(error)) from error
+                    raise _NotSent(str(error), exit_code_of(error)) from error
                 return await _publish_group(publisher, order, records, first)
             except _PASSING as error:
                 raise await _explain(client, order, error) from error
@@ -261,7 +261,7 @@ async def _publish_lines(
                     break
                 done += await publish_group(group.lines, done + 1)
             except (MillstreamError, CommandFailed) as error:
-                stored = "nothing" if isinstance(error, _NothingSent) else "possibly nothing"
+                stored = "nothing" if isinstance(error, _NotSent) else "possibly nothing"
                 if done:
                     stored = f"at least the first {counted(done, 'message')} of the input"
                 raise CommandFailed(f"{error} (stored: {stored})", exit_code_of(error)) from error
@@ -304,7 +304,9 @@ async def _publish_group(publisher: Publisher, order: _Order, records: list[NewR
     try:
         receipts = await publisher.publish_many(order.topic, records, partition=order.partition)
     except PublishFailed as failed:
-        refused = [(at, one) for at, one in enumerate(failed.outcomes, first) if isinstance(one, MillstreamError)]
+        refused = [
+            (at, outcome) for at, outcome in enumerate(failed.outcomes, first) if isinstance(outcome, MillstreamError)
+        ]
         number, error = next(iter(refused), (0, failed))
         if isinstance(error, BatchTooLarge) and order.value is None:
             raise CommandFailed(f"line {number} of the input: {error}", exit_code_of(error)) from failed
@@ -330,8 +332,8 @@ def _records(order: _Order, lines: list[bytes], first: int) -> list[NewRecord]:
     separator = os.fsencode(order.key_separator)
     records = []
     for number, line in enumerate(lines, first):
-        line_key, found, value = line.partition(separator)
-        if not found:
+        line_key, separated, value = line.partition(separator)
+        if not separated:
             shown = line[:60].decode(errors="replace")
             raise CommandFailed(
                 f"line {number} of the input has no {order.key_separator!r} between key and value: {shown!r}"

@@ -72,9 +72,9 @@ def list_(
 
     subjects = call_broker(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
     keys = ("subject", "version", "id", "type", "deleted")
-    listed = [_document(one) for one in subjects]
+    listed = [_document(subject) for subject in subjects]
     empty = "No schemas; `millstream schema register SUBJECT FILE` adds one."
-    rows = [[one[key] for key in keys] for one in listed]
+    rows = [[subject[key] for key in keys] for subject in listed]
     print_list({"schemas": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
 
@@ -174,8 +174,8 @@ def compatibility(
             await schemas.configure(ConfigureRequest(subject=subject, reset_config=True))
         elif level is not None:
             await schemas.configure(ConfigureRequest(subject=subject, config={"compatibilityLevel": level.upper()}))
-        found = await schemas.settings(subject, default_to_global=True)
-        return str((found.config or {})["compatibilityLevel"])
+        settings = await schemas.settings(subject, default_to_global=True)
+        return str((settings.config or {})["compatibilityLevel"])
 
     current = call_broker(common, operation)
     print_result({"subject": subject, "compatibility": current}, current, as_json=common.as_json)

@@ -100,12 +100,13 @@ def _print(response: SecretsResponse, *, as_json: bool) -> None:
     import msgspec
 
     if as_json:
-        secrets = [msgspec.to_builtins(one) for one in response.secrets]
+        secrets = [msgspec.to_builtins(secret) for secret in response.secrets]
         print_json({"newest": response.newest, "resealed": response.resealed, "secrets": secrets})
         return
     if response.secrets:
         print_table(
-            ("noun", "name", "setting", "key"), [[one.noun, one.name, one.setting, one.key] for one in response.secrets]
+            ("noun", "name", "setting", "key"),
+            [[secret.noun, secret.name, secret.setting, secret.key] for secret in response.secrets],
         )
     else:
         print_line("The catalog holds no secrets.")

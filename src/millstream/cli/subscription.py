@@ -272,7 +272,7 @@ class Flags:
 
     def overrides(self) -> dict[str, str]:
         """Return the settings of the flags that are given, except where to start."""
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             FILTER: self.filter_,
             LEASE: self.lease,
             ATTEMPTS: self.attempts,
@@ -286,8 +286,10 @@ class Flags:
         if self.backoff is not None:
             least, _, most = self.backoff.partition(":")
             for name, text in ((BACKOFF_MIN, least), (BACKOFF_MAX, most)):
-                given[name] = parse_duration_ms(text, name="--backoff") / 1000 if text or name == BACKOFF_MIN else None
-        overrides = {name: _setting_text(name, value) for name, value in given.items() if value is not None}
+                options[name] = (
+                    parse_duration_ms(text, name="--backoff") / 1000 if text or name == BACKOFF_MIN else None
+                )
+        overrides = {name: _setting_text(name, value) for name, value in options.items() if value is not None}
         if self.push is not None:
             overrides[URL] = self.push
         if self.push_secret is not None:
@@ -406,7 +408,9 @@ def leases(
     """Show which worker holds which messages. The oldest come first, with the end of each lease and the attempt."""
     held = _call_subscriptions(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
     if common.as_json:
-        print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "omitted": held.omitted})
+        print_json(
+            {"subscription": name, "leases": [lease._asdict() for lease in held.leases], "omitted": held.omitted}
+        )
         return
     if not held.leases:
         elsewhere = f" here; at the source of this copy, workers hold {counted(held.omitted, 'message')}"
@@ -415,13 +419,13 @@ def leases(
     header = ("topic", "partition", "start", "end", "attempt", "ends-in", "worker", "client-id", "address")
     rows = [
         (
-            *one[:5],
-            f"{one.remaining_ms / 1000:.1f} s",
-            one_line(one.worker),
-            one_line(one.client_id) or "-",
-            one.address,
+            *lease[:5],
+            f"{lease.remaining_ms / 1000:.1f} s",
+            one_line(lease.worker),
+            one_line(lease.client_id) or "-",
+            lease.address,
         )
-        for one in held.leases
+        for lease in held.leases
     ]
     print_table(header, rows)
     if held.omitted:
@@ -458,8 +462,8 @@ def update(
     with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
         notes = call_broker(common, operation)
     if common.as_json:
-        given = without_secrets({setting: value for setting, value in changes.items() if value is not None})
-        print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
+        changed = without_secrets({setting: value for setting, value in changes.items() if value is not None})
+        print_json({"subscription": name, "changes": {**changes, **changed}, "topics": topic})
     else:
         print_line(f"Changed subscription {one_line(name)}.")
     for note in filter(None, notes):
@@ -568,7 +572,10 @@ def pull(
             if not messages:
                 break
             _show(messages, as_json=common.as_json)
-            pulled += [one._replace(record=one.record._replace(key=None, value=None, headers=())) for one in messages]
+            pulled += [
+                message._replace(record=message.record._replace(key=None, value=None, headers=()))
+                for message in messages
+            ]
         if verb is not None and pulled:
             errors = await subscriptions.settle(name, worker, pulled, verb, reason=reject or "")
             for error in errors:

@@ -56,7 +56,7 @@ def create(
     from millstream.client.admin.position import parse_age_ms
     from millstream.client.admin.security import create_token
 
-    given = list(zip(allow or (), resources or (), strict=False))
+    permissions = list(zip(allow or (), resources or (), strict=False))
     lifetime_ms = parse_age_ms(expires)
     if lifetime_ms is None:
         raise CommandFailed(f"--expires takes a length of time, such as 12h or 30d, not {expires!r}", ExitCode.USAGE)
@@ -64,11 +64,11 @@ def create(
         raise CommandFailed(
             "--allow takes operations and a resource, as in --allow read,write topic:orders", ExitCode.USAGE
         )
-    if prefixed and len(given) != 1:
+    if prefixed and len(permissions) != 1:
         raise CommandFailed(
             "--prefixed goes with one --allow; end the names that are prefixes with * instead", ExitCode.USAGE
         )
-    scope = [acl for operations, resource in given for acl in _scope(operations, resource, prefixed=prefixed)]
+    scope = [acl for operations, resource in permissions for acl in _scope(operations, resource, prefixed=prefixed)]
     made = call_broker(common, lambda client: create_token(client, scope, owner=owner, lifetime_ms=lifetime_ms))
     token_id, secret = split_token(made.token)
     document = {
@@ -96,21 +96,22 @@ def list_(common: Common = COMMON) -> None:
     tokens = call_broker(common, list_tokens)
     documents = [
         {
-            "id": one.token_id,
-            "owner": one.owner,
+            "id": token.token_id,
+            "owner": token.owner,
             "scope": [
                 {"operation": rule.operation, "type": rule.type, "name": rule.name, "pattern": rule.pattern}
-                for rule in one.scope
+                for rule in token.scope
             ],
-            "parent": one.parent,
-            "created_ms": one.created_ms,
-            "expires_ms": one.expires_ms,
+            "parent": token.parent,
+            "created_ms": token.created_ms,
+            "expires_ms": token.expires_ms,
         }
-        for one in tokens
+        for token in tokens
     ]
     header = ("id", "owner", "may", "created with", "expires")
     rows = [
-        [one.token_id, one.owner, _text(one.scope), one.parent or None, local_time(one.expires_ms)] for one in tokens
+        [token.token_id, token.owner, _text(token.scope), token.parent or None, local_time(token.expires_ms)]
+        for token in tokens
     ]
     empty = "No tokens; see millstream token create --help."
     print_list({"tokens": documents}, header, rows, empty=empty, as_json=common.as_json)

@@ -80,8 +80,8 @@ def create(
 ) -> None:
     """Create a topic."""
     overrides = parse_assignments(settings or [], flag="--set")
-    given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
-    overrides.update({key: text for key, text in given.items() if text})
+    named_settings = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
+    overrides.update({key: text for key, text in named_settings.items() if text})
 
     async def operation(client: Client) -> tuple[bool, TopicMetadata | None, list[str]]:
         from millstream.client.admin.topic_notes import creation_notes
@@ -229,8 +229,8 @@ def alter(
     to a different partition than earlier ones.
     """
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
-    given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
-    changes.update({key: text or None for key, text in given.items()})
+    named_settings = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
+    changes.update({key: text or None for key, text in named_settings.items()})
     if not changes and partitions is None:
         raise typer.BadParameter(
             "nothing to change; pass --set, --unset, --partitions, --schema, --validate, --owner, --description or "
@@ -298,8 +298,8 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
     """Return the settings for a topic's descriptive fields."""
     from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 
-    given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
-    return {key: text for key, text in given.items() if text is not None}
+    card = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
+    return {key: text for key, text in card.items() if text is not None}
 
 
 def _schema_rule(schemas: list[str] | None, validate: str | None) -> dict[str, str]:
@@ -323,7 +323,7 @@ def _print_description(described: dict[str, Any]) -> None:
     from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE
 
     partitions = described["partitions"]
-    messages = sum(one["end"] - one["start"] for one in partitions)
+    messages = sum(partition["end"] - partition["start"] for partition in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
     facts = {"id": described["id"], **{word: described[word] for word in CARD}}
     if (original := described["copy_of"]) is not None:
@@ -337,7 +337,7 @@ def _print_description(described: dict[str, Any]) -> None:
             print_line(f"{word.ljust(11)}  {text}")
     print_line()
     header = ["partition", "leader", "replicas", "in sync", "start", "end", "messages"]
-    print_table(header, [_row(one) for one in partitions])
+    print_table(header, [_row(partition) for partition in partitions])
     print_line()
     _print_damage(described)
     print_table(
@@ -373,9 +373,9 @@ def _print_damage(described: dict[str, Any]) -> None:
     from millstream.client.admin.cluster_status import DamagedOffsets
 
     lost = [
-        DamagedOffsets(described["topic"], one["partition"], each["start"], each["end"])
-        for one in described["partitions"]
-        for each in one["damage"] or ()
+        DamagedOffsets(described["topic"], partition["partition"], each["start"], each["end"])
+        for partition in described["partitions"]
+        for each in partition["damage"] or ()
     ]
     for each in lost:
         print_line(f"DAMAGED  {each}")

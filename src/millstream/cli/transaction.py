@@ -56,9 +56,12 @@ def list_(
 
     transactions = call_broker(common, operation)
     print_list(
-        {"transactions": [dataclasses.asdict(one) for one in transactions]},
+        {"transactions": [dataclasses.asdict(transaction) for transaction in transactions]},
         ["transactional id", "state", "producer id"],
-        [[one_line(one.transactional_id), one.state, one.producer_id] for one in transactions],
+        [
+            [one_line(transaction.transactional_id), transaction.state, transaction.producer_id]
+            for transaction in transactions
+        ],
         empty="No transactions; a producer with a transactional id creates one.",
         as_json=common.as_json,
     )
@@ -143,9 +146,18 @@ def _list_hanging(common: Common) -> None:
 
     hanging = call_broker(common, hanging_transactions)
     print_list(
-        {"hanging": [one.described() for one in hanging]},
+        {"hanging": [transaction.described() for transaction in hanging]},
         ["topic", "partition", "producer id", "epoch", "from offset"],
-        [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in hanging],
+        [
+            [
+                transaction.where.topic,
+                transaction.where.partition,
+                transaction.producer_id,
+                transaction.epoch,
+                transaction.start_offset,
+            ]
+            for transaction in hanging
+        ],
         empty="No transactions are hanging: every open transaction has a coordinator that will end it.",
         as_json=common.as_json,
     )

@@ -81,9 +81,9 @@ def list_(common: Common = COMMON) -> None:
 
     users = call_broker(common, list_users)
     print_list(
-        {"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]},
+        {"users": [{"user": name, "mechanisms": list(mechanisms)} for name, mechanisms in users.items()]},
         ("user", "mechanisms"),
-        [[name, ", ".join(found)] for name, found in users.items()],
+        [[name, ", ".join(user_mechanisms)] for name, user_mechanisms in users.items()],
         empty="No users yet; see millstream user create --help.",
         as_json=common.as_json,
     )
@@ -169,7 +169,7 @@ def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, passwor
         else:
             opened = Catalog.open_shared(url, password_file=password_file)
         stack.callback(opened.close)
-        known = {one.user for one in opened.security().credentials}
+        known = {credential.user for credential in opened.security().credentials}
         _check_new(name, name in known, is_new=is_new)
         opened.change_security(SecurityChange(put_credentials=credentials))
     return True

@@ -355,8 +355,8 @@ def _credentials(
             "tls must be the file of an authority, True, or an ssl.SSLContext (with load_cert_chain for a client "
             f"certificate), not {tls!r}"
         )
-    given = (lambda: token) if isinstance(token, str) else token
-    return Credentials(tls=context, user=user or "", password=password or "", token=given, spelled=SDK_SPELLED)
+    token_source = (lambda: token) if isinstance(token, str) else token
+    return Credentials(tls=context, user=user or "", password=password or "", token=token_source, spelled=SDK_SPELLED)
 
 
 def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:
@@ -416,8 +416,8 @@ class Connection:
         """Wait for handlers, send published messages, and close."""
         try:
             ends = [
-                *(one.drain(timeout) for one in self._subscribers),
-                *(one.close() for one in self._streams),
+                *(subscriber.drain(timeout) for subscriber in self._subscribers),
+                *(stream.close() for stream in self._streams),
                 *(_return_unsettled(task, source) for task, source in self._leaving.items()),
             ]
             ended = await asyncio.gather(*ends, return_exceptions=True)
@@ -571,7 +571,9 @@ class Connection:
         if self._book is None:
             return
         stored = [
-            (one, record.value) for one, record in zip(outcomes, records, strict=True) if isinstance(one, Receipt)
+            (outcome, record.value)
+            for outcome, record in zip(outcomes, records, strict=True)
+            if isinstance(outcome, Receipt)
         ]
         self._book.keep([one for one, _ in stored], [value for _, value in stored])
 
@@ -752,12 +754,12 @@ def _check_handler(handler: object) -> None:
         ) from None
 
 
-def _refuse_declared(asked: Mapping[str, object]) -> None:
+def _refuse_declared(settings: Mapping[str, object]) -> None:
     """Reject settings that only a declared subscription has."""
-    given = [name for name, value in asked.items() if value is not None]
-    if given:
+    names = [name for name, value in settings.items() if value is not None]
+    if names:
         raise InvalidSubscription(
-            f"with live=True nothing is declared, so {', '.join(given)} has no effect; omit it, or omit live=True"
+            f"with live=True nothing is declared, so {', '.join(names)} has no effect; omit it, or omit live=True"
         )
 
 
@@ -774,20 +776,20 @@ def _record(value: Any) -> NewRecord:
 
 async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, partition: int | None) -> Receipt:
     """Publish a message unless its id was published recently; the receipt is that of the first."""
-    given = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
-    if given is None:
+    header_id = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
+    if header_id is None:
         raise InvalidRequest("deduplicate=True needs id=…: messages are identified by their id")
     if partition is not None:
         check_integer("partition", partition)
     topic_metadata = (await client.metadata([topic], create=True)).topics.get(topic)
     if topic_metadata is None:
         raise UnknownTopic(f"topic {topic!r} does not exist; create it with: millstream topic create {topic}")
-    at = partition_of(record.key, given, len(topic_metadata.partitions)) if partition is None else partition
+    at = partition_of(record.key, header_id, len(topic_metadata.partitions)) if partition is None else partition
     if record.timestamp_ms < 0:
         record = record._replace(timestamp_ms=int(time.time() * 1000))
     (placed,) = await publish_once(client, topic, at, [record])
     return Receipt(
-        topic, at, placed.offset, placed.timestamp_ms, str(topic_metadata.topic_id), given.decode(errors="replace")
+        topic, at, placed.offset, placed.timestamp_ms, str(topic_metadata.topic_id), header_id.decode(errors="replace")
     )
 
 
@@ -799,7 +801,7 @@ async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s:
     deadline = loop.time() + wait_s
     while True:
         wait_ms = max(0, int((deadline - loop.time()) * 1000))
-        found = await delivery_state(
+        state = await delivery_state(
             client,
             subscription,
             receipt.topic,
@@ -807,5 +809,5 @@ async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s:
             receipt.offset,
             wait_ms=min(wait_ms, WAIT_MS_MAX),
         )
-        if found.is_final or wait_ms <= WAIT_MS_MAX:
-            return found
+        if state.is_final or wait_ms <= WAIT_MS_MAX:
+            return state

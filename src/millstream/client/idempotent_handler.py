@@ -207,7 +207,7 @@ class HandledTable:
         return len(expired)
 
     def _run(self, connection: Connection, operations: Sequence[Operation], now_ms: int) -> list[ClaimResult]:
-        before = self._read(connection, sorted({one.message_id for one in operations}))
+        before = self._read(connection, sorted({operation.message_id for operation in operations}))
         after: dict[str, Row | None] = dict(before)
         results: list[ClaimResult] = []
         for one in operations:
@@ -361,15 +361,15 @@ _FINISH_PAUSE_S = 0.6
 _MARK_ATTEMPTS = 10
 
 
-class Identified(Protocol):
-    """A message with an id."""
+class HasMessageId(Protocol):
+    """Any message that has an id."""
 
     @property
     def id(self) -> str:
         """Return the message id."""
 
 
-M = TypeVar("M", bound=Identified)
+M = TypeVar("M", bound=HasMessageId)
 
 
 class _StoreHandler(Generic[M]):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.message import Lease, Message, NoSettler, read_leased
+from millstream.client.message import InertSettler, Lease, Message, read_leased
 from millstream.client.message_stream import Source
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff
@@ -36,7 +36,7 @@ class LiveReceiver(Source):
         super().__init__(f"live {', '.join(topics)}")
         self._client = client
         self._topics = tuple(topics)
-        self.settling: NoSettler = NoSettler()
+        self.settling: InertSettler = InertSettler()
         self._positions: dict[TopicPartition, Offset] = {}
         self._topic_ids: dict[str, bytes] = {}
         self._room = asyncio.Event()
@@ -100,7 +100,9 @@ class LiveReceiver(Source):
             if topic is None:
                 continue
             self._topic_ids[name] = topic.topic_id.bytes
-            new = [one for one in topic.partitions if TopicPartition(name, one) not in self._positions]
+            new = [
+                partition for partition in topic.partitions if TopicPartition(name, partition) not in self._positions
+            ]
             ends = await self._client.list_offsets(name, dict.fromkeys(new, _LATEST)) if begin == _LATEST else {}
             for index in new:
                 at = ends[index].offset if index in ends else begin

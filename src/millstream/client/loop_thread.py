@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 from millstream.core.errors import InvalidRequest
 
 
-class ClosesAtExit(Protocol):
-    """Something that can be closed within a bounded time.
+class Closable(Protocol):
+    """An object that the end of the program closes, within a bounded time.
 
     The `atexit` module runs too late: by then no thread pool accepts work, which closing a log or draining a
     subscription needs. `threading` has a hook at the right time, which thread pools use themselves. On Python versions
@@ -27,11 +27,11 @@ class ClosesAtExit(Protocol):
         """Close cleanly within a bounded time; called from the main thread of the process that registered it."""
 
 
-_begun: list[tuple[int, weakref.ref[ClosesAtExit]]] = []
+_begun: list[tuple[int, weakref.ref[Closable]]] = []
 _registered: set[int] = set()
 
 
-def close_before_exit(thing: ClosesAtExit) -> None:
+def close_before_exit(thing: Closable) -> None:
     """Close `thing` when the interpreter exits, if it still exists; the last registered is closed first."""
     if os.getpid() not in _registered:
         _registered.add(os.getpid())

@@ -268,8 +268,8 @@ class MessageSettler(Protocol):
         """Settle a message; the future completes when that is durable."""
 
 
-class NoSettler:
-    """Settles nothing: of messages that are not leased, or settled by other means."""
+class InertSettler:
+    """The settler of messages that are not leased or are settled by other means; does nothing."""
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Return a completed future."""
@@ -281,7 +281,7 @@ class NoSettler:
         """Return at once: nothing is pending."""
 
 
-_NO_SETTLER: Final = NoSettler()
+_INERT_SETTLER: Final = InertSettler()
 
 
 class Lease:
@@ -318,7 +318,7 @@ class Lease:
         topic_id: bytes,
         partition: int,
         *,
-        settler: MessageSettler = _NO_SETTLER,
+        settler: MessageSettler = _INERT_SETTLER,
         subscription: str | None = None,
         node: NodeId | None = None,
         received: float = 0.0,

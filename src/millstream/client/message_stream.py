@@ -76,7 +76,7 @@ class Source:
         """Stop renewing several leases; most of the messages are settled."""
 
     def throttle(self, limit: int | None) -> None:
-        """Limit the number of waiting messages, and return the others; None removes the limit."""
+        """Limit the number of waiting messages, and return the surplus; None removes the limit."""
 
     def return_buffered(self) -> None:
         """Return waiting messages that can be redelivered, now and as they arrive; others are still to be taken."""

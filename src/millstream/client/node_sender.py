@@ -199,7 +199,7 @@ class NodeSender:
         if throttle_ms > 0 and self._pool is not None:
             self._muted_until = self._loop.time() + throttle_ms / 1000
             self._pool.mute(throttle_ms / 1000)
-        responses = {(one.topic, one.partition): one.response for one in results}
+        responses = {(result.topic, result.partition): result.response for result in results}
         for queue, batch in sent:
             response = responses.get((queue.topic, queue.index))
             if batch.is_done:

@@ -136,11 +136,11 @@ def _profile(name: str, table: object, path: Path) -> Profile:
             kind = "true or false" if kinds[key] is bool else "a string"
             raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} must be {kind}")
     # Relative paths start at the folder of the profiles.
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         key: str(path.parent / os.path.expanduser(value)) if key in _FILES and value else value
         for key, value in table.items()
     }
-    made = Profile(**{key.replace("-", "_"): value for key, value in given.items()})
+    made = Profile(**{key.replace("-", "_"): value for key, value in values.items()})
     made.check(name)
     return made
 

@@ -313,7 +313,7 @@ class Publisher:
             await self._stop(routes)
 
     async def _stop(self, routes: Sequence[TopicRoute]) -> None:
-        tasks = [*self._opening.values(), *(one for one in (self._recovering, self._refreshing) if one is not None)]
+        tasks = [*self._opening.values(), *(task for task in (self._recovering, self._refreshing) if task is not None)]
         await cancel_and_wait(*tasks)
         for timer in (self._expiry, self._refresh):
             if timer is not None:
@@ -483,7 +483,7 @@ class Publisher:
         self, queues: Sequence[PartitionQueue], metadata: TopicMetadata, senders: Mapping[int, NodeSender | None]
     ) -> None:
         """Assign every queue to its leader's sender; queues without a leader stay suspended."""
-        leaders = {one.partition: one.leader_id for one in metadata.partitions.values()}
+        leaders = {partition.partition: partition.leader_id for partition in metadata.partitions.values()}
         for queue in queues:
             if queue.given_up is not None:
                 continue
@@ -502,7 +502,7 @@ class Publisher:
                 sender.notify(queue)
 
     async def _senders_for(self, metadata: TopicMetadata) -> dict[int, NodeSender | None]:
-        leaders = {one.leader_id for one in metadata.partitions.values() if one.leader_id >= 0}
+        leaders = {partition.leader_id for partition in metadata.partitions.values() if partition.leader_id >= 0}
         return {leader: await self._sender_for(leader) for leader in leaders}
 
     async def _sender_for(self, node: NodeId) -> NodeSender | None:
@@ -615,7 +615,7 @@ def _as_millstream_error(error: BaseException) -> MillstreamError:
 
 
 def _receipts(shared: SharedResult) -> list[Receipt]:
-    receipts = [one for one in shared.receipts if type(one) is Receipt]
+    receipts = [receipt for receipt in shared.receipts if type(receipt) is Receipt]
     if len(receipts) < len(shared.receipts):
         raise PublishFailed(shared.receipts)
     return receipts

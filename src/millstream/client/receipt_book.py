@@ -178,9 +178,9 @@ async def _check_part(client: Client, part: Iterable[StoredReceipt]) -> list[Fin
         if not isinstance(error, UnknownTopic):
             raise error
     for (topic, topic_id, partition), expected in sorted(by_partition.items()):
-        found = described.topics.get(topic)
-        if found is None or str(found.topic_id) != topic_id:
-            text = "its topic was deleted" + (" and created again" if found is not None else "")
+        metadata = described.topics.get(topic)
+        if metadata is None or str(metadata.topic_id) != topic_id:
+            text = "its topic was deleted" + (" and created again" if metadata is not None else "")
             findings += [Finding(receipt, text, RECREATED) for receipt in expected.values()]
         else:
             findings += await _check_partition(client, topic, partition, expected)
@@ -239,9 +239,9 @@ async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
 def _compare(receipt: StoredReceipt, record: Record | None) -> Finding | None:
     if record is None:
         return Finding(receipt, "the log has no message there", MISSING)
-    found = message_id(receipt.topic_id, receipt.partition, receipt.offset, record.headers)
-    if found != receipt.id:
-        return Finding(receipt, f"the log has message {found!r} there", CHANGED)
+    stored_id = message_id(receipt.topic_id, receipt.partition, receipt.offset, record.headers)
+    if stored_id != receipt.id:
+        return Finding(receipt, f"the log has message {stored_id!r} there", CHANGED)
     if digest_of(record.value) != receipt.digest:
         return Finding(receipt, "the log has another value there", CHANGED)
     return None

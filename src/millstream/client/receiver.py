@@ -618,10 +618,10 @@ class Receiver(Source):
     def _confirm(self, messages: Sequence[Message]) -> None:
         """Hold messages back until it is known whether they are leased, with others of the same lease."""
         for lease in {message._lease for message in messages}:
-            waiting = [one for one in self._buffer if one._lease is lease]
+            waiting = [message for message in self._buffer if message._lease is lease]
             if waiting:
-                self._buffer = deque(one for one in self._buffer if one._lease is not lease)
-            self._confirm_later(lease, [*(one for one in messages if one._lease is lease), *waiting])
+                self._buffer = deque(message for message in self._buffer if message._lease is not lease)
+            self._confirm_later(lease, [*(message for message in messages if message._lease is lease), *waiting])
 
     def _confirm_later(self, lease: Lease, messages: list[Message]) -> None:
         self._unconfirmed.update(messages)
@@ -675,7 +675,9 @@ class Receiver(Source):
                     lease.deadline_ms += int(longer_s * 1000)
 
         completion = Completion(None, on_complete=extended)
-        offsets = [one.offset for one in lease.messages if not one.is_settled and one not in not_renewed]
+        offsets = [
+            message.offset for message in lease.messages if not message.is_settled and message not in not_renewed
+        ]
         if offsets:
             lease.valid_until = max(lease.valid_until, sent_at + lease_s)
             self.settling.enqueue(Settlement(lease, offsets, Verb.EXTEND, lease_ms, completion=completion))

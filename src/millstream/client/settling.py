@@ -83,15 +83,17 @@ class AcceptedRanges:
         ranges.append(_AcceptedRange(time, where, offsets))
 
     def since(self, time: float, where: Where, offsets: Collection[int]) -> set[int]:
-        """Return which of the messages requested at a time may have been accepted since."""
+        """Return which messages that were requested at a time may have been accepted since then."""
         if time <= self._forgotten:
             return set(offsets)
         accepted: set[int] = set()
-        for one in reversed(self._ranges):
-            if one.time < time:
+        for accepted_range in reversed(self._ranges):
+            if accepted_range.time < time:
                 break
-            if one.where == where:
-                accepted |= {offset for offset in offsets if one.offsets.start <= offset < one.offsets.end}
+            if accepted_range.where == where:
+                accepted |= {
+                    offset for offset in offsets if accepted_range.offsets.start <= offset < accepted_range.offsets.end
+                }
         return accepted
 
     def _forget(self) -> None:
@@ -287,8 +289,10 @@ class SettleLane:
             places: dict[tuple[str, int], list[_Run]] = {}
             for place, listed in _by_partition(settlements).items():
                 ranges = places[place] = list(_ranges(listed))
-                if sum(len(one.settlements) for one in ranges) > len(listed):
-                    self._on_split(listed, [settlement for one in ranges for settlement in one.settlements])
+                if sum(len(settled_range.settlements) for settled_range in ranges) > len(listed):
+                    self._on_split(
+                        listed, [settlement for settled_range in ranges for settlement in settled_range.settlements]
+                    )
             try:
                 results = await self._send_request(places)
             except BaseException as error:
@@ -302,7 +306,7 @@ class SettleLane:
 
     async def _send_request(self, places: dict[tuple[str, int], list[_Run]]) -> list[list[tuple[int, str | None]]]:
         settles = [
-            PartitionSettles(topic, partition, [one.settled() for one in ranges])
+            PartitionSettles(topic, partition, [settled_range.settled() for settled_range in ranges])
             for (topic, partition), ranges in places.items()
         ]
         body = encode(SettleRequest(self._subscription, self._worker, settles))
@@ -324,8 +328,8 @@ class SettleLane:
         else:
             cause = _closed_error()
         for ranges in places.values():
-            for one in ranges:
-                for settlement in one.settlements:
+            for settled_range in ranges:
+                for settlement in settled_range.settlements:
                     conclude(settlement, cause)
 
     def _conclude(self, one: _Run, error: MillstreamError | None) -> None:
@@ -491,12 +495,12 @@ class Settler:
             and not offsets.isdisjoint(settlement.offsets)
         ]
 
-    def possibly_settled(self, lease: Lease, offsets: set[int], asked: float) -> set[int]:
+    def possibly_settled(self, lease: Lease, offsets: set[int], requested_at: float) -> set[int]:
         """Return which of the messages requested at a time may be settled, so that this lease of them is void.
 
         They have a pending settlement, or are known to be accepted since.
         """
-        settled = self._accepted.since(asked, lease.where, offsets)
+        settled = self._accepted.since(requested_at, lease.where, offsets)
         for settlement in self.pending_for(lease, offsets):
             settled |= offsets.intersection(settlement.offsets)
         return settled
@@ -586,7 +590,9 @@ class Settler:
                 lease = settlement.lease
                 topic = metadata.topics.get(lease.topic)
                 partitions = () if topic is None else topic.partitions.values()
-                leader = next((one.leader_id for one in partitions if one.partition == lease.partition), -1)
+                leader = next(
+                    (partition.leader_id for partition in partitions if partition.partition == lease.partition), -1
+                )
                 if leader < 0:
                     self._on_moved(settlement, RequestTimedOut(f"{lease.topic}-{lease.partition} has no leader now"))
                 else:

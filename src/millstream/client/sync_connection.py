@@ -35,10 +35,10 @@ P = ParamSpec("P")
 
 T = TypeVar("T")
 
-W = TypeVar("W", bound="Facade[Any]")
+W = TypeVar("W", bound="SyncFacade[Any]")
 
 
-class Facade(Generic[A]):
+class SyncFacade(Generic[A]):
     """An asynchronous object, and the thread that its methods run in."""
 
     __slots__ = ("_thread", "_wrapped")
@@ -63,9 +63,9 @@ class _Delegate(Generic[A, P, T]):
     def __get__(self, facade: None, owner: type) -> _Delegate[A, P, T]: ...
 
     @overload
-    def __get__(self, facade: Facade[A], owner: type) -> Callable[P, T]: ...
+    def __get__(self, facade: SyncFacade[A], owner: type) -> Callable[P, T]: ...
 
-    def __get__(self, facade: Facade[A] | None, owner: type) -> _Delegate[A, P, T] | Callable[P, T]:
+    def __get__(self, facade: SyncFacade[A] | None, owner: type) -> _Delegate[A, P, T] | Callable[P, T]:
         return self if facade is None else cast("Callable[P, T]", MethodType(self._call, facade))
 
 
@@ -73,7 +73,7 @@ def blocking(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> _De
     """Call a coroutine method and wait for its result."""
 
     @functools.wraps(method)
-    def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(facade: SyncFacade[A], *args: P.args, **kwargs: P.kwargs) -> T:
         return facade._thread.call(method(facade._wrapped, *args, **kwargs))
 
     return _Delegate(method, call)
@@ -83,7 +83,7 @@ def wrapping(method: Callable[Concatenate[A, P], Any], facade_class: type[W]) ->
     """Call a method, which may be a coroutine method, and wrap its result."""
 
     @functools.wraps(method)
-    def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> W:
+    def call(facade: SyncFacade[A], *args: P.args, **kwargs: P.kwargs) -> W:
         result = facade._thread.call(_call_on_loop(method, facade._wrapped, *args, **kwargs))
         return facade_class(result, facade._thread)
 
@@ -92,11 +92,11 @@ def wrapping(method: Callable[Concatenate[A, P], Any], facade_class: type[W]) ->
 
 async def _call_on_loop(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a plain method on the loop, where it can find the running loop."""
-    found = method(*args, **kwargs)
-    return await found if inspect.isawaitable(found) else found
+    result = method(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
 
 
-class SyncMessage(Facade[Message]):
+class SyncMessage(SyncFacade[Message]):
     """A message of an iterator, with the verbs of `Message` without `await`."""
 
     # Declared for type checkers; `__getattr__` finds them in the message.
@@ -131,7 +131,7 @@ class SyncMessage(Facade[Message]):
         return getattr(self._wrapped, name)
 
 
-class SyncMessageStream(Facade[MessageStream]):
+class SyncMessageStream(SyncFacade[MessageStream]):
     """Iterates over messages; as a context manager, it starts and ends with the block."""
 
     __slots__ = ("_messages",)
@@ -188,7 +188,7 @@ def _each_batch(
             yield [SyncMessage(message, thread) for message in messages]
 
 
-class SyncSubscriber(Facade[Subscriber]):
+class SyncSubscriber(SyncFacade[Subscriber]):
     """A running handler."""
 
     drain = blocking(Subscriber.drain)
@@ -206,7 +206,7 @@ class SyncSubscriber(Facade[Subscriber]):
         self.drain()
 
 
-class SyncConnection(Facade[Connection]):
+class SyncConnection(SyncFacade[Connection]):
     """A program's connection to Millstream, with the methods of `Connection` without `await`."""
 
     publish = blocking(Connection.publish)

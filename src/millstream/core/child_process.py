@@ -156,9 +156,9 @@ async def spawn_module(module: str, *arguments: str, **more: Any) -> Process:
     """Start a Python module with pipes, in its own session: Ctrl-C in a terminal then reaches only the broker, which
     stops its children in order.
     """
-    given = {"stdin": PIPE, "stdout": PIPE, **more}
+    options = {"stdin": PIPE, "stdout": PIPE, **more}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments, start_new_session=True, **given
+        sys.executable, "-m", module, *arguments, start_new_session=True, **options
     )
 
 

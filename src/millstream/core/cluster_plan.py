@@ -208,13 +208,13 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
     for partition in sorted(load.partitions, key=lambda one: -one.size_bytes):
         if node not in partition.replicas:
             continue
-        rest = [one for one in partition.replicas if one != node]
+        rest = [replica for replica in partition.replicas if replica != node]
         taker = _best_receiver(takers, rest, load, weights)
         if taker is None:
             machines = len({load.nodes[one].failure_domain for one in takers})
             staying.append(f"{partition} cannot move: {_too_few(len(partition.replicas), machines)}")
             continue
-        target = tuple(taker if one == node else one for one in partition.replicas)
+        target = tuple(taker if replica == node else replica for replica in partition.replicas)
         if partition.replicas[0] == node:
             target = _with_least_loaded_leader(target, load, weights)
         weights.replace(partition, partition.replicas, target)
@@ -308,14 +308,14 @@ def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weigh
     for partition in load.partitions:
         replicas = targets[id(partition)]
         for node in reversed(replicas):
-            rest = [one for one in replicas if one != node]
+            rest = [replica for replica in replicas if replica != node]
             taker = _best_receiver(takers, rest, load, weights)
             if taker is None:
                 continue
-            used = {_rack_or_machine(load, one) for one in rest}
+            used = {_rack_or_machine(load, replica) for replica in rest}
             is_rack_shared = _rack_or_machine(load, node) in used and _rack_or_machine(load, taker) not in used
-            if is_rack_shared or _machine(load, node) in {_machine(load, one) for one in rest}:
-                target = tuple(taker if one == node else one for one in replicas)
+            if is_rack_shared or _machine(load, node) in {_machine(load, replica) for replica in rest}:
+                target = tuple(taker if replica == node else replica for replica in replicas)
                 weights.replace(partition, replicas, target)
                 targets[id(partition)] = target
                 break
@@ -353,25 +353,25 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
         for partition in islice(hosted[source].values(), None, None, len(hosted[source]) // _CANDIDATES_MAX + 1):
             size, rate = partition.size_bytes, partition.bytes_per_s
             replicas = targets[id(partition)]
-            rest = [one for one in replicas if one != source]
-            racks = len({_rack_or_machine(load, one) for one in replicas})
-            machines = {_machine(load, one) for one in rest}
+            rest = [replica for replica in replicas if replica != source]
+            racks = len({_rack_or_machine(load, replica) for replica in replicas})
+            machines = {_machine(load, replica) for replica in rest}
             saved = now[source] - shares(source, -size, -rate, -1)
-            weight = sum(scale * one / total for (scale, total), one in zip(scales, (size, rate, 1), strict=True))
+            weight = sum(scale * amount / total for (scale, total), amount in zip(scales, (size, rate, 1), strict=True))
             for node in takers:
                 gain = saved - (shares(node, size, rate, 1) - now[node])
                 if gain <= gain_min * weight or (best is not None and gain <= best[0]):
                     continue
                 if node in replicas or _machine(load, node) in machines:
                     continue
-                if len({_rack_or_machine(load, one) for one in (*rest, node)}) >= racks:
+                if len({_rack_or_machine(load, replica) for replica in (*rest, node)}) >= racks:
                     best = gain, partition, node
         if best is None:
             sources.remove(source)
             continue
         _, partition, node = best
         before = targets[id(partition)]
-        target = tuple(node if one == source else one for one in before)
+        target = tuple(node if replica == source else replica for replica in before)
         weights.replace(partition, before, target)
         targets[id(partition)] = target
         hosted[node][id(partition)] = hosted[source].pop(id(partition))
@@ -445,7 +445,11 @@ def _build_move(partition: PartitionLoad, target: tuple[NodeId, ...]) -> Move:
 def _risks(load: ClusterLoad, moves: Sequence[Move]) -> list[str]:
     risks = []
     moving = {(move.topic_id, move.index) for move in moves if move.receivers}
-    exposed = [one for one in load.partitions if (one.topic_id, one.index) in moving and len(one.in_sync) < 2]
+    exposed = [
+        partition
+        for partition in load.partitions
+        if (partition.topic_id, partition.index) in moving and len(partition.in_sync) < 2
+    ]
     if exposed:
         risks.append(
             f"{_counted(len(exposed), 'partition')} {'have' if len(exposed) > 1 else 'has'} a single replica in sync "

@@ -627,8 +627,8 @@ class Config:
             return f"{host}:{low}"
 
         listeners = (
-            dataclasses.replace(one, address=first(one.address, f"the address of listener {one.name!r}"))
-            for one in self.listeners
+            dataclasses.replace(listener, address=first(listener.address, f"the address of listener {listener.name!r}"))
+            for listener in self.listeners
         )
         return self.replace(kafka=first(self.kafka, "kafka"), listeners=tuple(listeners))
 
@@ -690,7 +690,7 @@ class Config:
             tls_key=self.tls_key,
             tls_client_ca=self.tls_client_ca,
         )
-        return (first, *(one.with_files_of(first) if one.tls else one for one in self.listeners))
+        return (first, *(listener.with_files_of(first) if listener.tls else listener for listener in self.listeners))
 
     @property
     def authorizes(self) -> bool:
@@ -807,8 +807,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             values[attribute] = known.parse(text)
         elif _is_unknown(variable):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
-            meant = suggestion(name, Config.declared())
-            raise InvalidSetting(f"the environment has {variable}, which is not a setting of a node{meant}")
+            hint = suggestion(name, Config.declared())
+            raise InvalidSetting(f"the environment has {variable}, which is not a setting of a node{hint}")
     return values
 
 
@@ -852,18 +852,18 @@ def _listeners(tables: Any, path: Path) -> tuple[ListenerConfig, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise InvalidSetting(f"config file {path}: listeners must be tables, each under [[listeners]]")
     for table in tables:
-        given = {name: value for name, value in table.items() if name != "tls"}
-        for name, value in given.items():
+        values = {name: value for name, value in table.items() if name != "tls"}
+        for name, value in values.items():
             if name not in known:
                 raise InvalidSetting(f"config file {path}: a listener has no {name!r}{suggestion(name, known)}")
             if not isinstance(value, str):
                 raise InvalidSetting(f"config file {path}: {name} of a listener must be a string, not {value!r}")
-        if not {"name", "address"} <= given.keys():
+        if not {"name", "address"} <= values.keys():
             raise InvalidSetting(f"config file {path}: a listener needs a name and an address")
         tls = table.get("tls", False)
         if not isinstance(tls, bool):
             raise InvalidSetting(f"config file {path}: tls of a listener must be true or false, not {tls!r}")
-        listeners.append(ListenerConfig(tls=tls, **{known[name]: value for name, value in given.items()}))
+        listeners.append(ListenerConfig(tls=tls, **{known[name]: value for name, value in values.items()}))
     return tuple(listeners)
 
 

@@ -142,7 +142,7 @@ def check_user_name(name: str) -> None:
 
 
 def _is_spelled_as_name(name: str) -> bool:
-    is_spelled = all(one in _PUNCTUATION or unicodedata.category(one) in _CATEGORIES for one in name)
+    is_spelled = all(character in _PUNCTUATION or unicodedata.category(character) in _CATEGORIES for character in name)
     return is_spelled and (name[0] == "_" or name[0].isalnum()) and _INVISIBLE.search(name) is None
 
 

@@ -177,9 +177,9 @@ class Schedule:
         if next_ms is not None and next_ms <= now_ms:
             # Look back from now in growing steps, rather than forward through what may be years.
             back_ms = 60_000
-            while (found := self.cron.next_ms(now_ms - back_ms)) is None or found > now_ms:
+            while (start_ms := self.cron.next_ms(now_ms - back_ms)) is None or start_ms > now_ms:
                 back_ms *= 2
-            latest_ms, next_ms = found, self.cron.next_ms(found)
+            latest_ms, next_ms = start_ms, self.cron.next_ms(start_ms)
             while next_ms is not None and next_ms <= now_ms:
                 latest_ms, next_ms = next_ms, self.cron.next_ms(next_ms)
         return latest_ms, next_ms
@@ -266,10 +266,10 @@ def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
     `code` has the source of modules by name; the others are in packages.
     """
     modules: dict[str, str] = {}
-    for given in filter(None, map(str.strip, text.split(","))):
-        module, colon, name = given.partition(":")
+    for reference in filter(None, map(str.strip, text.split(","))):
+        module, colon, name = reference.partition(":")
         if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise InvalidSetting(f"a function must be named as module:function, not {given!r}")
+            raise InvalidSetting(f"a function must be named as module:function, not {reference!r}")
         if name in modules:
             raise InvalidSetting(f"two functions are called {name!r}; the statement could not distinguish them")
         modules[name] = module

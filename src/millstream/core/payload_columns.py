@@ -331,7 +331,7 @@ class EventTime:
         for name in self.column.split("."):
             # A field with the name of a column of every table has a prefix in the table.
             names = (name.lower(), name.lower().removeprefix("payload_"))
-            column = next((one for one in parts if one.name.lower() in names), None)
+            column = next((part for part in parts if part.name.lower() in names), None)
             parts = () if column is None or column.type.name != "struct" else column.type.parts
         if column is None:
             raise InvalidSetting(f"`partition.by` names {self.column!r}, which `schema` does not have")

@@ -200,7 +200,7 @@ class PipelineSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovingSettings(PipelineSettings):
+class TopicToTopicSettings(PipelineSettings):
     """Settings of pipelines that read topics and write topics."""
 
     on_lost: str = setting(
@@ -495,7 +495,7 @@ def _memory(name: str, whose: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformSettings(MovingSettings):
+class TransformSettings(TopicToTopicSettings):
     """Settings of pipelines that turn topics into a topic with a SQL statement."""
 
     sql: str = setting(
@@ -635,7 +635,7 @@ class TransformSettings(MovingSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteSettings(MovingSettings):
+class RouteSettings(TopicToTopicSettings):
     """Settings of pipelines that route messages into topics, by rules that the catalog stores with the pipeline."""
 
     decode: str = setting(
@@ -709,13 +709,13 @@ class JobSettings(PipelineSettings):
     def _check(self) -> None:
         if not self.code.strip():
             raise InvalidSetting("a job needs `code`, a program that defines run(spark, millstream)")
-        given = [
+        present = [
             name
             for name, has in (("every.ms", self.every_ms), ("cron", self.cron), ("continuous", self.continuous))
             if has
         ]
-        if len(given) > 1:
-            raise InvalidSetting(f"{' and '.join(given)} are set; a job has one of them, or none")
+        if len(present) > 1:
+            raise InvalidSetting(f"{' and '.join(present)} are set; a job has one of them, or none")
         if self.every_ms and self.every_ms < _EVERY_MS_MIN:
             raise InvalidSetting(
                 f"every.ms must be at least {_EVERY_MS_MIN} ms, not {self.every_ms} ms: Spark has to start"
@@ -819,8 +819,8 @@ def kind_of(text: str) -> PipelineKind:
         return PipelineKind(text)
     except ValueError:
         kinds = ", ".join(PipelineKind)
-        meant = suggestion(text, [kind.value for kind in PipelineKind])
-        raise InvalidPipeline(f"{text!r} is not a kind of pipeline; the kinds are: {kinds}{meant}") from None
+        hint = suggestion(text, [kind.value for kind in PipelineKind])
+        raise InvalidPipeline(f"{text!r} is not a kind of pipeline; the kinds are: {kinds}{hint}") from None
 
 
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
@@ -864,7 +864,9 @@ def expectations_of(text: str) -> list[str]:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidSetting(f'`{EXPECT}` must be a JSON list, as in ["total >= 0"]: {error}') from None
-    if not isinstance(listed, list) or not all(isinstance(one, str) and one.strip() for one in listed):
+    if not isinstance(listed, list) or not all(
+        isinstance(condition, str) and condition.strip() for condition in listed
+    ):
         raise InvalidSetting(f'`{EXPECT}` must be a JSON list of conditions, as in ["total >= 0"]')
     if len(listed) > EXPECTATIONS_MAX:
         raise InvalidSetting(f"`{EXPECT}` has at most {EXPECTATIONS_MAX} conditions, not {len(listed)}")
@@ -879,6 +881,6 @@ def named_texts(setting_name: str, text: str) -> dict[str, str]:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidSetting(f"{setting_name} must be a JSON object: {error}") from None
-    if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
+    if not isinstance(document, dict) or not all(isinstance(value, str) for value in document.values()):
         raise InvalidSetting(f"{setting_name} must be a JSON object whose values are strings")
     return document

@@ -195,7 +195,7 @@ def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidSetting as error:
         known = "|".join(map(re.escape, names)) or "(?!)"
-        text = re.sub(rf"(?<![\w.])({known})(?![\w.]*\w)", lambda found: names[found[0]], str(error))
+        text = re.sub(rf"(?<![\w.])({known})(?![\w.]*\w)", lambda match: names[match[0]], str(error))
         raise InvalidSetting(text) from error
 
 
@@ -244,8 +244,8 @@ class Settings:
         if name in cls.missing:
             return InvalidSetting(f"{name} is a setting of Kafka that Millstream does not have: {cls.missing[name]}")
         known = sorted(cls.declared())
-        meant = suggestion(name, known) or f"; known are: {', '.join(known)}"
-        return InvalidSetting(f"unknown setting {name!r} of {cls.holder}{meant}")
+        hint = suggestion(name, known) or f"; known are: {', '.join(known)}"
+        return InvalidSetting(f"unknown setting {name!r} of {cls.holder}{hint}")
 
     @classmethod
     def _parse(cls, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def check_destinations(
 
     Otherwise, whoever may change the destination would learn secrets that are not shown.
     """
-    by_name = {one.name: one for _, one in settings_of(holder)}
+    by_name = {definition.name: definition for _, definition in settings_of(holder)}
     for secret in by_name.values():
         if secret.name not in declared or secret.name in changes:
             continue

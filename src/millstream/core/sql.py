@@ -159,7 +159,9 @@ def _query_names(text: str) -> set[int]:
 
 def sql_tokens(about: str, text: str) -> list[Token]:
     """Split a text into tokens, the last of kind END; raise `InvalidSetting` for an unclosed quote or comment."""
-    return [_token(text, one) for one in _tokenize(about, text)] + [Token(Kind.END, "", len(text.rstrip()), len(text))]
+    return [_token(text, token) for token in _tokenize(about, text)] + [
+        Token(Kind.END, "", len(text.rstrip()), len(text))
+    ]
 
 
 def _statement_tokens(text: str) -> tuple[list[sqlglot.Token], list[Token]]:
@@ -171,7 +173,7 @@ def _statement_tokens(text: str) -> tuple[list[sqlglot.Token], list[Token]]:
         raise InvalidSetting(
             f"{ABOUT} has at most {TOKENS_MAX} words and signs, not {len(raw)}; use several transforms, or a job"
         )
-    return raw, [_token(text, one) for one in raw]
+    return raw, [_token(text, token) for token in raw]
 
 
 @lru_cache(maxsize=1024)

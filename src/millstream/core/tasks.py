@@ -34,7 +34,7 @@ async def run_until_first(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
 
 
 async def _run_until(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> list[asyncio.Task[_Result]]:
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     if not tasks:
         return []
     try:

@@ -187,14 +187,14 @@ class Callers:
 
     def read(self, headers: Headers, host: str) -> CallerCredentials:
         """Read the credentials of a request; raise `Refused` if it has none, and some are required."""
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) > 1:
+        authorizations = [value for name, value in headers if name == b"authorization"]
+        if len(authorizations) > 1:
             raise Refused(HTTPStatus.BAD_REQUEST, "a request has one Authorization header, not several")
-        if not given:
+        if not authorizations:
             if self._requires:
                 raise unauthorized("authentication is required; send a user and a password (Basic) or a token (Bearer)")
             return CallerCredentials(NO_CREDENTIAL, "", "", host)
-        return _parse(given[0], host)
+        return _parse(authorizations[0], host)
 
     def _credential_digest(self, credentials: CallerCredentials) -> bytes:
         return hmac.digest(self._key, "\0".join(credentials).encode(), "sha256")
@@ -286,7 +286,7 @@ class Callers:
             known.assertion = response.assertion
             self._callers.move_to_end(identity)
             return known
-        busy = [one.principal for one in self._callers.values() if one.requests]
+        busy = [caller.principal for caller in self._callers.values() if caller.requests]
         if len(busy) >= CALLERS_MAX or is_crowding(busy.count(response.principal), len(busy), CALLERS_MAX):
             raise Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -294,7 +294,7 @@ class Callers:
                 headers={"retry-after": str(RETRY_S)},
             )
         if len(self._callers) >= CALLERS_MAX:
-            self._close(next(one for one in self._callers.values() if not one.requests))
+            self._close(next(caller for caller in self._callers.values() if not caller.requests))
         made = self._callers[identity] = Caller(response.principal, response.assertion, self._gateway, self._renew)
         made.closing = self._close_later(made)
         return made
@@ -306,9 +306,9 @@ class Callers:
         """Forget a caller without requests, and close its connections."""
         caller.closing.cancel()
         caller.is_closed = True
-        for identity in [one for one, known in self._callers.items() if known is caller]:
+        for identity in [credential for credential, known in self._callers.items() if known is caller]:
             del self._callers[identity]
-        for mark in [one for one, known in self._remembered.items() if known.caller is caller]:
+        for mark in [credential for credential, known in self._remembered.items() if known.caller is caller]:
             del self._remembered[mark]
         task = asyncio.ensure_future(self._close_services(caller))
         self._closing.add(task)
@@ -330,15 +330,15 @@ def unauthorized(detail: str) -> Refused:
 
 
 def _parse(authorization: bytes, host: str) -> CallerCredentials:
-    scheme, _, given = authorization.partition(b" ")
-    name, given = scheme.decode("latin-1").lower(), given.strip()
-    if len(given) > CREDENTIAL_BYTES_MAX:
+    scheme, _, content = authorization.partition(b" ")
+    name, content = scheme.decode("latin-1").lower(), content.strip()
+    if len(content) > CREDENTIAL_BYTES_MAX:
         raise unauthorized(f"the credential has more than {CREDENTIAL_BYTES_MAX} bytes")
     with suppress(ValueError, binascii.Error):
-        if name == BEARER and given:
-            return CallerCredentials(BEARER, "", given.decode("ascii"), host)
+        if name == BEARER and content:
+            return CallerCredentials(BEARER, "", content.decode("ascii"), host)
         if name == BASIC:
-            user, colon, secret = base64.b64decode(given, validate=True).decode().partition(":")
+            user, colon, secret = base64.b64decode(content, validate=True).decode().partition(":")
             # Hashing a password treats zeros at its end as if they were not there.
             if colon and user and secret and "\0" not in user + secret:
                 return CallerCredentials(BASIC, user, secret, host)

@@ -199,5 +199,7 @@ class HttpChild(SupervisedChild):
 
 
 def _clip(status: Mapping[str, Any]) -> dict[str, Any]:
-    reasons, warnings = ([one[:_REASON_MAX] for one in status[kind][:_REASONS_MAX]] for kind in ("reasons", "warnings"))
+    reasons, warnings = (
+        [reason[:_REASON_MAX] for reason in status[kind][:_REASONS_MAX]] for kind in ("reasons", "warnings")
+    )
     return {**status, "reasons": reasons, "warnings": warnings}

@@ -276,9 +276,9 @@ def main() -> None:
 
 def _follow_tls(certificate: str, key: str) -> ssl.SSLContext:
     """Make a context that uses renewed files from the next connection on."""
-    from millstream.broker.security.tls import FollowedTls, TlsFiles
+    from millstream.broker.security.tls import ReloadingTls, TlsFiles
 
-    return FollowedTls(TlsFiles(certificate=certificate, key=key)).context
+    return ReloadingTls(TlsFiles(certificate=certificate, key=key)).context
 
 
 if __name__ == "__main__":

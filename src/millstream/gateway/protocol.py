@@ -150,9 +150,13 @@ class Protocol(HttpToolsProtocol):
         """Close the connections whose clients have been silent longest, if that is long enough."""
         if self._last_data_at < Protocol.none_stalled_until:
             return False
-        waiting = [one for one in cast("set[Protocol]", self.connections) if one is not self and one.waits_for_client]
+        waiting = [
+            connection
+            for connection in cast("set[Protocol]", self.connections)
+            if connection is not self and connection.waits_for_client
+        ]
         silent = nsmallest(REPLACED_MAX, waiting, key=_last_data_time)
-        stalled = [one for one in silent if self._last_data_at - one._last_data_at >= STALLED_S]
+        stalled = [connection for connection in silent if self._last_data_at - connection._last_data_at >= STALLED_S]
         if not stalled:
             # No other connection can have been silent for long enough before the first of these.
             Protocol.none_stalled_until = min(map(_last_data_time, silent), default=self._last_data_at) + STALLED_S
@@ -164,7 +168,7 @@ class Protocol(HttpToolsProtocol):
         """Close connections of the address that has the most, unless this one's address has about as many."""
         most = max(self.by_network.values(), key=len)
         excess = (len(most) - len(self.by_network[self._network])) // 2
-        waiting = [one for one in most if one.waits_for_client]
+        waiting = [connection for connection in most if connection.waits_for_client]
         closed = nsmallest(min(excess, REPLACED_MAX), waiting, key=_last_data_time)
         for one in closed:
             one.close_stalled()

@@ -46,9 +46,9 @@ def records(
     `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`. `access` is
     the result of `task_access`, needed where brokers authenticate their clients.
     """
-    given = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
+    reader_options = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
     for batch in batches:
         for row in batch.to_pylist():
-            chosen = read_options({**given, "subscribe": row["topic"]}, access)
+            chosen = read_options({**reader_options, "subscribe": row["topic"]}, access)
             one = Range(row["topic"], row["partition"], row["start"], row["end"])
             yield from read_range(one, chosen, shape_of(default_schema(chosen), chosen))

@@ -101,9 +101,9 @@ class Caller:
     async def _find(self, target: RequestTarget) -> TransactionNode:
         nodes = self.context.nodes
         while target not in self._known:
-            asked = self.rng.choice(nodes)
+            chosen = self.rng.choice(nodes)
             try:
-                found = await self.context.network.call(asked.name, partial(asked.find, target), timeout_s=TIMEOUT_S)
+                found = await self.context.network.call(chosen.name, partial(chosen.find, target), timeout_s=TIMEOUT_S)
             except (MillstreamError, LinkDown):
                 found = None
             if found is not None:

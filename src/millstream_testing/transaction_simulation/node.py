@@ -219,8 +219,8 @@ class TransactionNode(SimulatedNode):
 
     async def committed_offset(self, group: str, partition: TopicPartition) -> int:
         """Return the committed offset of a group; -1 if there is none."""
-        wanted = {partition.topic: (partition.partition,)}
-        fetched = await self.serving().groups.fetch(group, wanted)
+        requested = {partition.topic: (partition.partition,)}
+        fetched = await self.serving().groups.fetch(group, requested)
         return fetched[partition.topic][partition.partition].offset
 
     # -- for the checks ---------------------------------------------------------------------------------------

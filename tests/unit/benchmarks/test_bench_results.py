@@ -149,14 +149,14 @@ def test_each_factor_is_varied_alone() -> None:
     chosen = [case for case in cases.default() if case.kind == PRODUCE]
     assert len({case.name for case in cases.default()}) == len(cases.default())
     for base in (Case(flush=ALWAYS), Case(flush=OS)):
-        wanted = [
+        expected = [
             replace(base, size_bytes=100),
             replace(base, keyed=True),
             *(replace(base, partitions=partitions) for partitions in cases.PARTITIONS),
             replace(base, producers=10),
             replace(base, acks="1"),
         ]
-        assert set(wanted) <= set(chosen)
+        assert set(expected) <= set(chosen)
     assert {case.flush for case in chosen} == set(cases.FLUSHES)
 
 

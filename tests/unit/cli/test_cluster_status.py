@@ -10,12 +10,12 @@ import pytest
 from millstream.cli import cluster
 from millstream.cli.cluster import _shortened
 from millstream.cli.cluster_up import first_port
-from millstream.client.admin.cluster_status import ClusterNode, ClusterStatus, TroubledPartition
+from millstream.client.admin.cluster_status import ClusterNode, ClusterStatus, UnhealthyPartition
 from millstream_testing.command import call_command
 
 
 def test_only_problems_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    troubled = TroubledPartition(topic="orders", partition=0, leader=None, replicas=(1,), in_sync=())
+    troubled = UnhealthyPartition(topic="orders", partition=0, leader=None, replicas=(1,), in_sync=())
     found = ClusterStatus(
         cluster_id="c", controller=1, nodes=[], partitions=1, troubled=[troubled], behind=[], warnings=[]
     )

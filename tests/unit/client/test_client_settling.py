@@ -30,7 +30,7 @@ HANG_S = 60
 INVALID_RECORD_STATE = 121
 
 
-class NoSettler:
+class InertSettler:
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ def settling_at(node: Any, on_lost: list[int] | None = None) -> Settler:
 
 def lease() -> Lease:
     now = time.monotonic()
-    return Lease("orders", b"0" * 16, 0, settler=NoSettler(), node=NodeId(1), received=now, lease_s=30.0)
+    return Lease("orders", b"0" * 16, 0, settler=InertSettler(), node=NodeId(1), received=now, lease_s=30.0)
 
 
 def order_of(offsets: list[int]) -> tuple[Settlement, asyncio.Future[None]]:

@@ -130,7 +130,7 @@ def test_a_backoff_may_be_one_number(backoff: float, settings: dict[str, str]) -
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem"),
+    ("changed_settings", "problem"),
     [
         ({"lease": 0.01}, "lease (in seconds) must be at least 0.1, not 0.01"),
         ({"lease": 99_999}, "lease (in seconds) must be at most 43200, not 99999"),
@@ -139,9 +139,9 @@ def test_a_backoff_may_be_one_number(backoff: float, settings: dict[str, str]) -
         ({"delivery": "twice"}, "delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
     ],
 )
-def test_an_invalid_value_is_refused_by_its_argument_name(wanted: Any, problem: str) -> None:
+def test_an_invalid_value_is_refused_by_its_argument_name(changed_settings: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        requested_settings(wanted)
+        requested_settings(changed_settings)
     assert str(raised.value).startswith(problem)
     assert "share." not in str(raised.value)
     assert "millstream." not in str(raised.value)

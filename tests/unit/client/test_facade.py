@@ -12,8 +12,8 @@ from millstream.client.message import Message
 from millstream.client.message_stream import MessageStream
 from millstream.client.subscriber import Subscriber
 from millstream.client.sync_connection import (
-    Facade,
     SyncConnection,
+    SyncFacade,
     SyncMessage,
     SyncMessageStream,
     SyncSubscriber,
@@ -44,11 +44,11 @@ class Book:
         return Page(0)
 
 
-class SyncPage(Facade[Page]):
+class SyncPage(SyncFacade[Page]):
     read = blocking(Page.read)
 
 
-class SyncBook(Facade[Book]):
+class SyncBook(SyncFacade[Book]):
     length = blocking(Book.length)
     open = wrapping(Book.open, SyncPage)
     cover = wrapping(Book.cover, SyncPage)

@@ -28,13 +28,13 @@ records = st.builds(
 batches = st.lists(st.lists(records, min_size=1, max_size=8), min_size=1, max_size=4)
 
 
-class NoSettler:
+class InertSettler:
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         raise NotImplementedError
 
 
 def lease() -> Lease:
-    return Lease("orders", b"0" * 16, 3, settler=NoSettler(), attempt=3)
+    return Lease("orders", b"0" * 16, 3, settler=InertSettler(), attempt=3)
 
 
 def log_of(parts: list[list[NewRecord]], compression: int = 0, timestamp_type: int = 0) -> bytes:
@@ -49,16 +49,16 @@ def log_of(parts: list[list[NewRecord]], compression: int = 0, timestamp_type: i
 @given(batches, st.data())
 def test_only_leased_messages_are_read(parts: list[list[NewRecord]], data: st.DataObject) -> None:
     count = sum(map(len, parts))
-    wanted = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+    chosen = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
     leases: list[LeasedRange] = []
-    for offset in wanted:
+    for offset in chosen:
         if leases and leases[-1].end == offset and data.draw(st.booleans()):
             leases[-1] = LeasedRange(leases[-1].start, offset + 1, 1, 0)
         else:
             leases.append(LeasedRange(offset, offset + 1, 1, 0))
     log = log_of(parts, data.draw(st.sampled_from([0, 1, 4])), data.draw(st.sampled_from([0, LOG_APPEND_TIME])))
     found = read_leased(log, leases, lease())
-    truth = [record for record in decode_records(log) if record.offset in set(wanted)]
+    truth = [record for record in decode_records(log) if record.offset in set(chosen)]
     assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
     assert {one.attempt for one in found} == {3}
 

@@ -14,7 +14,7 @@ from millstream.client.loop_thread import LoopThread
 from millstream.core.errors import InvalidRequest
 from millstream_testing.child_process import child_process
 
-wanted: ContextVar[str] = ContextVar("wanted", default="nothing")
+context_value: ContextVar[str] = ContextVar("context_value", default="nothing")
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def thread() -> Iterator[LoopThread]:
 
 
 async def seen() -> str:
-    return wanted.get()
+    return context_value.get()
 
 
 def test_calls_run_in_the_thread_with_the_context_of_the_caller(thread: LoopThread) -> None:
-    token = wanted.set("this")
+    token = context_value.set("this")
     assert thread.call(seen()) == "this"
-    wanted.reset(token)
+    context_value.reset(token)
     assert thread.call(seen()) == "nothing"
 
 

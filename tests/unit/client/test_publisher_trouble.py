@@ -292,6 +292,6 @@ async def test_a_topic_without_partitions_is_waited_for(ledger: ProducerLedger) 
     ledger.create("orders", 0)
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         waiting = asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a")))
-        await until(lambda: ledger.broker.asked(METADATA))
+        await until(lambda: ledger.broker.request_count(METADATA))
         ledger.create("orders", 1)
         assert (await waiting).offset == 0

@@ -77,11 +77,11 @@ async def test_a_topic_created_on_any_node_is_led_by_one_and_known_to_all(tmp_pa
 
 async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        wanted = [NewTopic(name=f"t{number}", partitions=1, replication=2) for number in range(30)]
+        new_topics = [NewTopic(name=f"t{number}", partitions=1, replication=2) for number in range(30)]
         placed = NewTopic(name="placed", partitions=1, replication=1, placement={0: (NodeId(2),)})
-        created = await group[2].topics.create_all([*wanted, NewTopic(name="bad name"), placed])
+        created = await group[2].topics.create_all([*new_topics, NewTopic(name="bad name"), placed])
         topics = [one for one in created if isinstance(one, Topic)]
-        assert [one.name for one in topics] == [*(one.name for one in wanted), "placed"]
+        assert [one.name for one in topics] == [*(one.name for one in new_topics), "placed"]
         assert isinstance(created[30], InvalidTopicName)
         # On a slow machine, another replica may lead meanwhile.
         preferred = Counter(states(group[2], topic)[0].replicas[0] for topic in topics[:-1])

@@ -229,11 +229,11 @@ async def movable(group: NodeGroup) -> tuple[Move, PartitionKey]:
 
 async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        wanted, key = await movable(group)
+        planned, key = await movable(group)
         plans = group[1].cluster.plans
-        await plans.propose("balance", "", [wanted], 1 << 20)
+        await plans.propose("balance", "", [planned], 1 << 20)
         clock = ManualClock()
-        receiver = MoveThrottle(wanted.receivers[0], group[1].view, clock)
+        receiver = MoveThrottle(planned.receivers[0], group[1].view, clock)
         assert (receiver.bytes_max(key, 4 << 20), receiver.pause_after(key, 1 << 20)) == (4 << 20, 0.0)
         await plans.apply("")
         await group.until(lambda: key in group[1].view.reassignments)
@@ -246,25 +246,25 @@ async def test_only_moves_to_this_node_are_throttled(tmp_path: Path) -> None:
         # Of the time in which nothing was fetched, one second is made up for.
         clock.advance_ms(60_000)
         assert [receiver.pause_after(key, 1 << 19) for _ in range(3)] == [0.0, 0.0, 0.5]
-        other = MoveThrottle(wanted.before[0], group[1].view, clock)
+        other = MoveThrottle(planned.before[0], group[1].view, clock)
         assert (other.bytes_max(key, 4 << 20), other.pause_after(key, 1 << 20)) == (4 << 20, 0.0)
 
 
 async def test_a_pause_ends_with_the_throttle_or_the_plan_that_caused_it(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        wanted, key = await movable(group)
+        planned, key = await movable(group)
         plans = group[1].cluster.plans
-        await plans.propose("balance", "", [wanted], 1024)
+        await plans.propose("balance", "", [planned], 1024)
         await plans.apply("")
         await group.until(lambda: key in group[1].view.reassignments)
-        receiver = MoveThrottle(wanted.receivers[0], group[1].view, ManualClock())
+        receiver = MoveThrottle(planned.receivers[0], group[1].view, ManualClock())
         assert receiver.pause_after(key, 8 << 20) == 8192.0
         await plans.apply("", 32 << 20)
         assert receiver.pause_after(key, 0) == 0.25
         await plans.cancel("")
         assert receiver.pause_after(key, 0) == 0.0
         await group.until(lambda: state_of(plans) == "cancelled" and key not in group[1].view.reassignments)
-        await plans.propose("balance", "", [wanted], 1024)
+        await plans.propose("balance", "", [planned], 1024)
         await plans.apply("")
         await group.until(lambda: key in group[1].view.reassignments)
         assert receiver.pause_after(key, 0) == 0.0

@@ -39,8 +39,8 @@ def check_everything_is_given_once(
     subscriptions_of_members: list[MemberSubscription], partitions: dict[UUID, int], given: Given
 ) -> None:
     assert given.keys() == {wish.member_id for wish in subscriptions_of_members}
-    wanted = {topic_id for wish in subscriptions_of_members for topic_id in wish.topics}
-    expected = {(topic_id, number) for topic_id in wanted for number in range(partitions[topic_id])}
+    subscribed = {topic_id for wish in subscriptions_of_members for topic_id in wish.topics}
+    expected = {(topic_id, number) for topic_id in subscribed for number in range(partitions[topic_id])}
     handed_out = [place for assignment in given.values() for place in partitions_in(assignment)]
     assert len(handed_out) == len(set(handed_out))
     assert set(handed_out) == expected

@@ -122,8 +122,10 @@ def positions(draw: st.DrawFn) -> Position:
     state = draw(st.sampled_from([MemberState.STABLE, MemberState.UNREVOKED, MemberState.UNRELEASED]))
     assigned, pending = draw(assignments), NOTHING
     if state is MemberState.UNREVOKED:
-        wanted = draw(assignments)
-        pending = assignment_of((topic, has - assigned.get(topic, frozenset())) for topic, has in wanted.items())
+        target_assignment = draw(assignments)
+        pending = assignment_of(
+            (topic, has - assigned.get(topic, frozenset())) for topic, has in target_assignment.items()
+        )
     return Position(epoch=draw(st.integers(0, 5)), state=state, assigned=assigned, pending=pending)
 
 

@@ -17,12 +17,12 @@ _partitions = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 9))
 
 @given(_wanted, _partitions)
 def test_every_partition_has_a_member_and_every_member_a_partition(
-    wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
+    subscribed: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
 ) -> None:
-    shares = assign_partitions(wanted, partitions)
-    assert shares.keys() == wanted.keys()
+    shares = assign_partitions(subscribed, partitions)
+    assert shares.keys() == subscribed.keys()
     for topic, number in partitions.items():
-        interested = [member for member, topics in wanted.items() if topic in topics]
+        interested = [member for member, topics in subscribed.items() if topic in topics]
         dealt = [partition for member in interested for partition in shares[member].get(topic, ())]
         if interested:
             assert set(dealt) == set(range(number))
@@ -33,18 +33,20 @@ def test_every_partition_has_a_member_and_every_member_a_partition(
             assert min(sizes) >= 1
             assert max(sizes) - min(sizes) <= 1
     for member, share in shares.items():
-        assert share.keys() == wanted[member] & partitions.keys()
+        assert share.keys() == subscribed[member] & partitions.keys()
 
 
 @given(_wanted, _partitions)
-def test_equal_members_get_equal_assignments(wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]) -> None:
-    backwards = dict(reversed(wanted.items()))
-    assert assign_partitions(wanted, partitions) == assign_partitions(backwards, partitions)
+def test_equal_members_get_equal_assignments(
+    subscribed: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
+) -> None:
+    backwards = dict(reversed(subscribed.items()))
+    assert assign_partitions(subscribed, partitions) == assign_partitions(backwards, partitions)
 
 
 def test_topics_of_one_partition_are_spread_over_the_members() -> None:
-    wanted = {name: frozenset(TOPICS) for name in "abcd"}
-    shares = assign_partitions(wanted, dict.fromkeys(TOPICS, 1))
+    subscribed = {name: frozenset(TOPICS) for name in "abcd"}
+    shares = assign_partitions(subscribed, dict.fromkeys(TOPICS, 1))
     # With more members than partitions, all partitions are in use by several members.
     assert all(len(share) == len(TOPICS) for share in shares.values())
     assert assign_partitions({}, {TOPICS[0]: 3}) == {}

@@ -364,7 +364,7 @@ async def test_the_page_of_a_message_reads_the_ledger_on_request(monkeypatch: py
     monkeypatch.setattr(messages, "find_topic", AsyncMock(return_value=Mock(topic_id=UUID(int=1))))
     fields: dict[str, Any] = {"names": {"topic": "orders", "partition": "0", "offset": "0"}, "query": {"ledger": asked}}
     visit = dataclasses.replace(visit_of(ResponseCache()), services=Mock(), memory=Mock(), **fields)
-    monkeypatch.setattr(Visit, "note_reading", AsyncMock())
+    monkeypatch.setattr(Visit, "audit_reading", AsyncMock())
     monkeypatch.setattr(Visit, "may_change", AsyncMock(return_value=True))
     page = await messages.show(visit)
     assert isinstance(page, Page)

@@ -245,12 +245,12 @@ class LeasableMessages:
         self._left.append(message)
         self._added.set()
 
-    async def receive(self, wanted: ReceiveRequest) -> ReadRecords:
-        self.asked.append(wanted.max_records)
+    async def receive(self, receive_request: ReceiveRequest) -> ReadRecords:
+        self.asked.append(receive_request.max_records)
         while not self._left:
             self._added.clear()
             await self._added.wait()
-        taken, self._left = self._left[: wanted.max_records], self._left[wanted.max_records :]
+        taken, self._left = self._left[: receive_request.max_records], self._left[receive_request.max_records :]
         unpacked = ReadRecords(taken, self.surplus, self.unreadable)
         self.surplus, self.unreadable = [], []
         return unpacked
@@ -553,10 +553,10 @@ async def test_a_silent_node_is_asked_again(hook: Webhook) -> None:
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
-    async def fails(wanted: ReceiveRequest) -> ReadRecords:
+    async def fails(receive_request: ReceiveRequest) -> ReadRecords:
         if failures:
             raise failures.pop()
-        return await receive(wanted)
+        return await receive(receive_request)
 
     run.pusher._receive = fails
     await run.ledger.until(lambda: len(run.ledger.of(Verb.ACCEPT)) == 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.broker.security.tls import FollowedTls, TlsFiles
+from millstream.broker.security.tls import ReloadingTls, TlsFiles
 from millstream.gateway import process
 from millstream.gateway.process import TlsAcceptor
 from millstream.protocol.wire.credentials import client_tls
@@ -56,7 +56,7 @@ def accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TlsAcceptor
     certificates = Certificates(tmp_path)
     files = TlsFiles(certificate=str(certificates.node), key=str(certificates.node_key))
     listening = socket.create_server(("127.0.0.1", 0))
-    return TlsAcceptor(listening, FollowedTls(files).context, Greeting), certificates
+    return TlsAcceptor(listening, ReloadingTls(files).context, Greeting), certificates
 
 
 async def close(

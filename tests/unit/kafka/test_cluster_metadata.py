@@ -83,11 +83,11 @@ async def test_a_partition_without_a_leader_is_reported(tmp_path: Path) -> None:
         reported = await partition(group[2])
         assert (reported.error_code, reported.leader_id) == (ErrorCode.leader_not_available, -1)
         assert (reported.replica_nodes, reported.offline_replicas) == ((1,), (1,))
-        wanted = offsets.ListOffsetsPartition(partition_index=i32(0), timestamp=i64(-1))
+        listed_partition = offsets.ListOffsetsPartition(partition_index=i32(0), timestamp=i64(-1))
         request = offsets.ListOffsetsRequest(
             replica_id=BrokerId(-1),
             isolation_level=i8(0),
-            topics=(offsets.ListOffsetsTopic(name=ORDERS, partitions=(wanted,)),),
+            topics=(offsets.ListOffsetsTopic(name=ORDERS, partitions=(listed_partition,)),),
             timeout=i32Timedelta.parse(i32Timedelta.resolution * 0),
         )
         response = await ask(ListOffsets(group[2].topics), request)

@@ -80,10 +80,10 @@ def test_the_epoch_grows_with_every_level() -> None:
         assert epoch_of(raised) > epoch_of(features)
 
 
-def update(version: int, *wanted: tuple[str, int]) -> Any:
+def update(version: int, *requested: tuple[str, int]) -> Any:
     module = importlib.import_module(f"kio.schema.update_features.v{version}.request")
     kind = {"allow_downgrade": True} if version == 0 else {"upgrade_type": 2}
-    updates = tuple(module.FeatureUpdateKey(feature=name, max_version_level=level, **kind) for name, level in wanted)
+    updates = tuple(module.FeatureUpdateKey(feature=name, max_version_level=level, **kind) for name, level in requested)
     return module.UpdateFeaturesRequest(feature_updates=updates)
 
 
@@ -124,8 +124,8 @@ async def test_other_levels_are_refused(version: int, name: str, level: int, say
 
 @pytest.mark.parametrize("version", range(3))
 async def test_one_refused_update_refuses_all(version: int) -> None:
-    wanted = (("metadata.version", 25), ("kraft.version", 1))
-    assert (await send_request(update_api(), update(version, *wanted))).error_code is REFUSED
+    requested = (("metadata.version", 25), ("kraft.version", 1))
+    assert (await send_request(update_api(), update(version, *requested))).error_code is REFUSED
     twice = (("group.version", 1), ("group.version", 1))
     assert (await send_request(update_api(), update(version, *twice))).error_code is ErrorCode.invalid_request
 

@@ -29,10 +29,10 @@ NEWEST: Any = importlib.import_module("kio.schema.list_offsets.v11.request")
 EPOCHS: Any = importlib.import_module("kio.schema.offset_for_leader_epoch.v4.request")
 
 
-def request(*wanted: tuple[int, int], topic: str = "orders", isolation: int = 0, epoch: int = -1) -> Any:
+def request(*requested: tuple[int, int], topic: str = "orders", isolation: int = 0, epoch: int = -1) -> Any:
     partitions = tuple(
         NEWEST.ListOffsetsPartition(partition_index=index, timestamp=time_ms, current_leader_epoch=epoch)
-        for index, time_ms in wanted
+        for index, time_ms in requested
     )
     topics = (NEWEST.ListOffsetsTopic(name=topic, partitions=partitions),)
     return NEWEST.ListOffsetsRequest(
@@ -149,10 +149,10 @@ async def test_a_partition_named_twice_is_refused(api: ListOffsets) -> None:
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 async def test_the_end_of_an_epoch(api: ListOffsets, topics: Topics, version: int) -> None:
-    def wanted(partition: int, epoch: int, current: int = -1) -> Any:
+    def requested(partition: int, epoch: int, current: int = -1) -> Any:
         return EPOCHS.OffsetForLeaderPartition(partition=partition, leader_epoch=epoch, current_leader_epoch=current)
 
-    partitions = (wanted(0, 0), wanted(0, 3), wanted(0, -1), wanted(0, 0, current=4), wanted(9, 0))
+    partitions = (requested(0, 0), requested(0, 3), requested(0, -1), requested(0, 0, current=4), requested(9, 0))
     topic = EPOCHS.OffsetForLeaderTopic(topic="orders", partitions=partitions)
     epochs = OffsetForLeaderEpoch(topics)
     response = await send_in_version(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))

@@ -102,8 +102,8 @@ class TestWithoutAutoCreation:
 
 
 async def test_invalid_names_are_reported(api: Metadata, topics: Topics) -> None:
-    wanted = request(9, "bad name!", "__consumer_offsets", allow_auto_topic_creation=True)
-    invalid, internal = (await send_request(api, wanted)).topics
+    metadata_request = request(9, "bad name!", "__consumer_offsets", allow_auto_topic_creation=True)
+    invalid, internal = (await send_request(api, metadata_request)).topics
     assert invalid.error_code is ErrorCode.invalid_topic_exception
     assert internal.error_code is not ErrorCode.none
     assert internal.is_internal

@@ -40,8 +40,10 @@ class TestDescribeLogDirs:
         await topics.partition("a", 1).append(batch(b"x" * 100))
         return DescribeLogDirs(topics, folder=str(tmp_path))
 
-    def request(self, **wanted: tuple[int, ...]) -> Any:
-        named = tuple(LOG_DIRS.DescribableLogDirTopic(topic=name, partitions=given) for name, given in wanted.items())
+    def request(self, **requested: tuple[int, ...]) -> Any:
+        named = tuple(
+            LOG_DIRS.DescribableLogDirTopic(topic=name, partitions=given) for name, given in requested.items()
+        )
         return LOG_DIRS.DescribeLogDirsRequest(topics=named or None)
 
     @pytest.mark.parametrize("version", range(1, 6))
@@ -120,8 +122,8 @@ class TestDescribeProducers:
 
 
 class TestElectLeaders:
-    def request(self, kind: int = 0, **wanted: tuple[int, ...]) -> Any:
-        named = tuple(ELECT.TopicPartitions(topic=name, partitions=given) for name, given in wanted.items())
+    def request(self, kind: int = 0, **requested: tuple[int, ...]) -> Any:
+        named = tuple(ELECT.TopicPartitions(topic=name, partitions=given) for name, given in requested.items())
         return ELECT.ElectLeadersRequest(election_type=kind, topic_partitions=named or None)
 
     @pytest.mark.parametrize("version", range(3))
@@ -152,7 +154,7 @@ class TestReassignments:
     @pytest.mark.parametrize("version", [0, 1])
     async def test_partitions_stay_where_they_are(self, topics: Topics, membership: Membership, version: int) -> None:
         await topics.create("orders", partitions=9)
-        wanted: list[tuple[int, tuple[int, ...] | None]] = [
+        requested: list[tuple[int, tuple[int, ...] | None]] = [
             (0, (5,)),
             (1, (6,)),
             (2, (5, 5)),
@@ -160,7 +162,7 @@ class TestReassignments:
             (4, None),
             (9, (5,)),
         ]
-        partitions = tuple(MOVE.ReassignablePartition(partition_index=at, replicas=nodes) for at, nodes in wanted)
+        partitions = tuple(MOVE.ReassignablePartition(partition_index=at, replicas=nodes) for at, nodes in requested)
         versioned = MOVE.AlterPartitionReassignmentsRequest(
             topics=(MOVE.ReassignableTopic(name="orders", partitions=partitions),)
         )

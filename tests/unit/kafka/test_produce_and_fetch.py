@@ -98,7 +98,7 @@ def fetch_request(
     name = {"topic_id": topic_id} if version >= 13 else {"topic": topic}
     partitions = other.pop("partitions", [(0, offset)])
     partition_max_bytes = other.pop("partition_max_bytes", 1 << 20)
-    wanted = tuple(
+    fetch_partitions = tuple(
         module.FetchPartition(partition=index, fetch_offset=at, partition_max_bytes=partition_max_bytes)
         for index, at in partitions
     )
@@ -108,7 +108,7 @@ def fetch_request(
         min_bytes=other.pop("min_bytes", 1),
         session_id=session[0],
         session_epoch=session[1],
-        topics=(module.FetchTopic(partitions=wanted, **name),) if wanted else (),
+        topics=(module.FetchTopic(partitions=fetch_partitions, **name),) if fetch_partitions else (),
         forgotten_topics_data=forgotten,
         **other,
     )
@@ -659,8 +659,8 @@ async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Pa
         fetch, offsets, session = fetch_api(topics), dict.fromkeys(sizes, 0), (0, 0 if version >= 7 else -1)
         changed = list(offsets)
         for _ in range(30):
-            wanted = [(index, offsets[index]) for index in changed]
-            limits: dict[str, Any] = {"max_bytes": 2000, "partition_max_bytes": 1500, "partitions": wanted}
+            fetch_partitions = [(index, offsets[index]) for index in changed]
+            limits: dict[str, Any] = {"max_bytes": 2000, "partition_max_bytes": 1500, "partitions": fetch_partitions}
             response = await ask(fetch, fetch_request(version, "t", topic_id, 0, session=session, **limits))
             served = sizes_of(response)
             assert sum(served.values()) <= 2000 or len(served) == 1

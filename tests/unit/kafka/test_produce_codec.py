@@ -46,13 +46,13 @@ def header_of(version: int, body_at: int = 0) -> RequestHeader:
     return RequestHeader(0, version, 7, "c", body_at, is_flexible(0, version))
 
 
-def request_body(version: int, wanted: Any, *, transactional_id: str | None = None, acks: int = -1) -> bytes:
+def request_body(version: int, topic_data: Any, *, transactional_id: str | None = None, acks: int = -1) -> bytes:
     writer = Writer(flexible=is_flexible(0, version))
     writer.string(transactional_id)
     writer.int16(acks)
     writer.int32(30_000)
-    writer.array_length(len(wanted))
-    for name, topic_id, partitions in wanted:
+    writer.array_length(len(topic_data))
+    for name, topic_id, partitions in topic_data:
         if version >= FIRST_WITH_TOPIC_IDS:
             writer.uuid(topic_id)
         else:
@@ -83,19 +83,19 @@ def outcome(read_it: Callable[[], Any]) -> Any:
         return str(refused)
 
 
-@given(version=versions, wanted=topics, acks=st.integers(-2, 2), transactional_id=st.none() | st.text(max_size=200))
+@given(version=versions, topic_data=topics, acks=st.integers(-2, 2), transactional_id=st.none() | st.text(max_size=200))
 def test_ordinary_requests_take_the_fast_path_and_decode_equally(
-    version: int, wanted: Any, acks: int, transactional_id: str | None
+    version: int, topic_data: Any, acks: int, transactional_id: str | None
 ) -> None:
-    frame = memoryview(request_body(version, wanted, acks=acks, transactional_id=transactional_id))
+    frame = memoryview(request_body(version, topic_data, acks=acks, transactional_id=transactional_id))
     header = header_of(version)
     assert reported(read_plain(frame, header)) == reported(read_any(frame, header))
 
 
-@given(version=versions, wanted=topics, data=st.data())
-def test_malformed_requests_decode_or_fail_equally(version: int, wanted: Any, data: st.DataObject) -> None:
+@given(version=versions, topic_data=topics, data=st.data())
+def test_malformed_requests_decode_or_fail_equally(version: int, topic_data: Any, data: st.DataObject) -> None:
     transactional_id = data.draw(st.none() | st.text(max_size=3))
-    content = bytearray(request_body(version, wanted, transactional_id=transactional_id))
+    content = bytearray(request_body(version, topic_data, transactional_id=transactional_id))
     for _ in range(data.draw(st.integers(0, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     frame = memoryview(content)[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]

@@ -83,8 +83,10 @@ async def test_a_failed_id_allocation_is_reported() -> None:
 
 @pytest.mark.parametrize("version", range(3))
 async def test_the_cluster_is_described(membership: Membership, version: int) -> None:
-    wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=False, include_fenced_brokers=True)
-    response = await send_in_version(DescribeCluster(membership), version, wanted)
+    describe_request = DESCRIBE.DescribeClusterRequest(
+        include_cluster_authorized_operations=False, include_fenced_brokers=True
+    )
+    response = await send_in_version(DescribeCluster(membership), version, describe_request)
     assert (response.error_code, response.cluster_id, response.controller_id) == (ErrorCode.none, "test-cluster", 5)
     (broker,) = response.brokers
     assert (broker.broker_id, broker.host, broker.port, broker.rack) == (5, "broker.example", 9092, "cellar")
@@ -92,17 +94,21 @@ async def test_the_cluster_is_described(membership: Membership, version: int) ->
 
 
 async def test_operations_are_reported_on_request(membership: Membership) -> None:
-    wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=True, include_fenced_brokers=False)
-    assert (await send_request(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
+    describe_request = DESCRIBE.DescribeClusterRequest(
+        include_cluster_authorized_operations=True, include_fenced_brokers=False
+    )
+    assert (
+        await send_request(DescribeCluster(membership), describe_request)
+    ).cluster_authorized_operations == CLUSTER_OPERATIONS
 
 
 @pytest.mark.parametrize(
     ("kind", "code"), [(2, ErrorCode.mismatched_endpoint_type), (9, ErrorCode.unsupported_endpoint_type)]
 )
 async def test_other_endpoints_are_refused(membership: Membership, kind: int, code: ErrorCode) -> None:
-    wanted = DESCRIBE.DescribeClusterRequest(
+    describe_request = DESCRIBE.DescribeClusterRequest(
         include_cluster_authorized_operations=False, endpoint_type=kind, include_fenced_brokers=False
     )
-    response = await send_request(DescribeCluster(membership), wanted)
+    response = await send_request(DescribeCluster(membership), describe_request)
     assert (response.error_code, response.brokers) == (code, ())
     assert response.error_message

@@ -205,11 +205,11 @@ def fetch_request(version: int, topic: Any, *, min_bytes: int = 1, max_wait_ms: 
     newest = load_request_class(1, 17 if version >= 13 else 12)
     module = __import__(newest.__module__, fromlist=["*"])
     name = {"topic_id": topic.topic_id} if version >= 13 else {"topic": topic.name}
-    wanted = module.FetchPartition(partition=0, fetch_offset=0, partition_max_bytes=1 << 20)
+    fetch_partition = module.FetchPartition(partition=0, fetch_offset=0, partition_max_bytes=1 << 20)
     request = newest(
         max_wait=timedelta(milliseconds=max_wait_ms),
         min_bytes=min_bytes,
-        topics=(module.FetchTopic(partitions=(wanted,), **name),),
+        topics=(module.FetchTopic(partitions=(fetch_partition,), **name),),
         forgotten_topics_data=(),
     )
     return reshape(request, load_request_class(1, version))

@@ -92,11 +92,11 @@ class ShareNode:
             await waiting
 
     async def offsets(self, *partitions: int, topic: str = TOPIC, version: int = 1) -> Any:
-        wanted = None
+        requested = None
         if partitions:
             part = "DescribeShareGroupOffsetsRequestTopic"
-            wanted = (built(OFFSETS, version, part, topic_name=topic, partitions=partitions),)
-        group = built(OFFSETS, version, "DescribeShareGroupOffsetsRequestGroup", group_id=GROUP, topics=wanted)
+            requested = (built(OFFSETS, version, part, topic_name=topic, partitions=partitions),)
+        group = built(OFFSETS, version, "DescribeShareGroupOffsetsRequestGroup", group_id=GROUP, topics=requested)
         (reported,) = (await self.ask(OFFSETS, version, groups=(group,))).groups
         return reported
 
@@ -137,16 +137,16 @@ class Sharer:
 
     async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
         opens = given.get("share_session_epoch", self.session) == 0
-        wanted = places if places is not None else ((self.share_node.topic_id, 0),) if opens or batches else ()
+        requested = places if places is not None else ((self.share_node.topic_id, 0),) if opens or batches else ()
         parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
-        topics = self._topics(FETCH, version, wanted, batches, parts)
+        topics = self._topics(FETCH, version, requested, batches, parts)
         values = {**self._who(), **LIMITS, "max_wait": self.wait_ms, "topics": topics, **given}
         return self._counted(await self.share_node.ask(FETCH, version, self.client, **values), given)
 
     async def acknowledge(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
-        wanted = places if places is not None else ((self.share_node.topic_id, 0),) if batches else ()
+        requested = places if places is not None else ((self.share_node.topic_id, 0),) if batches else ()
         parts = {"topic": "AcknowledgeTopic", "partition": "AcknowledgePartition"}
-        values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, wanted, batches, parts), **given}
+        values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, requested, batches, parts), **given}
         return self._counted(await self.share_node.ask(ACKNOWLEDGE, version, self.client, **values), given)
 
     async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:

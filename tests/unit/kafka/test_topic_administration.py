@@ -72,8 +72,8 @@ class TestCreateTopics:
 
     @pytest.mark.parametrize("version", range(2, 8))
     async def test_topics_are_created(self, api: CreateTopics, topics: Topics, version: int) -> None:
-        wanted = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
-        response = await send_in_version(api, version, wanted)
+        creation = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
+        response = await send_in_version(api, version, creation)
         assert [(one.name, one.error_code) for one in response.topics] == [
             ("orders", ErrorCode.none),
             ("defaults", ErrorCode.none),
@@ -103,7 +103,7 @@ class TestCreateTopics:
         assert topics.all() == []
 
     @pytest.mark.parametrize(
-        ("wanted", "code", "says"),
+        ("creation", "code", "says"),
         [
             (topic("bad name"), ErrorCode.invalid_topic_exception, "bad name"),
             (topic("t", 0), ErrorCode.invalid_partitions, "at least 1 partition"),
@@ -123,9 +123,9 @@ class TestCreateTopics:
         ],
     )
     async def test_invalid_topics_are_refused_with_a_message(
-        self, api: CreateTopics, topics: Topics, wanted: Any, code: ErrorCode, says: str
+        self, api: CreateTopics, topics: Topics, creation: Any, code: ErrorCode, says: str
     ) -> None:
-        (refused,) = (await send_request(api, create(wanted))).topics
+        (refused,) = (await send_request(api, create(creation))).topics
         assert refused.error_code is code
         assert says in refused.error_message
         assert (refused.num_partitions, refused.replication_factor) == (-1, -1)
@@ -198,11 +198,11 @@ class TestDeleteTopics:
         await topics.create("orders")
         request_class = codec.load_request_class(20, version)
         if version < 6:
-            wanted = request_class(topic_names=("orders", "nope"), timeout=SECOND)
+            creation = request_class(topic_names=("orders", "nope"), timeout=SECOND)
         else:
             named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("orders", "nope"))
-            wanted = request_class(topics=named, timeout=SECOND)
-        response = await send_request(api, wanted)
+            creation = request_class(topics=named, timeout=SECOND)
+        response = await send_request(api, creation)
         assert [(one.name, one.error_code) for one in response.responses] == [
             ("orders", ErrorCode.none),
             ("nope", ErrorCode.unknown_topic_or_partition),
@@ -245,13 +245,13 @@ class TestCreatePartitions:
         return CreatePartitions(topics, membership)
 
     def grow(
-        self, *wanted: tuple[str, int], assignments: list[tuple[int, ...]] | None = None, validate_only: bool = False
+        self, *creation: tuple[str, int], assignments: list[tuple[int, ...]] | None = None, validate_only: bool = False
     ) -> Any:
         by_hand = None
         if assignments is not None:
             by_hand = tuple(GROW.CreatePartitionsAssignment(broker_ids=nodes) for nodes in assignments)
         topics = tuple(
-            GROW.CreatePartitionsTopic(name=name, count=count, assignments=by_hand) for name, count in wanted
+            GROW.CreatePartitionsTopic(name=name, count=count, assignments=by_hand) for name, count in creation
         )
         return GROW.CreatePartitionsRequest(topics=topics, timeout=SECOND, validate_only=validate_only)
 
@@ -266,7 +266,7 @@ class TestCreatePartitions:
         assert topics.partition("orders", 3).index == 3
 
     @pytest.mark.parametrize(
-        ("wanted", "assignments", "code", "says"),
+        ("creation", "assignments", "code", "says"),
         [
             (("nope", 3), None, ErrorCode.unknown_topic_or_partition, "does not exist"),
             (("orders", 2), None, ErrorCode.invalid_partitions, "already"),
@@ -278,9 +278,9 @@ class TestCreatePartitions:
         ],
     )
     async def test_invalid_partition_counts_are_refused(
-        self, api: CreatePartitions, wanted: tuple[str, int], assignments: Any, code: ErrorCode, says: str
+        self, api: CreatePartitions, creation: tuple[str, int], assignments: Any, code: ErrorCode, says: str
     ) -> None:
-        (refused,) = (await send_request(api, self.grow(wanted, assignments=assignments))).results
+        (refused,) = (await send_request(api, self.grow(creation, assignments=assignments))).results
         assert refused.error_code is code
         assert says in refused.error_message
 
@@ -374,8 +374,8 @@ async def request_many_changes(topics: Topics, membership: Membership, kind: str
         made = await send_request(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
         return [one.error_code for one in made.topics]
     if kind == "grow":
-        wanted = tuple(GROW.CreatePartitionsTopic(name=name, count=9, assignments=None) for name in NAMES)
-        grown = GROW.CreatePartitionsRequest(topics=wanted, timeout=INSTANT, validate_only=False)
+        creation = tuple(GROW.CreatePartitionsTopic(name=name, count=9, assignments=None) for name in NAMES)
+        grown = GROW.CreatePartitionsRequest(topics=creation, timeout=INSTANT, validate_only=False)
         return [one.error_code for one in (await send_request(CreatePartitions(topics, membership), grown)).results]
     if kind == "delete":
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in NAMES)

@@ -132,24 +132,24 @@ class Broker:
         """Send one version; return the code of partition 1."""
         if version >= 4:
             module = messages("add_partitions_to_txn", version)
-            wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
+            requested_topic = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
             transaction = module.AddPartitionsToTxnTransaction(
                 transactional_id=ID,
                 producer_id=producer_id,
                 producer_epoch=epoch,
                 verify_only=verify,
-                topics=(wanted,),
+                topics=(requested_topic,),
             )
             response = await send_request(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
             topics = response.results_by_transaction[0].topic_results
         else:
             module = messages("add_partitions_to_txn", version)
-            wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
+            requested_topic = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
             request = module.AddPartitionsToTxnRequest(
                 v3_and_below_transactional_id=ID,
                 v3_and_below_producer_id=producer_id,
                 v3_and_below_producer_epoch=epoch,
-                v3_and_below_topics=(wanted,),
+                v3_and_below_topics=(requested_topic,),
             )
             topics = (await send_request(self.add, request)).results_by_topic_v3_and_below
         return topics[0].results_by_partition[0].partition_error_code
@@ -362,7 +362,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
             transaction_version=2,
         )
 
-    wanted = (
+    requested_topic = (
         marker(1, "t"),
         marker(1, "absent"),
         marker(31_000, "t"),
@@ -372,7 +372,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         marker(-1, "t"),
         marker(1, "t", producer_id=-1),
     )
-    response = await send_in_version(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
+    response = await send_in_version(broker.markers, version, module.WriteTxnMarkersRequest(markers=requested_topic))
     assert [one.topics[0].partitions[0].error_code for one in response.markers] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,

@@ -126,12 +126,12 @@ class Broker:
 
         module: Any = newest if version >= 13 else named
         name = {"topic_id": self.topic_id} if version >= 13 else {"topic": "t"}
-        wanted = module.FetchPartition(partition=0, fetch_offset=offset, partition_max_bytes=1 << 20)
+        fetch_partition = module.FetchPartition(partition=0, fetch_offset=offset, partition_max_bytes=1 << 20)
         request = module.FetchRequest(
             max_wait=timedelta(milliseconds=wait_ms),
             min_bytes=1,
             isolation_level=isolation,
-            topics=(module.FetchTopic(partitions=(wanted,), **name),),
+            topics=(module.FetchTopic(partitions=(fetch_partition,), **name),),
             forgotten_topics_data=(),
         )
         response = await self.ask(self._fetch, reshape(request, load_request_class(1, version)))

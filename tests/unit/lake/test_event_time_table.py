@@ -84,22 +84,22 @@ def test_readers_see_the_partitions_and_prune_the_others(tmp_path: Path) -> None
         table = opened(place, BY_HOUR, format)
         commit(table, [events(0, spread(0, 30), BY_HOUR)], 0, 30, schema_of(BY_HOUR))
     day = date(2026, 11, 11)
-    wanted = sorted(range(1, 30, 3))
+    expected = sorted(range(1, 30, 3))
     orders = deltalake.DeltaTable(str(delta))
     assert orders.metadata().partition_columns == [EVENT_DAY, EVENT_HOUR]
-    assert sorted(orders.to_pandas(filters=[(EVENT_DAY, "=", day)])["offset"]) == wanted
+    assert sorted(orders.to_pandas(filters=[(EVENT_DAY, "=", day)])["offset"]) == expected
     assert len(orders.file_uris(file_pruning_predicate=[(EVENT_DAY, "=", "2026-11-11")])) < len(orders.file_uris())
     connection = duckdb.connect()
     connection.register("orders", orders.to_pyarrow_dataset())
     asked = f"select \"offset\" from orders where {EVENT_DAY} = date '2026-11-11' order by 1"
-    assert [offset for (offset,) in connection.sql(asked).fetchall()] == wanted
+    assert [offset for (offset,) in connection.sql(asked).fetchall()] == expected
     found = polars.scan_delta(str(delta)).filter(polars.col(EVENT_DAY) == day).select("offset").collect()
-    assert sorted(found["offset"]) == wanted
+    assert sorted(found["offset"]) == expected
     pattern = f"{plain}/*/*/*.parquet"
     asked = f"select \"offset\" from read_parquet('{pattern}', hive_partitioning=true) where {EVENT_DAY} = '2026-11-11'"
-    assert sorted(offset for (offset,) in duckdb.connect().sql(asked).fetchall()) == wanted
+    assert sorted(offset for (offset,) in duckdb.connect().sql(asked).fetchall()) == expected
     frame = pandas.read_parquet(plain, filters=[(EVENT_DAY, "=", "2026-11-11")])
-    assert sorted(frame["offset"]) == wanted
+    assert sorted(frame["offset"]) == expected
     assert set(frame[EVENT_HOUR].astype(int)) == {0}
 
 

@@ -130,11 +130,11 @@ def test_files_older_than_a_column_are_compacted_with_it(storage: Storage) -> No
 
 def test_recreated_topics_of_the_same_name_are_not_mixed(table: LakeTable, storage: Storage) -> None:
     for start in (0, 10):
-        writer = table.writer(RAW, "made-anew", landed=LANDED)
+        writer = table.writer(RAW, "made-again", landed=LANDED)
         writer.write(rows(0, range(start, start + 10)))
-        assert table.commit(writer.close(), {("made-anew", 0): (start, start + 10)}, schema=RAW)
+        assert table.commit(writer.close(), {("made-again", 0): (start, start + 10)}, schema=RAW)
     assert table.compact(before=HOUR_OVER) == CompactionResult(7, 2, 95)
-    assert sum(len(batch) for batch in table.scan("made-anew", 0, 0, 100)) == 20
+    assert sum(len(batch) for batch in table.scan("made-again", 0, 0, 100)) == 20
     assert sum(len(batch) for batch in table.scan(TOPIC, 0, 0, 100)) == 50
 
 

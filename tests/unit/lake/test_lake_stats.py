@@ -68,8 +68,8 @@ def test_every_row_is_found_by_each_of_its_values(found: list[dict[str, Any]]) -
         for name in ("whole", "part", "text", "moment", "day"):
             values = pa.array(columns[name], FIELDS.field(name).type)
             for value in values:
-                wanted = pc.field(name) == value if value.is_valid else pc.field(name).is_null()
-                assert dataset.count_rows(filter=wanted) >= 1
+                value_filter = pc.field(name) == value if value.is_valid else pc.field(name).is_null()
+                assert dataset.count_rows(filter=value_filter) >= 1
 
 
 def test_times_are_rounded_outwards(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_it_agrees_with_a_plain_list(history: list[AbortedTransaction], cut: int
         kept = [one for one in history if one.marker_offset not in gone and one.marker_offset >= cut]
         assert list(aborted) == list(copy) == kept
         for first, after in combinations(range(OFFSETS + 1), 2):
-            wanted = [one for one in kept if one.first_offset < after and one.marker_offset >= first]
-            assert aborted.overlapping(first, after) == copy.overlapping(first, after) == wanted
+            expected = [one for one in kept if one.first_offset < after and one.marker_offset >= first]
+            assert aborted.overlapping(first, after) == copy.overlapping(first, after) == expected
 
 
 def test_a_lost_marker_does_not_hide_earlier_transactions() -> None:

@@ -194,7 +194,7 @@ async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest
         scan = scan_module.Scan.__iter__
         loop_thread = threading.get_ident()
 
-        def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.Bad]:
+        def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.BadRange]:
             scanned_in.append(threading.get_ident() == loop_thread)
             return scan(one)
 

@@ -28,17 +28,17 @@ def build(given_entries: Entries) -> Index:
 
 
 @given(entries(), st.integers(0, 1100))
-def test_a_look_up_equals_a_linear_scan(known: Entries, wanted: int) -> None:
+def test_a_look_up_equals_a_linear_scan(known: Entries, target: int) -> None:
     index = build(known)
 
-    before = [(offset, position) for offset, position, _ in known if offset <= wanted]
-    assert index.position_of(wanted) == (before[-1][1] if before else 0)
-    upto = [(offset, position) for offset, position, _ in known if position <= wanted]
-    assert index.start_before(wanted) == (upto[-1] if upto else (0, 0))
-    times = [(position, time) for _, position, time in known if position <= wanted]
-    assert index.max_timestamp_before(wanted) == (times[-1] if times else (0, -1))
-    earlier = [position for _, position, time in known if time < wanted]
-    assert index.position_for_time(wanted) == (earlier[-1] if earlier else 0)
+    before = [(offset, position) for offset, position, _ in known if offset <= target]
+    assert index.position_of(target) == (before[-1][1] if before else 0)
+    upto = [(offset, position) for offset, position, _ in known if position <= target]
+    assert index.start_before(target) == (upto[-1] if upto else (0, 0))
+    times = [(position, time) for _, position, time in known if position <= target]
+    assert index.max_timestamp_before(target) == (times[-1] if times else (0, -1))
+    earlier = [position for _, position, time in known if time < target]
+    assert index.position_for_time(target) == (earlier[-1] if earlier else 0)
 
 
 @given(entries(), st.integers(0, 1100))

@@ -345,8 +345,8 @@ class Pair:
         known, transactions = read_all(self.log), self.producers.transactions
         for first in range(self.start, len(self.log) + 1):
             for after in range(first, len(self.log) + 1):
-                wanted = [one for one in known.aborted if one.first_offset < after and one.marker_offset >= first]
-                assert transactions.aborted.overlapping(first, after) == wanted
+                expected = [one for one in known.aborted if one.first_offset < after and one.marker_offset >= first]
+                assert transactions.aborted.overlapping(first, after) == expected
 
 
 PRODUCERS = st.integers(1, 3)

@@ -11,7 +11,7 @@ import pytest
 
 from millstream.broker.log.log import Log
 from millstream.broker.log.range_repair import RangeRepair, fit_batches
-from millstream.broker.log.scan import Bad, Scan
+from millstream.broker.log.scan import BadRange, Scan
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
@@ -322,7 +322,7 @@ async def test_producer_state_is_restored_in_a_thread_during_appends(
         log.append(numbered(4), leader_epoch=Epoch(0))
         is_appended.set()
 
-    def scan_and_append(one: Scan) -> Iterator[BatchHeader | Bad]:
+    def scan_and_append(one: Scan) -> Iterator[BatchHeader | BadRange]:
         if threading.get_ident() == loop_thread:
             read_on_loop.append(one.window.end - one.position)
         else:

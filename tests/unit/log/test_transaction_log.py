@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.broker.log.compaction import is_due
 from millstream.broker.log.log import Log
-from millstream.broker.log.scan import Bad, Scan
+from millstream.broker.log.scan import BadRange, Scan
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import InspectionPending, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
@@ -236,7 +236,7 @@ async def test_transactions_below_a_truncation_are_read_in_a_thread(monkeypatch:
     read_on_loop: list[bool] = []
     scan = Scan.__iter__
 
-    def watched(one: Scan) -> Iterator[BatchHeader | Bad]:
+    def watched(one: Scan) -> Iterator[BatchHeader | BadRange]:
         read_on_loop.append(threading.get_ident() == loop_thread)
         return scan(one)
 

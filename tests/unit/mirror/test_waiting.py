@@ -520,18 +520,18 @@ async def test_only_a_mirror_that_was_reversed_restores_copies_of_records_that_c
 
 
 @pytest.mark.parametrize(
-    ("original", "wanted", "machines", "expected"),
+    ("original", "requested", "machines", "expected"),
     [(1, 0, 5, 3), (5, 0, 5, 5), (1, 0, 2, 2), (3, 0, 1, 1), (3, 1, 5, 1), (3, 4, 2, 2)],
     ids=["default here", "that of the original", "few machines", "one machine", "fixed", "fixed and few machines"],
 )
 async def test_a_copy_has_no_fewer_replicas_than_its_original_and_other_topics_here(
-    monkeypatch: pytest.MonkeyPatch, original: int, wanted: int, machines: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, original: int, requested: int, machines: int, expected: int
 ) -> None:
     groups, create = Groups(monkeypatch), AsyncMock(return_value=[None])
     service = groups.run.service
     service.mirrors.forget_topic = AsyncMock()
     service.topics = SimpleNamespace(create_all=create)
-    groups.run.settings.replication, groups.run.refreshed = wanted, asyncio.Event()
+    groups.run.settings.replication, groups.run.refreshed = requested, asyncio.Event()
     monkeypatch.setattr(groups.follower, "_overrides", AsyncMock(return_value={}))
     there = SimpleNamespace(name="orders", topic_id=UUID(int=9), partitions=[0], replication=original)
     await groups.follower._create(there, "orders", ())
@@ -727,8 +727,8 @@ async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
     service, expose, read = groups.run.service, groups.expose, groups.committed_by_group
     verified: list[Any] = []
 
-    async def create_all(wanted: list[Any]) -> list[None]:
-        copies.extend(one.name for one in wanted)
+    async def create_all(requested: list[Any]) -> list[None]:
+        copies.extend(one.name for one in requested)
         return [None]
 
     async def create() -> None:

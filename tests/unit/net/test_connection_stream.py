@@ -75,9 +75,9 @@ def parts_of(count: int, size: int = MEGABYTE) -> list[Part]:
 
 @given(
     sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=20),
-    wanted=st.integers(1, 40),
+    bytes_max=st.integers(1, 40),
 )
-def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], wanted: int) -> None:
+def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], bytes_max: int) -> None:
     parts: list[Piece | Stored] = []
     expected = b""
     for number, (stored, size) in enumerate(sizes):
@@ -89,8 +89,8 @@ def test_every_byte_is_read_once_and_in_order(sizes: list[tuple[bool, int]], wan
     outgoing.extend(parts)
     taken = b""
     while outgoing:
-        piece = b"".join(outgoing.take(wanted))
-        assert len(piece) <= wanted + wanted // 2
+        piece = b"".join(outgoing.take(bytes_max))
+        assert len(piece) <= bytes_max + bytes_max // 2
         taken += piece
         assert outgoing.held_bytes == in_memory[len(taken) :].count(1)
     assert taken == expected

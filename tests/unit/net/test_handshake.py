@@ -18,7 +18,7 @@ from millstream.broker.net import listener as listener_module
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, EventualResponse
 from millstream.broker.net.listener import Listener, ListenerOptions, bind
-from millstream.broker.security.tls import FollowedTls, TlsFiles
+from millstream.broker.security.tls import ReloadingTls, TlsFiles
 from millstream.protocol.wire.credentials import client_tls
 from millstream_testing.security import Certificates
 from millstream_testing.waiting import until
@@ -45,7 +45,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     listener = Listener(Echo(), limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600)
     sock = bind("127.0.0.1", 0, flag="kafka")
     port = sock.getsockname()[1]
-    await listener.start(sock, ListenerOptions(service=Echo(), limits=LIMITS, tls=FollowedTls(files)))
+    await listener.start(sock, ListenerOptions(service=Echo(), limits=LIMITS, tls=ReloadingTls(files)))
     yield Running(listener, port, client_tls(certificates.ca))
     await listener.drain(1)
 

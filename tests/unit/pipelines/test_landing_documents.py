@@ -163,13 +163,13 @@ def land(
 
     It may take several batches.
     """
-    wanted, order, first_partition = dict(enumerate(ends)), list[tuple[int, int]](), -1
+    goal, order, first_partition = dict(enumerate(ends)), list[tuple[int, int]](), -1
     while True:
-        landed = table.next_offsets([(TOPIC_ID, number) for number in wanted])
+        landed = table.next_offsets([(TOPIC_ID, number) for number in goal])
         starts = {number: offset for (_, number), offset in landed.items()}
-        if all(starts.get(number, 0) >= end for number, end in wanted.items()):
+        if all(starts.get(number, 0) >= end for number, end in goal.items()):
             return order
-        batch = batch_of(table, starts, wanted, first_partition)
+        batch = batch_of(table, starts, goal, first_partition)
         if batch.schema is None:
             sample = documents_in(value for payloads in partitions for value in payloads[:sampled])
             found = decide(sample, known=batch.fields, detects=False)

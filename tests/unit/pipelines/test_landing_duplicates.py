@@ -49,13 +49,13 @@ def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]],
     chunks = pa.chunked_array([pa.array([one], pa.binary()) for one in known], pa.binary())
     left_out, kept = find_repeated(found(*rows), chunks)
     dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
-    wanted = set()
+    expected = set()
     seen = set(known)
     for partition, offset, _time, name in sorted(rows, key=lambda row: (row[2], row[0], row[1])):
         if name in seen:
-            wanted.add((partition, offset))
+            expected.add((partition, offset))
         seen.add(name)
-    assert dropped == wanted
+    assert dropped == expected
     assert sorted(kept.to_pylist()) == sorted(seen - known)
 
 

@@ -25,11 +25,11 @@ from millstream.pipelines.source.ranges import Range
     st.integers(1, 16),
 )
 def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, parallelism: int) -> None:
-    wanted = [Range(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
-    sizes = {one.topic: size for one in wanted}
-    shared = tasks(wanted, sizes, parallelism=parallelism)
+    ranges = [Range(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
+    sizes = {one.topic: size for one in ranges}
+    shared = tasks(ranges, sizes, parallelism=parallelism)
     flat = [one for task in shared for one in task]
-    for one in wanted:
+    for one in ranges:
         pieces = sorted((piece.start, piece.end) for piece in flat if piece.partition == one.partition)
         assert pieces[0][0] == one.start
         assert pieces[-1][1] == one.end
@@ -43,8 +43,8 @@ def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, 
 
 
 def test_many_small_topics_share_tasks() -> None:
-    wanted = [Range(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
-    shared = tasks(wanted, {one.topic: 100.0 for one in wanted}, parallelism=4)
+    ranges = [Range(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
+    shared = tasks(ranges, {one.topic: 100.0 for one in ranges}, parallelism=4)
     assert len(shared) == 4
     assert sum(len(task) for task in shared) <= 103
 

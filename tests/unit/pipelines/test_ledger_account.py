@@ -17,7 +17,7 @@ from millstream.core.ids import Epoch, Offset, OffsetRange
 from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE, Verb
 from millstream.pipelines.jobs.ledger.account import Account, Unreadable
 from millstream.pipelines.jobs.ledger.events import decode_events
-from millstream_testing.queue_bench import Workbench, wanted
+from millstream_testing.queue_bench import Workbench, demand_for
 from millstream_testing.queue_store import MemoryStateStore
 
 
@@ -85,7 +85,7 @@ def recorded(bench: Workbench) -> Recording:
 async def test_every_outcome_has_its_class(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True, dead_letter_topic="dead", delivery=EXACTLY_ONCE)
     bench.publish(*"abcdefghij")
-    delivery.try_receive(wanted(6))
+    delivery.try_receive(demand_for(6))
     settle(delivery, 0, 2, Verb.ACCEPT)
     settle(delivery, 3, 3, Verb.REJECT, reason="broken")
     delivery.queue.dead_lettered(3, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
@@ -113,10 +113,10 @@ async def test_every_outcome_has_its_class(bench: Workbench) -> None:
 async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE)
     bench.publish(*"abcdefghij")
-    delivery.try_receive(wanted(4))
+    delivery.try_receive(demand_for(4))
     settle(delivery, 0, 1, Verb.ACCEPT)
     delivery.seek(Offset(6))
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     settle(delivery, 6, 7, Verb.ACCEPT)
     delivery.queue.revive([Revival(Offset(0), 0, bytes(28))], now_ms=bench.clock.now_ms())
     delivery.queue_changed()
@@ -124,7 +124,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     delivery.close(NotLeader("moved"))
     delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE)
     delivery.seek(Offset(5))
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     bench.partition.log.delete_before(9)
     delivery.queue.drop_before(9, now_ms=bench.clock.now_ms())
     delivery.mark_window("requested")
@@ -142,7 +142,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
 async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish(*"abcd")
-    delivery.try_receive(wanted(4))
+    delivery.try_receive(demand_for(4))
     await delivery.durable(is_all=True)
     settle(delivery, 1, 2, Verb.ACCEPT)
     lost = len(recorded(bench).log) - 1
@@ -160,7 +160,7 @@ async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
 async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish("a")
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     await delivery.durable(is_all=True)
     lease = len(recorded(bench).log) - 1
     delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.EXTEND, 5000)])
@@ -178,7 +178,7 @@ async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench)
 async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench, delivery_mode: str) -> None:
     delivery = await bench.open(ledger=True, delivery=delivery_mode)
     bench.publish(*"ab")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     settle(delivery, 0, 0, Verb.ACCEPT)
     twice = len(recorded(bench).log) - 1
     settle(delivery, 1, 1, Verb.ACCEPT)
@@ -193,7 +193,7 @@ async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench
 async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish(*"abcdef")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     settle(delivery, 0, 0, Verb.ACCEPT)
     bench.partition.log.delete_before(4)
     delivery.queue.drop_before(4, now_ms=bench.clock.now_ms())
@@ -208,7 +208,7 @@ async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> No
 async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that_time(bench: Workbench) -> None:
     delivery = await bench.open(ledger=False)
     bench.publish(*"abcdef")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     settle(delivery, 0, 0, Verb.ACCEPT)
     delivery.change(delivery.settings.__class__(ledger=True), None)
     settle(delivery, 1, 1, Verb.ACCEPT)
@@ -238,7 +238,7 @@ async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbenc
     delivery = await bench.open(ledger=True)
     bench.publish(*"abcdef")
     delivery.queue.add_scanned(0, 4, now_ms=0, absent=[(2, 3)])
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     settle(delivery, 0, 0, Verb.ACCEPT)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
@@ -263,7 +263,7 @@ async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
             bench.publish(*("x" * count))
             published += count
         elif what < 0.55:
-            delivery.try_receive(wanted(rng.randint(1, 15), rng.choice(["one", "two"])))
+            delivery.try_receive(demand_for(rng.randint(1, 15), rng.choice(["one", "two"])))
         elif what < 0.9:
             for held in delivery.held_ranges()[:3]:
                 verb = rng.choice([Verb.ACCEPT, Verb.ACCEPT, Verb.RELEASE, Verb.REJECT, Verb.RETURN])

@@ -175,9 +175,9 @@ def test_suspects_take_turns_until_a_step_succeeds() -> None:
 
 def test_commands_and_reports_round_trip() -> None:
     rules = (Rule(name="all", topic="orders", targets=("queue",)),)
-    wanted = AssignedPipeline(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
-    assert msgspec.json.decode(msgspec.json.encode(DriverCommand([wanted])), type=DriverCommand) == DriverCommand(
-        [wanted]
+    assigned = AssignedPipeline(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
+    assert msgspec.json.decode(msgspec.json.encode(DriverCommand([assigned])), type=DriverCommand) == DriverCommand(
+        [assigned]
     )
     stream = io.BytesIO()
     events = EventWriter(stream)

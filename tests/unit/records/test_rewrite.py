@@ -50,8 +50,8 @@ def test_kept_records_are_unchanged(records: list[NewRecord], codec: int, data: 
     bounds = sorted(data.draw(st.lists(st.integers(95, 115), max_size=6).map(lambda drawn: drawn[: len(drawn) & ~1])))
     ranges = [OffsetRange(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     for written in (batch, rebuilt):
-        wanted = [one for one in decode_records(written) if any(start <= one.offset < end for start, end in ranges)]
-        assert list(decode_batch(written, read_header(written), ranges=ranges)) == wanted
+        expected = [one for one in decode_records(written) if any(start <= one.offset < end for start, end in ranges)]
+        assert list(decode_batch(written, read_header(written), ranges=ranges)) == expected
 
 
 @given(section=st.binary(max_size=60), count=st.integers(0, 9))

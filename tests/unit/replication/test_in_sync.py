@@ -32,7 +32,9 @@ def fetched(in_sync: InSync, node: NodeId, offset: int, *, end: int = 100, now: 
     assert in_sync.fetched(node, Offset(offset), end=Offset(end), now=now, registration=7)
 
 
-def wanted(in_sync: InSync, *, end: int = 100, high_watermark: int = 0, now: float = 0.0) -> InSyncChange | None:
+def requested_change(
+    in_sync: InSync, *, end: int = 100, high_watermark: int = 0, now: float = 0.0
+) -> InSyncChange | None:
     return in_sync.next_change(end=Offset(end), high_watermark=Offset(high_watermark), now=now, lag_s=LAG_S)
 
 
@@ -49,7 +51,7 @@ class TestHighWatermark:
         in_sync = leading(state(A, B))
         fetched(in_sync, B, 100)
         fetched(in_sync, C, 100)
-        change = wanted(in_sync)
+        change = requested_change(in_sync)
         assert change is not None
         assert change.state.in_sync == (A, B, C)
         in_sync.begin_change(change)
@@ -62,11 +64,11 @@ class TestHighWatermark:
     def test_only_a_later_revision_or_a_definite_refusal_ends_a_change(self) -> None:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100, now=20.0)
-        change = wanted(in_sync, now=20.0)
+        change = requested_change(in_sync, now=20.0)
         assert change is not None
         in_sync.begin_change(change)
         in_sync.apply_state(Versioned(state(A, B, C), 1), now=20.0)
-        assert wanted(in_sync, now=20.0) is None
+        assert requested_change(in_sync, now=20.0) is None
         in_sync.refused(change._replace(state=replace(change.state)))
         assert in_sync.acknowledged(Offset(100)) == UNKNOWN_POSITION
         in_sync.apply_state(Versioned(change.state, 2), now=20.0)
@@ -80,7 +82,7 @@ class TestHighWatermark:
         assert in_sync.acknowledged(Offset(50)) == 50
         eligible = leading(state(A, eligible=(B,)), min_in_sync=1)
         assert eligible.acknowledged(Offset(50)) == UNKNOWN_POSITION
-        change = wanted(eligible)
+        change = requested_change(eligible)
         assert change is not None
         assert change.state == state(A)
 
@@ -94,8 +96,8 @@ class TestChanges:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100, now=9.0)
         fetched(in_sync, C, 50, now=9.0)
-        assert wanted(in_sync, now=10.0) is None
-        change = wanted(in_sync, now=10.1)
+        assert requested_change(in_sync, now=10.0) is None
+        change = requested_change(in_sync, now=10.1)
         assert change is not None
         assert change.state == state(A, B)
 
@@ -104,24 +106,24 @@ class TestChanges:
         for second in range(60):
             # Never at the end, but always at the end of one second ago.
             fetched(in_sync, B, 100 * second, end=100 * (second + 1), now=float(second))
-            assert wanted(in_sync, end=100 * (second + 1), now=float(second)) is None
+            assert requested_change(in_sync, end=100 * (second + 1), now=float(second)) is None
 
     def test_followers_of_an_idle_log_get_time_after_an_append(self) -> None:
         in_sync = leading(state(A, B))
         fetched(in_sync, B, 100, now=1.0)
         in_sync.record_log_growth(end_before=Offset(100), now=5000.0)
-        assert wanted(in_sync, end=101, now=5009.0) is None
-        assert wanted(in_sync, end=101, now=5011.0) is not None
+        assert requested_change(in_sync, end=101, now=5009.0) is None
+        assert requested_change(in_sync, end=101, now=5011.0) is not None
 
     def test_a_follower_that_leaves_too_few_behind_stays_eligible_until_enough_are_in_sync(self) -> None:
         in_sync = leading(state(A, B, C))
-        change = wanted(in_sync, now=11.0)
+        change = requested_change(in_sync, now=11.0)
         assert change is not None
         assert change.state == state(A, eligible=(B, C))
         in_sync.begin_change(change)
         in_sync.apply_state(Versioned(change.state, 2), now=11.0)
         fetched(in_sync, C, 100, now=12.0)
-        back = wanted(in_sync, now=12.0)
+        back = requested_change(in_sync, now=12.0)
         assert back is not None
         assert back.state == state(A, C)
         assert back.registrations == {C: 7}
@@ -130,10 +132,10 @@ class TestChanges:
         in_sync = leading(state(A, B), epoch_start=80)
         fetched(in_sync, B, 100)
         fetched(in_sync, C, 79)
-        assert wanted(in_sync, high_watermark=60) is None
+        assert requested_change(in_sync, high_watermark=60) is None
         fetched(in_sync, C, 80)
-        assert wanted(in_sync, high_watermark=90) is None
-        assert wanted(in_sync, high_watermark=80) is not None
+        assert requested_change(in_sync, high_watermark=90) is None
+        assert requested_change(in_sync, high_watermark=80) is not None
         refused = in_sync.next_change(
             end=Offset(100), high_watermark=Offset(80), now=0.0, lag_s=LAG_S, may_join=lambda node, _: node != C
         )
@@ -145,21 +147,21 @@ class TestChanges:
         fetched(in_sync, C, 100)
         fetched(in_sync, C, 40)
         assert in_sync.may_want_change(C, Offset(100))
-        change = wanted(in_sync, high_watermark=100)
+        change = requested_change(in_sync, high_watermark=100)
         assert change is not None
         assert change.state == state(A, B)
         alone = leading(state(A, C))
         fetched(alone, C, 40)
-        change = wanted(alone, high_watermark=100)
+        change = requested_change(alone, high_watermark=100)
         assert change is not None
         assert change.state == state(A)
 
     def test_a_follower_that_is_far_behind_does_not_join_only_to_leave_again(self) -> None:
         in_sync = leading(state(A, eligible=(B,)))
         fetched(in_sync, B, 60, end=100, now=50.0)
-        assert wanted(in_sync, high_watermark=60, now=50.0) is None
+        assert requested_change(in_sync, high_watermark=60, now=50.0) is None
         fetched(in_sync, B, 100, end=120, now=51.0)
-        change = wanted(in_sync, end=120, high_watermark=60, now=51.0)
+        change = requested_change(in_sync, end=120, high_watermark=60, now=51.0)
         assert change is not None
         assert change.state.in_sync == (A, B)
 
@@ -167,7 +169,7 @@ class TestChanges:
         in_sync = leading(state(A, B, C))
         fetched(in_sync, B, 100, now=LAG_S + 1)
         fetched(in_sync, C, 99, now=LAG_S + 1)
-        change = wanted(in_sync, now=LAG_S + 1)
+        change = requested_change(in_sync, now=LAG_S + 1)
         assert change is not None
         assert change.state.in_sync == (A, B)
 
@@ -236,7 +238,7 @@ class InSyncMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        change = wanted(self.in_sync, end=self.end, high_watermark=self.high_watermark, now=self.now)
+        change = requested_change(self.in_sync, end=self.end, high_watermark=self.high_watermark, now=self.now)
         if change is not None:
             self.in_sync.begin_change(change)
             self.requests.append(change)

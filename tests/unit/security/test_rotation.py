@@ -18,14 +18,14 @@ from joserfc.jwk import RSAKey
 
 from millstream.broker.security import oauth
 from millstream.broker.security.oauth import OAuthSettings, TokenChecker
-from millstream.broker.security.tls import FollowedTls, TlsFiles
+from millstream.broker.security.tls import ReloadingTls, TlsFiles
 from millstream.core.errors import AuthenticationFailed
 from millstream.protocol.wire.credentials import client_tls
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
 
 def connect(
-    server: FollowedTls, client: ssl.SSLContext, session: ssl.SSLSession | None = None
+    server: ReloadingTls, client: ssl.SSLContext, session: ssl.SSLSession | None = None
 ) -> tuple[ssl.SSLObject, ssl.SSLObject]:
     """Connect in memory; return the client's end and the server's."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -44,7 +44,7 @@ def connect(
     return there, here
 
 
-def shake_hands(server: FollowedTls, client: ssl.SSLContext) -> tuple[bytes | None, bytes | None]:
+def shake_hands(server: ReloadingTls, client: ssl.SSLContext) -> tuple[bytes | None, bytes | None]:
     """Connect in memory; return the certificates that the server and the client presented."""
     there, here = connect(server, client)
     return there.getpeercert(binary_form=True), here.getpeercert(binary_form=True)
@@ -61,7 +61,7 @@ def with_certificate(trusted: Certificates, own: Certificates, name: str) -> ssl
 
 def test_a_replaced_certificate_is_presented_from_the_next_connection_on(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path / "certs")
-    followed = FollowedTls(files_of(certificates, certificates.ca))
+    followed = ReloadingTls(files_of(certificates, certificates.ca))
     client = client_tls(certificates.ca)
     before, _ = shake_hands(followed, client)
     certificates.renew_node()
@@ -75,7 +75,7 @@ def test_a_replaced_certificate_is_presented_from_the_next_connection_on(tmp_pat
 
 def test_tls_records_are_read_without_python_overhead_per_call(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path / "certs")
-    followed = FollowedTls(files_of(certificates, certificates.ca))
+    followed = ReloadingTls(files_of(certificates, certificates.ca))
     connection = followed.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
     assert all(inspect.isbuiltin(method) for method in (connection.read, connection.write, connection.pending))
 
@@ -84,7 +84,7 @@ def test_clients_of_another_authority_are_accepted_once_its_file_exists(tmp_path
     node, first, second = (Certificates(tmp_path / name) for name in ("node", "first", "second"))
     client_ca = tmp_path / "clients.pem"
     shutil.copy(first.ca, client_ca)
-    followed = FollowedTls(files_of(node, client_ca))
+    followed = ReloadingTls(files_of(node, client_ca))
     alice, bob = with_certificate(node, first, "alice"), with_certificate(node, second, "bob")
 
     def shown(client: ssl.SSLContext) -> str:
@@ -107,7 +107,7 @@ def test_a_certificate_of_a_withdrawn_authority_resumes_no_session(tmp_path: Pat
     node, first, second = (Certificates(tmp_path / name) for name in ("node", "first", "second"))
     client_ca = tmp_path / "clients.pem"
     shutil.copy(first.ca, client_ca)
-    followed = FollowedTls(files_of(node, client_ca))
+    followed = ReloadingTls(files_of(node, client_ca))
     alice = with_certificate(node, first, "alice")
     alice.maximum_version = ssl.TLSVersion.TLSv1_2
     # Both stay open: OpenSSL forgets the session of a connection that is dropped.
@@ -123,10 +123,10 @@ def test_a_certificate_of_a_withdrawn_authority_resumes_no_session(tmp_path: Pat
 def test_a_key_readable_by_others_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     certificates = Certificates(tmp_path / "certs")
     with caplog.at_level(logging.WARNING):
-        FollowedTls(files_of(certificates, certificates.ca))
+        ReloadingTls(files_of(certificates, certificates.ca))
         assert not caplog.records
         certificates.node_key.chmod(0o644)
-        FollowedTls(files_of(certificates, certificates.ca))
+        ReloadingTls(files_of(certificates, certificates.ca))
     assert "0644" in caplog.text
     assert str(certificates.node_key) in caplog.text
 

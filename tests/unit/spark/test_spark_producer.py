@@ -122,14 +122,14 @@ def test_every_row_arrives_intact_and_in_order_in_its_partition(broker: Broker, 
     for part in (batch.slice(0, 100), batch.slice(100)):
         producer.write(part)
     producer.flush()
-    wanted: dict[tuple[str, int], list[tuple[bytes | None, bytes | None, int]]] = {}
+    expected: dict[tuple[str, int], list[tuple[bytes | None, bytes | None, int]]] = {}
     for topic, key, value, own, partition in zip(topics, keys, values, headers, named, strict=True):
         where = partition if partition is not None else (murmur2(key or b"") & 0x7FFFFFFF) % PARTITIONS
-        wanted.setdefault((topic, where), []).append((key, value, len(own or ())))
+        expected.setdefault((topic, where), []).append((key, value, len(own or ())))
     reported = {
         where: [(one.key, one.value, len(one.headers)) for one in found] for where, found in broker.records.items()
     }
-    assert reported == wanted
+    assert reported == expected
 
 
 def test_more_rows_are_batched_for_many_partitions(monkeypatch: pytest.MonkeyPatch, broker: Broker, link: Link) -> None:

@@ -20,10 +20,10 @@ def offsets(of: dict[tuple[str, int], tuple[int, int]], at: int) -> dict[str, di
 
 @given(partitions, st.none() | st.integers(1, 40), st.none() | st.integers(1, 10**6).filter(lambda n: n > 20_000))
 def test_pieces_cover_the_range_without_gaps(
-    of: dict[tuple[str, int], tuple[int, int]], wished: int | None, records_max: int | None
+    of: dict[tuple[str, int], tuple[int, int]], ranges_min: int | None, records_max: int | None
 ) -> None:
     whole = ranges_between(offsets(of, 0), offsets(of, 1))
-    pieces = split(whole, min_partitions=wished, records_max=records_max)
+    pieces = split(whole, min_partitions=ranges_min, records_max=records_max)
     assert all(len(piece) for piece in pieces)
     assert records_max is None or all(len(piece) <= records_max for piece in pieces)
     for (topic, number), group in groupby(pieces, key=lambda piece: (piece.topic, piece.partition)):

@@ -25,7 +25,7 @@ from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings,
 from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT
-from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream_testing.queue_bench import Workbench, demand_for, offsets, turns
 from millstream_testing.waiting import until
 
 WAIT_S = 60.0
@@ -123,7 +123,7 @@ async def dlq() -> DeadLetterQueue:
 def dead_letter_all(dlq: DeadLetterQueue, *values: str, compression: int = 0) -> None:
     for value in values:
         dlq.bench.publish(value, compression=compression)
-    dlq.delivery.try_receive(wanted(100))
+    dlq.delivery.try_receive(demand_for(100))
 
 
 async def test_many_letters_are_written_once_and_in_order(dlq: DeadLetterQueue) -> None:
@@ -195,7 +195,7 @@ async def test_a_letter_redriven_before_its_queue_knows_of_it_is_delivered(dlq: 
     dlq.box.trouble.clear()
     await dlq.until(0)
     assert await dlq.delivery.revive(letter, {}, epoch=dlq.delivery.leader_epoch) == []
-    assert offsets(dlq.delivery.try_receive(wanted(1))) == [0]
+    assert offsets(dlq.delivery.try_receive(demand_for(1))) == [0]
 
 
 async def test_a_letter_redelivers_only_the_message_of_its_leader_epoch(dlq: DeadLetterQueue) -> None:
@@ -206,9 +206,9 @@ async def test_a_letter_redelivers_only_the_message_of_its_leader_epoch(dlq: Dea
     epoch = int(dict(dlq.box.letters[0].headers)["dlq-leader-epoch"] or b"")
     letter = {Offset(0): bytes(LETTER_BYTES)}
     assert await dlq.delivery.revive(letter, {}, epoch=epoch - 1) == [0]
-    assert offsets(dlq.delivery.try_receive(wanted(1))) == []
+    assert offsets(dlq.delivery.try_receive(demand_for(1))) == []
     assert await dlq.delivery.revive(letter, {}, epoch=epoch) == []
-    assert offsets(dlq.delivery.try_receive(wanted(1))) == [0]
+    assert offsets(dlq.delivery.try_receive(demand_for(1))) == [0]
 
 
 async def test_after_a_crash_planned_letters_are_written_once(dlq: DeadLetterQueue) -> None:
@@ -260,7 +260,7 @@ async def test_transactional_messages_become_letters_and_unreadable_ones_never_d
     dlq.bench.partition.write(broken, acks=-1)
     dead_letter_all(dlq, "plain")
     await dlq.delivery.scan_settled(patience_s=WAIT_S)
-    dlq.delivery.try_receive(wanted(10))
+    dlq.delivery.try_receive(demand_for(10))
     dlq.reject(0, 3)
     await dlq.until(0)
     assert dlq.box.values() == ["aborted", "plain"]
@@ -298,7 +298,7 @@ async def test_a_seek_while_letters_are_planned_writes_none_of_them(dlq: DeadLet
     dlq.delivery.seek(Offset(0))
     await turns()
     assert dlq.box.values() == []
-    dlq.delivery.try_receive(wanted(5))
+    dlq.delivery.try_receive(demand_for(5))
     dlq.reject(1)
     await dlq.until(0)
     assert dlq.box.values() == ["b"]

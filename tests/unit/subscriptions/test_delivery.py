@@ -46,7 +46,7 @@ from millstream.protocol.records.batch import (
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
-from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream_testing.queue_bench import Workbench, demand_for, offsets, turns
 from millstream_testing.waiting import until
 
 WAIT_S = 60.0
@@ -62,7 +62,7 @@ def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlem
 
 
 def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Task[list[Grant]]:
-    return asyncio.ensure_future(receive([delivery], wanted(count, worker), PLENTY, wait_s=WAIT_S))
+    return asyncio.ensure_future(receive([delivery], demand_for(count, worker), PLENTY, wait_s=WAIT_S))
 
 
 class HeldFilter(QueueFilter):
@@ -95,7 +95,7 @@ class HeldFilter(QueueFilter):
 async def test_a_worker_at_its_lease_limit_costs_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     delivery = await bench.open(in_flight_max=2)
     bench.publish("a", "b", "c")
-    held = delivery.try_receive(wanted(5))
+    held = delivery.try_receive(demand_for(5))
     assert offsets(held) == [0, 1]
     served = 0
     serve = Delivery._serve_waiting
@@ -144,7 +144,7 @@ async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench
     delivery = await bench.open()
     bench.store.holds_writes = True
     bench.publish("a", "b")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     bench.store.room = False
     waiting = waits(delivery, "two")
     await turns()
@@ -197,10 +197,10 @@ async def test_a_queue_paused_during_a_long_scan_stops(bench: Workbench, monkeyp
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     for number in range(3 * driver.SCANS_PER_TURN):
         bench.publish(f"a{number}", key=b"a")
-    assert offsets(delivery.try_receive(wanted(1, "two"))) == []
+    assert offsets(delivery.try_receive(demand_for(1, "two"))) == []
     delivery.change(SubscriptionSettings(ordered=True, paused=True), None)
     waiting = waits(delivery, "two")
     await turns()
@@ -225,7 +225,7 @@ async def test_an_expired_lease_or_delay_wakes_waiters(bench: Workbench) -> None
     at_ms = bench.clock.now_ms() + 150
     bench.publish("a")
     bench.publish("late", headers=(("deliver-at", str(at_ms).encode()),))
-    delivery.try_receive(wanted(5))
+    delivery.try_receive(demand_for(5))
     first, second = waits(delivery, "two"), waits(delivery, "three")
     await turns()
     bench.clock.advance_ms(200)
@@ -246,7 +246,7 @@ async def test_messages_due_during_a_response_are_delivered_with_it(
         bench.clock.advance_ms(20)
 
     monkeypatch.setattr(Delivery, "_prepare", slow)
-    received = delivery.try_receive(wanted(5))
+    received = delivery.try_receive(demand_for(5))
     assert offsets(received) == [0, 1]
     assert [record.offset for batch in received.batches for record in decode_records(batch)] == [0, 1]
 
@@ -255,7 +255,7 @@ async def test_a_far_future_message_sets_a_valid_timer(bench: Workbench) -> None
     delivery = await bench.open()
     bench.publish("never", headers=(("deliver-at", b"9" * 15),))
     bench.publish("now")
-    assert offsets(delivery.try_receive(wanted(5))) == [1]
+    assert offsets(delivery.try_receive(demand_for(5))) == [1]
     delivery.close(NotLeader("over"))
 
 
@@ -265,7 +265,7 @@ async def test_messages_waiting_for_a_key_do_not_hide_later_ones(
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
-    assert offsets(delivery.try_receive(wanted())) == [0]
+    assert offsets(delivery.try_receive(demand_for())) == [0]
     waiting = waits(delivery, "two")
     await turns()
     for number in range(3 * driver.SCANS_PER_TURN):
@@ -280,7 +280,7 @@ async def test_a_worker_that_arrives_when_a_scan_was_cut_short_is_served(
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     for number in range(3 * driver.SCANS_PER_TURN):
         bench.publish(f"a{number}", key=b"a")
     behind = bench.publish("b", key=b"b")
@@ -291,14 +291,14 @@ async def test_an_ordered_queue_restores_its_keys_after_a_restart(bench: Workben
     delivery = await bench.open(ordered=True, lease_ms=600_000)
     for number in range(40):
         bench.publish(f"v{number}", key=b"key-%d" % (number % 20))
-    first = delivery.try_receive(wanted(5))
+    first = delivery.try_receive(demand_for(5))
     assert offsets(first) == [0, 1, 2, 3, 4]
     await delivery.durable()
     delivery.close(NotLeader("restart"))
     again = await bench.open(ordered=True, lease_ms=600_000)
     assert given_offsets(await waits(again, "two", 3)) == [5, 6, 7]
     again.settle_now("one", settle(0, Verb.ACCEPT))
-    assert 20 in offsets(again.try_receive(wanted(100, "three")))
+    assert 20 in offsets(again.try_receive(demand_for(100, "three")))
 
 
 # -- durability --------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ async def test_a_worker_that_disconnects_before_its_response_returns_its_leases(
 async def test_a_disconnecting_worker_does_not_affect_others_waiting_for_the_same_write(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     await delivery.durable()
     bench.store.holds_writes = True
     leaving = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
@@ -368,7 +368,7 @@ async def test_a_disconnecting_worker_does_not_affect_others_waiting_for_the_sam
     await turns()
     assert not staying.done()
     bench.publish("c")
-    assert offsets(delivery.try_receive(wanted(1, "two"))) == [2]
+    assert offsets(delivery.try_receive(demand_for(1, "two"))) == [2]
     bench.store.release_writes()
     await staying
     assert not delivery.is_closed
@@ -394,13 +394,13 @@ async def test_leases_are_stored_with_the_next_write_or_alone_and_on_close(
         return not delivery.queue.has_leases
 
     bench.publish("a", "b", "c")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     assert not are_stored()
     await delivery.settle("one", settle(0, Verb.ACCEPT))
     assert are_stored()
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     await until(are_stored)
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.close(PartitionClosed("the broker is stopping"))
     again = await bench.open()
     assert again.queue.in_flight("one") == 2
@@ -409,7 +409,7 @@ async def test_leases_are_stored_with_the_next_write_or_alone_and_on_close(
 async def test_accepts_during_a_write_are_stored_together(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*map(str, range(6)))
-    delivery.try_receive(wanted(6))
+    delivery.try_receive(demand_for(6))
     before, bench.store.holds_writes = bench.store.writes, True
     accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(6)]
     await turns()
@@ -430,7 +430,7 @@ async def test_accepts_while_workers_wait_share_a_write_soon_after_the_last(
     monkeypatch.setattr(driver, "WRITE_INTERVAL_S", 3600.0)
     delivery = await bench.open()
     bench.publish(*map(str, range(5)))
-    delivery.try_receive(wanted(5))
+    delivery.try_receive(demand_for(5))
     # Without a waiting worker, the next message may depend on the write.
     before = bench.store.writes
     await delivery.settle("one", settle(0, Verb.ACCEPT))
@@ -454,7 +454,7 @@ async def test_accepts_while_workers_wait_share_a_write_soon_after_the_last(
 async def test_accepts_that_share_a_write_are_written_by_its_timer(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     waiting = waits(delivery, "two")
     await turns()
     # The clock of the queue stands still, so every write is soon after the last; the loop's timers run.
@@ -485,7 +485,7 @@ async def test_leases_that_must_be_durable_wait_for_no_others(
 async def test_accepts_queued_behind_a_write_get_a_response_on_close(bench: Workbench, is_stored: bool) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     bench.store.holds_writes = True
     accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(2)]
     await turns()
@@ -507,7 +507,7 @@ async def test_an_accept_that_could_not_be_written_gets_no_response_and_the_queu
 ) -> None:
     delivery = await bench.open(lease_ms=100)
     bench.publish("a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     await delivery.durable(is_all=True)
     bench.store.holds_writes = True
     accepting = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
@@ -522,7 +522,7 @@ async def test_an_accept_that_could_not_be_written_gets_no_response_and_the_queu
     bench.store.error, bench.store.holds_writes = None, False
     bench.clock.advance_ms(200)
     again = await bench.open(lease_ms=100)
-    received = again.try_receive(wanted(1, "two"))
+    received = again.try_receive(demand_for(1, "two"))
     assert (offsets(received), received.leases[0].attempt) == ([0], 2)
     # Once, and not when another node has the queue.
     bench.store.error = FencedLeaderEpoch("another leads")
@@ -541,7 +541,7 @@ async def test_a_queue_led_elsewhere_redirects_every_worker(bench: Workbench) ->
     with pytest.raises(NotLeader):
         delivery.settle_now("one", settle(0, Verb.ACCEPT))
     with pytest.raises(NotLeader):
-        await receive([delivery], wanted(), PLENTY, wait_s=0)
+        await receive([delivery], demand_for(), PLENTY, wait_s=0)
     delivery.release_worker("one")
     delivery.close(NotLeader("again"))
 
@@ -562,11 +562,11 @@ async def test_an_unexpected_failure_closes_the_queue(
     assert "a queue stopped because of a bug; it restarts from its stored state" in caplog.text
     monkeypatch.undo()
     again = await bench.open(lease_ms=100)
-    again.try_receive(wanted())
+    again.try_receive(demand_for())
     monkeypatch.setattr(again.queue, "tick", fails)
     await asyncio.wait_for(_closed(again), WAIT_S)
     with pytest.raises(CoordinatorUnavailable):
-        again.try_receive(wanted())
+        again.try_receive(demand_for())
 
 
 async def _closed(delivery: Delivery) -> None:
@@ -580,9 +580,9 @@ async def test_retention_removes_messages_and_their_leases(bench: Workbench) -> 
     delivery = await bench.open()
     for value in "abc":
         bench.publish(value)
-    assert offsets(delivery.try_receive(wanted(2))) == [0, 1]
+    assert offsets(delivery.try_receive(demand_for(2))) == [0, 1]
     bench.partition.delete_before(Offset(2))
-    assert offsets(delivery.try_receive(wanted(5))) == [2]
+    assert offsets(delivery.try_receive(demand_for(5))) == [2]
     (late,) = delivery.settle_now("one", settle(0, Verb.ACCEPT))
     assert isinstance(late, InvalidRecordState)
 
@@ -590,7 +590,7 @@ async def test_retention_removes_messages_and_their_leases(bench: Workbench) -> 
 async def test_a_seek_voids_leases_and_redelivers(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     waiting = waits(delivery, "two", 5)
     await turns()
     delivery.seek(Offset(1))
@@ -605,7 +605,7 @@ async def test_a_range_lost_by_the_disk_blocks_nothing(bench: Workbench, monkeyp
     for value in "abcd":
         bench.publish(value)
     delivery = await bench.open()
-    assert offsets(delivery.try_receive(wanted(1))) == [0]
+    assert offsets(delivery.try_receive(demand_for(1))) == [0]
     read = log_scan.read_batches
 
     def damaged(partition: object, offset: int, *rest: object, **more: object) -> object:
@@ -626,7 +626,7 @@ async def test_a_message_under_repair_is_revived_later_and_not_missing(
 ) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish("a")
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     delivery.settle_now("one", settle(0, Verb.REJECT))
     assert delivery.queue.dead_lettered(0, b"there", now_ms=bench.clock.now_ms())
     repairing = [RepairPending("the disk lost the offsets 0 to 0; they are being fetched from another replica")]
@@ -654,7 +654,7 @@ async def test_a_message_under_repair_is_revived_later_and_not_missing(
     assert await dlq.revive([LeasedMessage(None, "dead", UUID(int=3), 0, 1, 0, record)]) == [None]
     assert not repairing
     monkeypatch.setattr(Partition, "read", read)
-    assert offsets(delivery.try_receive(wanted(1))) == [0]
+    assert offsets(delivery.try_receive(demand_for(1))) == [0]
 
 
 @pytest.mark.parametrize("epoch", ["", "x", "-1", "2147483648", "9" * 30])
@@ -679,7 +679,7 @@ async def test_transactional_messages_are_delivered_once_committed(bench: Workbe
     assert given_offsets(await waiting) == [2, 3]
     uncommitted = await bench.open(isolation=READ_UNCOMMITTED)
     uncommitted.seek(Offset(0))
-    assert offsets(uncommitted.try_receive(wanted(9))) == [0, 2, 3]
+    assert offsets(uncommitted.try_receive(demand_for(9))) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -692,7 +692,7 @@ async def test_all_waiting_workers_are_served_although_the_first_takes_everythin
     values = ["same key"] * driver.SCAN_OFFSETS_ORDERED if ordered else ["x" * (driver.SCAN_BYTES - 100), "y"]
     bench.publish(*values, key=b"one")
     bench.publish("behind", key=b"two")
-    demands = [wanted(1, f"w{number}")._replace(whole_batches=True) for number in range(3)]
+    demands = [demand_for(1, f"w{number}")._replace(whole_batches=True) for number in range(3)]
     waiting = [asyncio.ensure_future(receive([delivery], one, PLENTY, wait_s=WAIT_S)) for one in demands]
     await turns()
     assert delivery.waiting == 3
@@ -705,7 +705,7 @@ async def test_all_waiting_workers_are_served_although_the_first_takes_everythin
 async def test_a_queue_switched_to_read_committed_waits_for_open_transactions(bench: Workbench) -> None:
     delivery = await bench.open(isolation=READ_UNCOMMITTED)
     bench.publish_in_transaction("open", producer_id=2, commit=None)
-    assert offsets(delivery.try_receive(wanted(9))) == [0]
+    assert offsets(delivery.try_receive(demand_for(9))) == [0]
     delivery.settle_now("one", settle(0, Verb.RELEASE, 0))
     delivery.change(SubscriptionSettings(), None)
     waiting = waits(delivery)
@@ -725,8 +725,8 @@ async def test_an_unreadable_batch_is_named_and_skipped(
     _break(broken)
     bench.partition.write(broken, acks=-1)
     bench.publish("b", key=b"b")
-    given = await receive([delivery], wanted(5), PLENTY, wait_s=0)
-    given += await receive([delivery], wanted(5), PLENTY, wait_s=0)
+    given = await receive([delivery], demand_for(5), PLENTY, wait_s=0)
+    given += await receive([delivery], demand_for(5), PLENTY, wait_s=0)
     assert given_offsets(given) == [0, 2]
     (reported,) = [one for one in caplog.records if "skipped" in one.message]
     assert (reported.__dict__["first"], reported.__dict__["last"]) == (1, 1)
@@ -753,7 +753,7 @@ async def test_large_batches_are_decompressed_elsewhere_and_those_over_the_limit
     delivery = await bench.open(opener=opener)
     given: list[Grant] = []
     while len(given_offsets(given)) < 3:
-        given += await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)
+        given += await receive([delivery], demand_for(5), PLENTY, wait_s=WAIT_S)
     assert given_offsets(given) == [0, 1, 3]
     assert opened == [1, 2]
     assert delivery.damaged == 1
@@ -768,7 +768,7 @@ async def test_a_waiting_worker_gets_messages_behind_a_batch_over_the_limit(
     bench.publish("b", key=b"b")
     delivery = await bench.open()
     # Nothing else wakes the queue.
-    given = await asyncio.wait_for(receive([delivery], wanted(5), PLENTY, wait_s=10 * WAIT_S), WAIT_S)
+    given = await asyncio.wait_for(receive([delivery], demand_for(5), PLENTY, wait_s=10 * WAIT_S), WAIT_S)
     assert given_offsets(given) == [1]
 
 
@@ -782,10 +782,10 @@ async def test_records_of_large_batches_are_decoded_elsewhere(bench: Workbench) 
         return scan_heavy_batch(seen)
 
     plain = await bench.open(opener=opener)
-    assert len(offsets(plain.try_receive(wanted(5)))) == 5
+    assert len(offsets(plain.try_receive(demand_for(5)))) == 5
     assert opened == []
     ordered = await bench.open(opener=opener, ordered=True)
-    given = await receive([ordered], wanted(10), PLENTY, wait_s=WAIT_S)
+    given = await receive([ordered], demand_for(10), PLENTY, wait_s=WAIT_S)
     assert given_offsets(given) == list(range(7))
     assert opened == [0]
 
@@ -849,7 +849,7 @@ async def test_messages_that_their_filter_cannot_decode_are_skipped_and_counted(
     queue_filter.responses.set()
     bench.publish("a", "b", "c", "d")
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
-    assert given_offsets(await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)) == [0, 3]
+    assert given_offsets(await receive([delivery], demand_for(5), PLENTY, wait_s=WAIT_S)) == [0, 3]
     assert delivery.damaged == 2
     (logged,) = [one for one in caplog.records if "skipped" in one.message]
     assert (vars(logged)["first"], vars(logged)["last"]) == (1, 2)
@@ -870,9 +870,9 @@ async def test_a_closing_queue_cancels_its_filter(bench: Workbench) -> None:
 async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
-    asked = wanted(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
+    asked = demand_for(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
     delivery.try_receive(asked)
-    delivery.try_receive(wanted(1, "two"))
+    delivery.try_receive(demand_for(1, "two"))
     # The node has not leased to this worker itself; later requests identify it.
     delivery.record_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
     delivery.record_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
@@ -889,20 +889,20 @@ async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: 
 async def test_a_caught_up_worker_causes_no_work_until_something_happens(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
-    (lease,) = delivery.try_receive(wanted(5)).leases
+    (lease,) = delivery.try_receive(demand_for(5)).leases
     # The first scan splits the coarse bucket of the lease's expiry.
-    assert delivery.try_receive(wanted(5)).leases == []
+    assert delivery.try_receive(demand_for(5)).leases == []
     prepared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delivery, "_prepare", prepared.append)
-        assert delivery.try_receive(wanted(5)).leases == []
+        assert delivery.try_receive(demand_for(5)).leases == []
     assert prepared == []
     # The log grows, a lease expires, the wall clock is set back: each is noticed.
     bench.publish("b")
-    assert offsets(delivery.try_receive(wanted(5))) == [1]
+    assert offsets(delivery.try_receive(demand_for(5))) == [1]
     bench.clock.jump_ms(-10_000)
-    delivery.try_receive(wanted(5))
+    delivery.try_receive(demand_for(5))
     assert {held.deadline_ms for held in delivery.held_ranges()} == {lease.deadline_ms - 10_000}
     bench.clock.advance_ms(lease.deadline_ms - 10_000 - bench.clock.now_ms())
-    (again,) = delivery.try_receive(wanted(5)).leases
+    (again,) = delivery.try_receive(demand_for(5)).leases
     assert (again.first, again.last, again.attempt) == (0, 1, 2)

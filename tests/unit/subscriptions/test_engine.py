@@ -44,7 +44,7 @@ from millstream.core.ids import NodeId, Offset, PartitionIndex, ProducerId
 from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, Verb, start_key
 from millstream.core.topic import Topic
 from millstream.protocol.private.subscription_messages import SeekSubscriptionRequest
-from millstream_testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
+from millstream_testing.queue_bench import TOPIC, Workbench, demand_for, offsets, turns
 from millstream_testing.waiting import until
 
 WAIT_S = 60.0
@@ -181,7 +181,7 @@ async def test_a_topic_created_after_the_subscription_is_delivered_from_its_star
     node.topics.show(node.bench.partition)
     await node.opened(1)
     (delivery,) = node.engine.deliveries
-    assert offsets(delivery.try_receive(wanted(5))) == [0]
+    assert offsets(delivery.try_receive(demand_for(5))) == [0]
     node.topics.show(node.bench.partition, node.bench.make_partition(1))
     await node.opened(2)
     await node.engine.close()
@@ -202,7 +202,7 @@ async def test_a_recreated_topic_is_delivered_from_its_start(node: Node) -> None
     node.topics.show(node.bench.partition)
     await node.opened(1)
     (delivery,) = node.engine.deliveries
-    assert offsets(delivery.try_receive(wanted(5))) == [0, 1, 2, 3]
+    assert offsets(delivery.try_receive(demand_for(5))) == [0, 1, 2, 3]
     await node.engine.close()
 
 
@@ -213,7 +213,7 @@ async def test_a_share_group_starts_at_the_end(node: Node) -> None:
     assert node.engine.open_count == 0
     delivery = await node.engine.delivery(share, node.bench.partition)
     node.bench.publish("c")
-    assert offsets(delivery.try_receive(wanted(5))) == [2]
+    assert offsets(delivery.try_receive(demand_for(5))) == [2]
     await node.engine.close()
 
 
@@ -226,14 +226,14 @@ async def test_a_queue_whose_partition_has_lost_messages_moves_back(
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(dataclasses.replace(BILLING, overrides={ORDERED: ordered}))
     delivery = await node.engine.delivery(billing, node.bench.partition)
-    assert offsets(delivery.try_receive(wanted(5))) == [0, 1]
+    assert offsets(delivery.try_receive(demand_for(5))) == [0, 1]
     assert await delivery.settle("one", [Settlement(Offset(1), Offset(1), Verb.ACCEPT)]) == [None]
     delivery.close(NotLeader("a crash"))
     node.bench.partition.log.truncate_to(1)
     node.bench.partition.high_watermark = Offset(1)
     again = await node.engine.delivery(billing, node.bench.partition)
     node.bench.publish("other")
-    assert offsets(again.try_receive(wanted(5))) == [0, 1]
+    assert offsets(again.try_receive(demand_for(5))) == [0, 1]
     assert "moves back" in caplog.text
     await node.engine.close()
 
@@ -268,7 +268,7 @@ async def test_a_seek_replaces_an_unreadable_state(node: Node) -> None:
     request = SeekSubscriptionRequest("billing", "offset:3", "orders", None)
     await asyncio.gather(seek.handle(request), seek.handle(request))
     opened = await node.engine.delivery(BILLING, bench.partition)
-    (grant,) = await receive([opened], wanted(10), Budget(1 << 20), wait_s=WAIT_S)
+    (grant,) = await receive([opened], demand_for(10), Budget(1 << 20), wait_s=WAIT_S)
     assert offsets(grant.received) == [3, 4]
     await opened.durable()
     stored = await bench.store.load(key, epoch)
@@ -304,7 +304,7 @@ async def test_a_failed_queue_is_reopened_automatically(node: Node, monkeypatch:
     (before,) = node.engine.deliveries
     node.bench.publish("a")
     node.bench.store.error = StorageFailure("the disk is full")
-    before.try_receive(wanted())
+    before.try_receive(demand_for())
     await node.opened(0)
     for _ in range(20):
         node.declared.notify()
@@ -314,7 +314,7 @@ async def test_a_failed_queue_is_reopened_automatically(node: Node, monkeypatch:
     await node.opened(1)
     (after,) = node.engine.deliveries
     assert after is not before
-    assert offsets(after.try_receive(wanted())) == [0]
+    assert offsets(after.try_receive(demand_for())) == [0]
     await node.engine.close()
 
 
@@ -325,8 +325,8 @@ async def test_waiters_are_notified_of_added_queues_and_of_the_end(node: Node) -
     further = node.engine.next_opening(billing)
     assert node.engine.next_opening(billing) is further
     (here,) = node.engine.deliveries
-    waiting = asyncio.ensure_future(receive([here], wanted(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
-    nowhere = asyncio.ensure_future(receive([], wanted(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
+    waiting = asyncio.ensure_future(receive([here], demand_for(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
+    nowhere = asyncio.ensure_future(receive([], demand_for(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
     await turns()
     assert not further.done()
     node.topics.show(node.bench.partition, node.bench.make_partition(1))
@@ -385,14 +385,14 @@ async def test_a_changed_ordering_restarts_the_queue_and_keeps_its_state(node: N
     await node.opened(1)
     (before,) = node.engine.deliveries
     node.bench.publish("a", "b", key=b"k")
-    before.try_receive(wanted())
-    waiting = asyncio.ensure_future(receive([before], wanted(1, "two"), Budget(1 << 30), wait_s=WAIT_S))
+    before.try_receive(demand_for())
+    waiting = asyncio.ensure_future(receive([before], demand_for(1, "two"), Budget(1 << 30), wait_s=WAIT_S))
     await turns()
     changed = node.declared.declare(billing, overrides={ORDERED: "true"})
     await waiting
     after = await node.engine.delivery(changed, node.bench.partition)
     assert after is not before
-    assert offsets(after.try_receive(wanted(5, "three"))) == []
+    assert offsets(after.try_receive(demand_for(5, "three"))) == []
     with pytest.raises(NotLeader):
         before.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
     assert after.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)]) == [None]
@@ -422,9 +422,9 @@ async def test_the_messages_of_a_dead_worker_go_to_others(node: Node) -> None:
     share = node.declared.declare(SHARE)
     delivery = await node.engine.delivery(share, node.bench.partition)
     node.bench.publish("a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     node.engine.release_worker(share, "one")
-    assert offsets(delivery.try_receive(wanted(1, "two"))) == [0]
+    assert offsets(delivery.try_receive(demand_for(1, "two"))) == [0]
     (late,) = delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
     assert isinstance(late, InvalidRecordState)
     node.engine.close_queues(share.subscription_id, TOPIC.topic_id)

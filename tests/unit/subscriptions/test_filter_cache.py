@@ -111,8 +111,8 @@ async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int
             end = min(start + length, 40)
             records = b"".join(bytes(one) for one in batches if _overlaps(one, start, end))
             found = await queues[at % 3].matches(records, Offset(start), Offset(end))
-            wanted = "abc"[at % 3]
-            assert found.bits.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
+            expected = "abc"[at % 3]
+            assert found.bits.tolist() == [keys[o] == expected and not 12 <= o < 16 for o in range(start, end)]
             assert cache._cached_bytes <= kept_bytes_max
     await cache.stop()
 
@@ -124,11 +124,11 @@ def _overlaps(one: bytearray, start: int, end: int) -> bool:
 
 async def test_a_partition_without_queues_is_evicted(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
-    wanted = compile_filter("key = 'a'")
-    before = QueueFilter(cache, PLACE, wanted)
+    row_filter = compile_filter("key = 'a'")
+    before = QueueFilter(cache, PLACE, row_filter)
     assert (await before.matches(batch(0, "a"), Offset(0), Offset(1))).bits.tolist() == [True]
     before.close()
-    after = QueueFilter(cache, PLACE, wanted)
+    after = QueueFilter(cache, PLACE, row_filter)
     assert (await after.matches(batch(0, "b"), Offset(0), Offset(1))).bits.tolist() == [False]
     assert cache._cached_bytes == 1
     await cache.stop()

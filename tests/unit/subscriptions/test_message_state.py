@@ -15,7 +15,7 @@ from millstream.core.errors import NotLeader, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream.protocol.private.subscriptions import MessageDelivery
-from millstream_testing.queue_bench import Workbench, turns, wanted
+from millstream_testing.queue_bench import Workbench, demand_for, turns
 
 WAIT_S = 60.0
 
@@ -32,7 +32,7 @@ async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> Non
     delivery = await bench.open()
     bench.publish("a")
     assert await state(delivery) == "waiting"
-    (lease,) = delivery.try_receive(wanted()).leases
+    (lease,) = delivery.try_receive(demand_for()).leases
     reported = await message_state(delivery, 0, start=0, wait_s=0)
     assert reported == MessageDelivery("leased", 1, lease.deadline_ms)
     delivery.settle_now("one", settle(0, Verb.RELEASE, 5000))
@@ -40,7 +40,7 @@ async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> Non
         "delayed", 1, bench.clock.now_ms() + 5000
     )
     bench.clock.advance_ms(6000)
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     assert not waiting.done()
@@ -51,7 +51,7 @@ async def test_a_message_from_publication_to_acceptance(bench: Workbench) -> Non
 async def test_a_message_with_another_outcome(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish("a", "b", "c")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     delivery.settle_now("one", settle(0, Verb.REJECT))
     assert await state(delivery, 0) == "rejected"
     delivery.queue.dead_lettered(0, b"", now_ms=bench.clock.now_ms())
@@ -84,7 +84,7 @@ async def test_filtered_messages_and_offsets_without_messages(bench: Workbench) 
 async def test_a_forgotten_outcome(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.outcomes.bytes_max = 0
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
@@ -98,7 +98,7 @@ async def test_waiters_are_notified_of_the_outcome_in_a_busy_queue(bench: Workbe
     delivery = await bench.open()
     delivery.outcomes.bytes_max = 0
     bench.publish("a", "b", "c")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     waiting = [asyncio.ensure_future(message_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
     await turns()
     # All in one loop turn, so that no other task sees an intermediate state.
@@ -111,7 +111,7 @@ async def test_waiters_are_notified_of_the_outcome_in_a_busy_queue(bench: Workbe
 async def test_at_most_once_messages_are_accepted_on_delivery(bench: Workbench) -> None:
     delivery = await bench.open(delivery=AT_MOST_ONCE)
     bench.publish("a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     assert await state(delivery) == "accepted"
 
 
@@ -138,7 +138,7 @@ async def test_the_number_of_waiters_is_bounded(bench: Workbench, monkeypatch: p
     again = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     assert not again.done()
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     assert (await again).state == "accepted"
 

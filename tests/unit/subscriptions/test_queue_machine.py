@@ -470,15 +470,15 @@ class QueueHistory(RuleBasedStateMachine):
             with pytest.raises(CoordinatorUnavailable):
                 self.queue.revive(revivals, now_ms=self.now_ms)
             return
-        wanted = [offset for offset in offsets if deepcopy(model).revive(offset, model.letters[offset])]
-        stragglers = sum(offset < self.queue.fold.window.start for offset in wanted)
+        revivable = [offset for offset in offsets if deepcopy(model).revive(offset, model.letters[offset])]
+        stragglers = sum(offset < self.queue.fold.window.start for offset in revivable)
         if self.queue.counts.stragglers + stragglers > parked_max:
             with pytest.raises(PolicyViolation):
                 self.queue.revive(revivals, now_ms=self.now_ms)
             return
-        assert self.queue.revive(revivals, now_ms=self.now_ms) == len(wanted)
+        assert self.queue.revive(revivals, now_ms=self.now_ms) == len(revivable)
         assert self.queue.revive(revivals, now_ms=self.now_ms) == 0
-        for offset in wanted:
+        for offset in revivable:
             model.revive(offset, model.letters[offset])
         if is_closed:
             self.queue.close_letters(revivals, now_ms=self.now_ms)

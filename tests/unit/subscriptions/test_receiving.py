@@ -18,7 +18,7 @@ from millstream.broker.subscriptions.state_store import PendingWrite
 from millstream.core.errors import NotLeader
 from millstream.core.ids import Offset
 from millstream.core.subscription import EXACTLY_ONCE, Verb
-from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream_testing.queue_bench import Workbench, demand_for, offsets, turns
 
 WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
@@ -38,7 +38,7 @@ async def test_delivered_messages_count_as_client_memory_until_sent(bench: Workb
     bench.publish("b" * 1000)
     bench.store.holds_writes = True
     # One batch is delivered although it exceeds a fair share of the rest, but not a second one.
-    asking = asyncio.ensure_future(receive([delivery], wanted(5)._replace(max_bytes=9999), budget, wait_s=0))
+    asking = asyncio.ensure_future(receive([delivery], demand_for(5)._replace(max_bytes=9999), budget, wait_s=0))
     await turns()
     held_bytes = budget.used_bytes
     bench.store.holds_writes = False
@@ -52,15 +52,15 @@ async def test_a_worker_waits_for_client_memory(bench: Workbench) -> None:
     budget = Budget(1000)
     budget.reserve(1000)
     bench.publish("a")
-    assert await receive([delivery], wanted(5), budget, wait_s=0) == []
-    asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
+    assert await receive([delivery], demand_for(5), budget, wait_s=0) == []
+    asking = asyncio.ensure_future(receive([delivery], demand_for(5), budget, wait_s=WAIT_S))
     await turns()
     assert (asking.done(), budget.waiting) == (False, 1)
     budget.release(1000)
     assert given_offsets(await asking) == [0]
     bench.publish("b")
     budget.reserve(1000)
-    asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
+    asking = asyncio.ensure_future(receive([delivery], demand_for(5), budget, wait_s=WAIT_S))
     await turns()
     asking.cancel()
     await asyncio.wait([asking])
@@ -91,8 +91,8 @@ async def test_messages_do_not_wait_for_acceptances_to_share_a_write(
     monkeypatch.setattr(delivery_module, "WRITE_INTERVAL_S", 3600.0)
     delivery = await bench.open()
     bench.publish("a")
-    delivery.try_receive(wanted(1))
-    other = asyncio.ensure_future(receive([delivery], wanted(1, "two"), PLENTY, wait_s=WAIT_S))
+    delivery.try_receive(demand_for(1))
+    other = asyncio.ensure_future(receive([delivery], demand_for(1, "two"), PLENTY, wait_s=WAIT_S))
     await turns()
     delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
     write = delivery.pending_write()
@@ -101,7 +101,7 @@ async def test_messages_do_not_wait_for_acceptances_to_share_a_write(
         bench.publish("b", "c")
         await turns()
     waiting = parked(PLENTY)
-    waiting.begin([delivery], wanted(1), wait_s=WAIT_S, writes=[write])
+    waiting.begin([delivery], demand_for(1), wait_s=WAIT_S, writes=[write])
     if not is_available:
         assert not write.is_done
         bench.publish("b")
@@ -116,14 +116,14 @@ async def test_a_failed_response_is_an_error_and_leases_nothing(bench: Workbench
     if is_available:
         bench.publish("a")
     waiting = parked(budget, fails)
-    begun = waiting.begin([delivery], wanted(), wait_s=WAIT_S)
+    begun = waiting.begin([delivery], demand_for(), wait_s=WAIT_S)
     if not is_available:
         assert begun is waiting
         bench.publish("a")
     assert await asyncio.wait_for(waiting, WAIT_S) == [b"KeyError"]
     await turns()
     assert (budget.used_bytes, delivery.is_closed) == (0, False)
-    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    (lease,) = delivery.try_receive(demand_for(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
 
 
@@ -141,13 +141,13 @@ async def test_an_exception_in_a_queue_is_an_error_and_nothing_is_leased(
     waiting = parked(budget)
     with monkeypatch.context() as bug:
         bug.setattr(other, method, broken)
-        response = waiting.begin([delivery, other], wanted(5), wait_s=WAIT_S)
+        response = waiting.begin([delivery, other], demand_for(5), wait_s=WAIT_S)
     assert response == [b"'a bug'"]
     await turns()
     assert (budget.used_bytes, budget.waiting, delivery.waiting, other.waiting) == (0, 0, 0, 0)
     if method == "park":
         bench.publish("a")
-    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    (lease,) = delivery.try_receive(demand_for(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
 
 
@@ -159,7 +159,7 @@ async def test_a_failure_without_a_response_does_not_block_the_connection(bench:
         raise ValueError("another bug")
 
     waiting = ParkedLease(budget, "one", Presence(), fails, refuse)
-    waiting.begin([delivery], wanted(), wait_s=WAIT_S)
+    waiting.begin([delivery], demand_for(), wait_s=WAIT_S)
     await turns()
     assert (waiting.is_resolved, waiting.buffers, budget.used_bytes) == (True, None, 0)
 
@@ -169,7 +169,7 @@ async def test_messages_behind_a_write_are_held_and_counted_until_it_is_durable(
     bench.publish("a")
     write, lost = PendingWrite(), PendingWrite()
     waiting = parked(budget)
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write, lost]) is waiting
+    assert waiting.begin([delivery], demand_for(), wait_s=WAIT_S, writes=[write, lost]) is waiting
     write.finish()
     await turns()
     assert (waiting.is_resolved, budget.used_bytes > 0) == (False, True)
@@ -183,13 +183,13 @@ async def test_a_client_that_disconnects_before_a_write_is_durable_leases_nothin
     delivery, budget = await bench.open(), Budget(1 << 20)
     bench.publish("a")
     write, waiting = PendingWrite(), parked(budget)
-    waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write])
+    waiting.begin([delivery], demand_for(), wait_s=WAIT_S, writes=[write])
     waiting.abandon()
     write.finish()
     waiting.abandon()
     await turns()
     assert (waiting.buffers, budget.used_bytes) == (None, 0)
-    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    (lease,) = delivery.try_receive(demand_for(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
 
 
@@ -197,9 +197,9 @@ async def test_messages_that_were_not_sent_are_returned(bench: Workbench) -> Non
     delivery, presence = await bench.open(), Presence()
     bench.publish("a")
     waiting = ParkedLease(PLENTY, "one", presence, sizes, lambda _error: [])
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S) == [b"1"]
+    assert waiting.begin([delivery], demand_for(), wait_s=WAIT_S) == [b"1"]
     presence.end()
-    (lease,) = delivery.try_receive(wanted(worker="two")).leases
+    (lease,) = delivery.try_receive(demand_for(worker="two")).leases
     assert (lease.first, lease.attempt) == (0, 1)
 
 
@@ -207,7 +207,7 @@ async def test_closed_queues_only_are_an_error(bench: Workbench) -> None:
     delivery = await bench.open()
     delivery.close(NotLeader("moved"))
     write, waiting = PendingWrite(), parked(PLENTY)
-    assert waiting.begin([delivery], wanted(), wait_s=WAIT_S, writes=[write]) is waiting
+    assert waiting.begin([delivery], demand_for(), wait_s=WAIT_S, writes=[write]) is waiting
     write.finish()
     assert await waiting == [b"moved"]
 
@@ -219,12 +219,12 @@ async def test_a_closed_queue_does_not_block_the_others(bench: Workbench) -> Non
     here = await bench.open()
     other = await bench.open(partition=bench.make_partition(1))
     other.close(NotLeader("moved"))
-    waiting = asyncio.ensure_future(receive([other, here], wanted(5), PLENTY, wait_s=WAIT_S))
+    waiting = asyncio.ensure_future(receive([other, here], demand_for(5), PLENTY, wait_s=WAIT_S))
     await turns()
     bench.publish("a")
     assert given_offsets(await waiting) == [0]
     bench.publish("b")
-    assert given_offsets(await receive([other, here], wanted(5), PLENTY, wait_s=0)) == [1]
+    assert given_offsets(await receive([other, here], demand_for(5), PLENTY, wait_s=0)) == [1]
 
 
 async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench: Workbench) -> None:
@@ -234,7 +234,7 @@ async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench:
     other = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("b")
     bench.store.holds_writes = True
-    asking = asyncio.ensure_future(receive([other, here], wanted(5), PLENTY, wait_s=WAIT_S))
+    asking = asyncio.ensure_future(receive([other, here], demand_for(5), PLENTY, wait_s=WAIT_S))
     await turns()
     other.close(NotLeader("moved"))
     bench.store.holds_writes = False
@@ -242,7 +242,7 @@ async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench:
     assert [one.delivery for one in await asking] == [other, here]
     bench.store.holds_writes = True
     bench.publish("c")
-    asking = asyncio.ensure_future(receive([here], wanted(5), PLENTY, wait_s=0))
+    asking = asyncio.ensure_future(receive([here], demand_for(5), PLENTY, wait_s=0))
     await asking
     assert asking.result() == []
 
@@ -255,7 +255,7 @@ async def test_only_the_first_queue_exceeds_the_requested_bytes_and_no_queue_sta
         bench.publish("x" * 1000)
     served: list[int] = []
     for _ in range(3):
-        given = await receive(deliveries, wanted(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
+        given = await receive(deliveries, demand_for(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
         assert sum(len(batch) for one in given for batch in one.received.batches) <= 1500
         served += [one.delivery.partition.index for one in given]
     assert served == [1, 2, 3]
@@ -263,4 +263,4 @@ async def test_only_the_first_queue_exceeds_the_requested_bytes_and_no_queue_sta
 
 async def test_without_any_queue_the_response_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "NO_QUEUE_WAIT_S", 0.01)
-    assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []
+    assert await receive([], demand_for(), PLENTY, wait_s=WAIT_S) == []

@@ -11,7 +11,7 @@ from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import Offset
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace
-from millstream_testing.queue_bench import Workbench, wanted
+from millstream_testing.queue_bench import Workbench, demand_for
 
 
 def settle(offset: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> list[Settlement]:
@@ -31,14 +31,14 @@ async def test_a_retried_message_has_all_its_attempts(bench: Workbench) -> None:
     bench.publish("a")
     assert (await trace(delivery)).state == "waiting"
     began_ms = bench.clock.now_ms()
-    (lease,) = delivery.try_receive(wanted()).leases
+    (lease,) = delivery.try_receive(demand_for()).leases
     held = await trace(delivery)
     assert (held.state, held.worker, held.until_ms, held.attempts) == ("leased", "one", lease.deadline_ms, 1)
     delivery.settle_now("one", settle(0, Verb.RELEASE, 5000, "no stock"))
     delayed = await trace(delivery)
     assert (delayed.state, delayed.reason, delayed.until_ms) == ("delayed", "no stock", began_ms + 5000)
     bench.clock.advance_ms(6000)
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     done = await trace(delivery)
     assert (done.state, done.is_final, done.attempts, done.worker) == ("accepted", True, 2, "one")
@@ -52,7 +52,7 @@ async def test_a_retried_message_has_all_its_attempts(bench: Workbench) -> None:
 async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish("a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.settle_now("one", settle(0, Verb.REJECT, None, "not an order"))
     rejected = await trace(delivery)
     assert (rejected.state, rejected.reason) == ("rejected", "not an order")
@@ -66,7 +66,7 @@ async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
 async def test_other_outcomes_have_a_reason(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*"abcd")
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     delivery.seek(Offset(2))
     moved = await trace(delivery, 1)
     assert (moved.state, moved.reason) == ("skipped", "the subscription was moved to offset 2")
@@ -81,7 +81,7 @@ async def test_other_outcomes_have_a_reason(bench: Workbench) -> None:
 async def test_a_seek_forward_does_not_change_outcomes(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead")
     bench.publish(*"abcde")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.settle_now("one", settle(1, Verb.REJECT, None, "not an order"))
     delivery.queue.dead_lettered(1, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
@@ -97,7 +97,7 @@ async def test_a_seek_forward_does_not_change_outcomes(bench: Workbench) -> None
     # A seek backward starts over.
     delivery.seek(Offset(0))
     assert (await trace(delivery)).state == "waiting"
-    delivery.try_receive(wanted(1))
+    delivery.try_receive(demand_for(1))
     delivery.seek(Offset(4))
     assert [(await trace(delivery, offset)).state for offset in range(2)] == ["skipped", "skipped"]
 
@@ -105,7 +105,7 @@ async def test_a_seek_forward_does_not_change_outcomes(bench: Workbench) -> None
 async def test_retention_does_not_change_outcomes(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish(*"abc")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     delivery.queue.drop_before(2, now_ms=bench.clock.now_ms())
     delivery.queue_changed()
@@ -115,7 +115,7 @@ async def test_retention_does_not_change_outcomes(bench: Workbench) -> None:
 async def test_forgotten_outcomes_are_reported_as_such(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     await delivery.durable()
     delivery.outcomes.clear()
@@ -127,7 +127,7 @@ async def test_forgotten_outcomes_are_reported_as_such(bench: Workbench) -> None
     delivery.outcomes.clear()
     assert (await trace(delivery, 0)).state == "done"
     bench.publish("c")
-    delivery.try_receive(wanted(3))
+    delivery.try_receive(demand_for(3))
     await delivery.durable(is_all=True)
     delivery.outcomes.clear()
     held = await trace(delivery, 2)
@@ -138,7 +138,7 @@ async def test_forgotten_outcomes_are_reported_as_such(bench: Workbench) -> None
 async def test_unsearchable_events_are_mentioned(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     delivery = await bench.open(ledger=True)
     bench.publish("a")
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     await delivery.durable(is_all=True)
     delivery.outcomes.clear()
@@ -155,7 +155,7 @@ async def test_unsearchable_events_are_mentioned(bench: Workbench, monkeypatch: 
 async def test_a_ledger_remembers_outcomes_that_the_node_has_forgotten(bench: Workbench) -> None:
     delivery = await bench.open(dead_letter_topic="dead", ledger=True)
     bench.publish("a", "b")
-    delivery.try_receive(wanted(2))
+    delivery.try_receive(demand_for(2))
     delivery.settle_now("one", settle(0, Verb.REJECT, None, "not an order"))
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     delivery.queue.dead_lettered(0, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
@@ -172,7 +172,7 @@ async def test_a_ledger_remembers_outcomes_that_the_node_has_forgotten(bench: Wo
     revived = await trace(delivery)
     assert (revived.state, revived.attempts, revived.is_complete) == ("waiting", 0, True)
     assert kinds(revived) == ["acquired", "rejecting", "dead_lettered", "revived"]
-    delivery.try_receive(wanted())
+    delivery.try_receive(demand_for())
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     accepted = await trace(delivery)
     assert (accepted.state, accepted.attempts, accepted.reason) == ("accepted", 1, "")

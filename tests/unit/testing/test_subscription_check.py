@@ -125,7 +125,7 @@ def test_messages_lost_at_most_once_were_in_flight_at_a_fault() -> None:
     assert check_calls(answered, last) == [lost]
     assert check_calls(answered, last, faults=(Span(5000, 6000),)) == [lost]
     assert check_calls(answered, last, failed) == []
-    assert check_calls(answered._replace(wanted=2), last, faults=(Span(1090, 2000),)) == []
+    assert check_calls(answered._replace(messages_max=2), last, faults=(Span(1090, 2000),)) == []
     # No more than was requested is lost.
     many = {**at_most, **{Position(1, offset): Published(b"k", 0, 7, 1000) for offset in range(25)}}
     assert check_calls(answered, last, failed, expected=many) == [lost]
@@ -280,17 +280,17 @@ def test_the_journals_of_workers_are_merged() -> None:
 
     reported = histories(
         [
-            ReceiveSent(**about("one", 10), call=1, wanted=3),
+            ReceiveSent(**about("one", 10), call=1, messages_max=3),
             ReceiveCompleted(
                 **about("one", 12), call=1, from_ms=10, messages=[Leased(0, 1, 1, 112, 7), Leased(0, 2, 1, 112, 7)]
             ),
             SettleSent(**about("one", 13), number=1, verb=int(Verb.ACCEPT), positions=[(0, 1, 1), (0, 2, 1)]),
             SettleCompleted(**about("one", 15), number=1, positions=[(0, 1)], taken=True),
-            ReceiveSent(**about("one", 16), call=2, wanted=3),
+            ReceiveSent(**about("one", 16), call=2, messages_max=3),
             ReceiveFailed(**about("one", 17), call=2),
-            ReceiveSent(**about("two", 18), call=1, wanted=1),
+            ReceiveSent(**about("two", 18), call=1, messages_max=1),
             WorkerLeft(**about("two", 19)),
-            ReceiveSent(**about("three", 20), call=1, wanted=1),
+            ReceiveSent(**about("three", 20), call=1, messages_max=1),
         ]
     )["s"]
     assert reported.deliveries == [Delivery(A, "one", 1, 10, 12, 112, 7), Delivery(B, "one", 1, 10, 12, 112, 7)]

@@ -16,7 +16,7 @@ from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTran
 from millstream.broker.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
 from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.shard import Batches, TransactionShard
-from millstream.broker.transactions.transaction import Ending, Transaction, TransactionState
+from millstream.broker.transactions.transaction import Transaction, TransactionState, UnmarkedTransaction
 from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader
@@ -30,7 +30,7 @@ SEEDS_MAX = 60
 _write_all = MarkerSender._write_all
 
 
-async def _ask_each_partition_once(self: MarkerSender, shard: MarkedShard, ending: Ending) -> bool:
+async def _ask_each_partition_once(self: MarkerSender, shard: MarkedShard, ending: UnmarkedTransaction) -> bool:
     sender = MarkerSender(self._shards, _Satisfied(self._writer), self._random)
     return await _write_all(sender, shard, ending)
 

@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.transactions.records import transaction_record
-from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE, Ending, InitRequest, InitResponse, ProducerRef
+from millstream.broker.transactions.transaction import (
+    EPOCH_MAX,
+    IDLE,
+    InitRequest,
+    InitResponse,
+    ProducerRef,
+    UnmarkedTransaction,
+)
 from millstream.core.errors import (
     ConcurrentTransactions,
     FencedProducer,
@@ -177,7 +184,7 @@ class Producers:
                 assert self.partitions[partition].outcomes[number] in fates
         assert not any(partition.undecided for partition in self.partitions.values())
 
-    def _finish(self, ending: Ending) -> None:
+    def _finish(self, ending: UnmarkedTransaction) -> None:
         for partition in ending.partitions:
             self.partitions[partition].end(ending)
         self.coordinator.run(lambda shard: shard.complete(ending))

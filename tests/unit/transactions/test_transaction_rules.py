@@ -72,8 +72,8 @@ class Coordinator:
         return response.result() if isinstance(response, Deferred) else response
 
     def init(self, expected: tuple[int, int] | None = None) -> InitResponse:
-        wanted = None if expected is None else (ProducerId(expected[0]), expected[1])
-        request = InitRequest(transactional_id=ID, timeout_ms=1000, expected=wanted)
+        expected_producer = None if expected is None else (ProducerId(expected[0]), expected[1])
+        request = InitRequest(transactional_id=ID, timeout_ms=1000, expected=expected_producer)
         return self.run(lambda shard: shard.init(request))
 
     def add(self, who: InitResponse, *partitions: TopicPartition, version: int = 0) -> None:

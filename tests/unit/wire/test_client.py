@@ -75,7 +75,7 @@ async def test_a_broker_that_is_slow_at_first_is_retried(
     respond, silent = broker.handlers[API_VERSIONS], asyncio.Event()
 
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
-        if broker.asked(API_VERSIONS) < 3:
+        if broker.request_count(API_VERSIONS) < 3:
             await silent.wait()
         return await respond(header, frame)
 
@@ -83,7 +83,7 @@ async def test_a_broker_that_is_slow_at_first_is_retried(
     async with connect(broker, timeout_s=60):
         pass
     silent.set()
-    assert broker.asked(API_VERSIONS) >= 3
+    assert broker.request_count(API_VERSIONS) >= 3
 
 
 async def test_an_unreachable_broker_is_reported_with_advice() -> None:
@@ -189,7 +189,7 @@ async def test_versions_are_requested_once_per_connection(broker: ScriptedBroker
     async with connect(broker) as client:
         for _ in range(3):
             await client.metadata()
-    assert broker.asked(18) == 1
+    assert broker.request_count(18) == 1
     assert broker.connections == 1
 
 
@@ -222,7 +222,7 @@ async def test_closing_fails_pending_requests(broker: ScriptedBroker) -> None:
     broker.handlers[PRIVATE] = wait
     async with connect(broker) as client:
         waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
-        await until(lambda: broker.asked(PRIVATE))
+        await until(lambda: broker.request_count(PRIVATE))
     with pytest.raises(BrokerUnreachable, match="connection"):
         await waiting
     never.set()
@@ -238,7 +238,7 @@ async def test_a_closed_client_stays_closed(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = wait
     async with connect(broker) as client:
         polling = asyncio.create_task(client.fetch("orders", 0, 0))
-        await until(lambda: broker.asked(FETCH))
+        await until(lambda: broker.request_count(FETCH))
     # A pending request is not retried on its own connection.
     with pytest.raises(InvalidRequest, match="the client is closed"):
         await polling
@@ -310,13 +310,13 @@ async def test_a_fetch_waits_until_the_extent_of_damage_is_known(
     where = TopicPartition("orders", PartitionIndex(0))
 
     async def inspect(header: codec.RequestHeader, frame: memoryview) -> Any:
-        return await (inspected if broker.asked(FETCH) % 3 else served)(header, frame)
+        return await (inspected if broker.request_count(FETCH) % 3 else served)(header, frame)
 
     broker.handlers[FETCH] = inspect
     async with connect(broker) as client:
         assert bytes((await client.fetch("orders", 0, 0)).records) == records
         assert bytes((await client.fetch_many({where: Offset(0)}, LIMITS))[where].records) == records
-        assert broker.asked(FETCH) == 6
+        assert broker.request_count(FETCH) == 6
         # A failed disk does not hold a reader forever.
         monkeypatch.setattr(module, "INSPECTION_S", 0.05)
         broker.handlers[FETCH] = inspected
@@ -350,7 +350,7 @@ async def test_a_cancelled_request_does_not_affect_others(broker: ScriptedBroker
     broker.handlers[PRIVATE] = slow
     async with connect(broker) as client:
         waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
-        await until(lambda: broker.asked(PRIVATE))
+        await until(lambda: broker.request_count(PRIVATE))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -366,7 +366,7 @@ async def test_requests_to_a_silent_broker_do_not_accumulate(broker: ScriptedBro
     async def send_and_cancel(client: Client) -> None:
         for number in range(1, 1000):
             asking = asyncio.create_task(client.private(None, PRIVATE, b""))
-            while broker.asked(PRIVATE) < number and not asking.done():
+            while broker.request_count(PRIVATE) < number and not asking.done():
                 await asyncio.sleep(0)
             if asking.done():
                 await asking
@@ -376,7 +376,7 @@ async def test_requests_to_a_silent_broker_do_not_accumulate(broker: ScriptedBro
     async with connect(broker) as client:
         with pytest.raises(BrokerUnreachable, match="abandoned"):
             await send_and_cancel(client)
-    assert broker.asked(PRIVATE) < 200
+    assert broker.request_count(PRIVATE) < 200
 
 
 async def test_more_fetches_than_connections_are_queued(broker: ScriptedBroker) -> None:
@@ -398,7 +398,7 @@ async def test_metadata_lists_nodes_topics_and_missing_topics(broker: ScriptedBr
     assert response.nodes[NODE].port == broker.port
     assert response.errors == {"nope": 3}
     assert sorted(response.topics) == ["orders"]
-    assert broker.asked(METADATA) == 1
+    assert broker.request_count(METADATA) == 1
 
 
 async def test_unknown_topics_and_partitions_are_distinguished(broker: ScriptedBroker) -> None:
@@ -460,14 +460,14 @@ async def test_a_coordinator_is_cached_until_a_call_fails(broker: ScriptedBroker
     async with connect(broker) as client:
         for name in ("spark/q/1/0/a", "spark/q/2/0/b"):
             assert await client.call_coordinator(name, attempt, kind=1, place="spark/q") == NODE
-        assert broker.asked(FIND_COORDINATOR) == 1
+        assert broker.request_count(FIND_COORDINATOR) == 1
         # It moves: the second attempt looks it up again.
         assert await client.call_coordinator("spark/q/3/0/c", attempt, kind=1, place="spark/q") == NODE
-        assert broker.asked(FIND_COORDINATOR) == 2
+        assert broker.request_count(FIND_COORDINATOR) == 2
         with pytest.raises(InvalidRequest):
             await client.call_coordinator("spark/q/4/0/d", attempt, kind=1, place="spark/q")
         assert await client.call_coordinator("spark/q/5/0/e", attempt, kind=1, place="spark/q") == NODE
-        assert broker.asked(FIND_COORDINATOR) == 3
+        assert broker.request_count(FIND_COORDINATOR) == 3
     assert not failures
 
 
@@ -487,7 +487,7 @@ async def test_a_named_node_is_asked_before_other_open_connections(broker: Scrip
             await client.metadata(())
             await client.pool_for(NodeId(0))
             await client.metadata(())
-        assert (other.connections, other.asked(METADATA), broker.asked(METADATA)) == (1, 0, 2)
+        assert (other.connections, other.request_count(METADATA), broker.request_count(METADATA)) == (1, 0, 2)
     finally:
         await other.stop()
 
@@ -526,8 +526,8 @@ async def test_a_moved_leader_is_looked_up_again(broker: ScriptedBroker) -> None
     broker.handlers[PRODUCE] = produced(ErrorCode.not_leader_or_follower, ErrorCode.none)
     async with connect(broker) as client:
         assert (await client.produce("orders", 0, batch())).base_offset == 42
-    assert broker.asked(PRODUCE) == 2
-    assert broker.asked(METADATA) == 2
+    assert broker.request_count(PRODUCE) == 2
+    assert broker.request_count(METADATA) == 2
 
 
 async def test_a_fatal_error_is_raised_at_once(broker: ScriptedBroker) -> None:
@@ -537,7 +537,7 @@ async def test_a_fatal_error_is_raised_at_once(broker: ScriptedBroker) -> None:
             await client.produce("orders", 0, batch())
         with pytest.raises(CorruptBatch):
             await client.produce("orders", 0, b"not a batch")
-    assert broker.asked(PRODUCE) == 1
+    assert broker.request_count(PRODUCE) == 1
 
 
 async def test_a_produce_without_idempotence_is_not_resent_after_a_lost_response(broker: ScriptedBroker) -> None:
@@ -545,7 +545,7 @@ async def test_a_produce_without_idempotence_is_not_resent_after_a_lost_response
     async with connect(broker) as client:
         with pytest.raises(RequestTimedOut, match="is unknown"):
             await client.produce("orders", 0, batch())
-    assert broker.asked(PRODUCE) == 1
+    assert broker.request_count(PRODUCE) == 1
 
 
 async def test_an_idempotent_produce_is_resent_after_a_lost_response(broker: ScriptedBroker) -> None:
@@ -556,7 +556,7 @@ async def test_an_idempotent_produce_is_resent_after_a_lost_response(broker: Scr
     broker.handlers[PRODUCE] = once
     async with connect(broker) as client:
         assert (await client.produce("orders", 0, batch(producer_id=7))).base_offset == 42
-    assert broker.asked(PRODUCE) == 2
+    assert broker.request_count(PRODUCE) == 2
 
 
 async def test_acks_0_waits_for_nothing(broker: ScriptedBroker) -> None:
@@ -567,7 +567,7 @@ async def test_acks_0_waits_for_nothing(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         assert await client.produce("orders", 0, batch(), acks=0) == (-1, -1)
         await client.metadata()
-    assert broker.asked(PRODUCE) == 1
+    assert broker.request_count(PRODUCE) == 1
 
 
 # -- fetch ----------------------------------------------------------------------------------------------------
@@ -595,21 +595,21 @@ async def test_an_offset_out_of_range_reports_the_range(broker: ScriptedBroker) 
 
 async def test_many_partitions_are_fetched_in_one_request(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = fetched(None)
-    wanted = {TopicPartition("orders", PartitionIndex(index)): Offset(0) for index in range(2)}
+    fetch_offsets = {TopicPartition("orders", PartitionIndex(index)): Offset(0) for index in range(2)}
     async with connect(broker) as client:
-        responses = await client.fetch_many(wanted, LIMITS)
-        assert set(responses) == set(wanted)
+        responses = await client.fetch_many(fetch_offsets, LIMITS)
+        assert set(responses) == set(fetch_offsets)
         assert all(bytes(response.records) == b"" for response in responses.values())
-        assert broker.asked(FETCH) == 1
+        assert broker.request_count(FETCH) == 1
 
         broker.handlers[FETCH] = fetched(None, ErrorCode.not_leader_or_follower)
-        assert await client.fetch_many(wanted, LIMITS) == {}
+        assert await client.fetch_many(fetch_offsets, LIMITS) == {}
         broker.handlers[FETCH] = fetched(None, ErrorCode.offset_out_of_range)
         with pytest.raises(OffsetOutOfRange):
-            await client.fetch_many(wanted, LIMITS)
+            await client.fetch_many(fetch_offsets, LIMITS)
         broker.handlers[FETCH] = hang_up
         with pytest.raises(BrokerUnreachable):
-            await client.fetch_many(wanted, LIMITS)
+            await client.fetch_many(fetch_offsets, LIMITS)
 
 
 async def test_a_waiting_fetch_blocks_nothing(broker: ScriptedBroker) -> None:
@@ -622,7 +622,7 @@ async def test_a_waiting_fetch_blocks_nothing(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = wait
     async with connect(broker) as client:
         polls = [asyncio.create_task(client.fetch("orders", index, 0)) for index in range(2)]
-        await until(lambda: broker.asked(FETCH) >= 2)
+        await until(lambda: broker.request_count(FETCH) >= 2)
         await client.metadata()
         polls[0].cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -48,14 +48,14 @@ def test_exactly_the_leased_messages_are_read(sizes: list[tuple[int, int]], span
         at = first + length
         leases.append(LeasedRange(first, at + 1, number + 1, 5000 + number))
     part = PartitionMessages("orders", TOPIC_ID.bytes, 2, leases, batches)
-    wanted = [
+    expected = [
         (lease.attempt, lease.deadline_ms, record)
         for record in decode_records(batches)
         for lease in leases
         if lease.start <= record.offset < lease.end
     ]
     found = leased_messages(None, LeaseResponse(ReceiveResponse(0, None, [part]), 0.0))
-    assert [(one.attempt, one.deadline_ms, one.record) for one in found] == wanted
+    assert [(one.attempt, one.deadline_ms, one.record) for one in found] == expected
     assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
 
 

@@ -57,16 +57,16 @@ async def test_offsets_are_looked_up_by_time(broker: ScriptedBroker, newest: int
 async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: ScriptedBroker) -> None:
     broker.handlers[LIST_OFFSETS] = look_up
     broker.topics = {f"topic-{at}": 3 for at in range(300)} | {"wide": 8}
-    wanted = {TopicPartition(f"topic-{at}", PartitionIndex(number)): -2 for at in range(300) for number in range(3)}
+    requested = {TopicPartition(f"topic-{at}", PartitionIndex(number)): -2 for at in range(300) for number in range(3)}
     odd = {TopicPartition(*where): -1 for where in (("wide", PartitionIndex(7)), ("gone", PartitionIndex(0)))}
     async with connect(broker) as client:
-        found = await client.list_offsets_of({**wanted, **odd})
-        asked = [broker.asked(key) for key in (METADATA, LIST_OFFSETS)]
-        await client.list_offsets_of(wanted)
+        found = await client.list_offsets_of({**requested, **odd})
+        asked = [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)]
+        await client.list_offsets_of(requested)
     assert asked == [1, 2]
     # The leaders are known by then.
-    assert [broker.asked(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
-    assert {one.offset for where in wanted if isinstance(one := found[where], ListedOffset)} == {98}
+    assert [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
+    assert {one.offset for where in requested if isinstance(one := found[where], ListedOffset)} == {98}
     unknown, gone = (found[where] for where in odd)
     assert isinstance(unknown, UnknownTopic)
     assert isinstance(gone, NotLeader)

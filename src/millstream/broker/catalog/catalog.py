@@ -370,7 +370,7 @@ class Catalog:
                 for topic in sorted(doomed, key=lambda topic: topic.name)
                 if connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id))).rowcount == 1
             ]
-            rows = [{"topic_id": str(one.topic_id), "name": one.name, "deleted_ms": now_ms} for one in deleted]
+            rows = [{"topic_id": str(topic.topic_id), "name": topic.name, "deleted_ms": now_ms} for topic in deleted]
             if rows:
                 connection.execute(insert(deleted_topics), rows)
         return {topic.topic_id for topic in deleted}
@@ -548,7 +548,7 @@ class Catalog:
     def pipelines(self) -> list[Pipeline]:
         """Return every pipeline with its rules, by name."""
         with self._read() as connection:
-            return [self._sealing.open_all(one) for one in read_pipelines(connection)]
+            return [self._sealing.open_all(pipeline) for pipeline in read_pipelines(connection)]
 
     def pipeline_named(self, name: str) -> Pipeline | None:
         with self._read() as connection:
@@ -567,12 +567,12 @@ class Catalog:
         """Return every secret, without its value, by noun and name."""
         with self._read() as connection:
             rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
-            found: list[Sealable] = [
+            declarations: list[Sealable] = [
                 *(declared_of(Subscription, row) for row in rows),
                 *read_pipelines(connection),
                 *read_mirrors(connection),
             ]
-        return [secret for one in found for secret in self._sealing.describe(one)]
+        return [secret for declaration in declarations for secret in self._sealing.describe(declaration)]
 
     def reseal(self) -> int:
         """Reseal secrets of older keys with the newest key; return how many."""
@@ -605,7 +605,7 @@ class Catalog:
     def mirrors(self) -> list[Mirror]:
         """Return every mirror, by name."""
         with self._read() as connection:
-            return [self._sealing.open_all(one) for one in read_mirrors(connection)]
+            return [self._sealing.open_all(mirror) for mirror in read_mirrors(connection)]
 
     def add_mirror(self, mirror: Mirror) -> None:
         self._add(mirror, insert_mirror, MirrorExists)

@@ -33,13 +33,13 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
     both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
     rule_name = routing_rules.c.name.label("rule_name")
     columns = [column for column in routing_rules.c if column.name not in ("pipeline_id", "name")]
-    found: dict[str, tuple[Any, list[Rule]]] = {}
+    rows: dict[str, tuple[Any, list[Rule]]] = {}
     for row in connection.execute(select(pipelines, rule_name, *columns).select_from(both).where(*conditions)):
-        _, rules = found.setdefault(row.name, (row, []))
+        _, rules = rows.setdefault(row.name, (row, []))
         if row.rule_name is not None:
             rules.append(replace(declared_of(Rule, row), name=row.rule_name))
     # Sorted here, since the order of databases differs.
-    return [_pipeline(*found[name]) for name in sorted(found)]
+    return [_pipeline(*rows[name]) for name in sorted(rows)]
 
 
 def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
@@ -97,9 +97,9 @@ def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
 
 def read_runs(connection: Connection, pipeline_id: UUID, limit: int) -> list[JobRun]:
     """Return the last runs of a job, the latest first."""
-    asked = select(job_runs).where(job_runs.c.pipeline_id == str(pipeline_id))
+    query = select(job_runs).where(job_runs.c.pipeline_id == str(pipeline_id))
     return [
-        declared_of(JobRun, row) for row in connection.execute(asked.order_by(job_runs.c.number.desc()).limit(limit))
+        declared_of(JobRun, row) for row in connection.execute(query.order_by(job_runs.c.number.desc()).limit(limit))
     ]
 
 

@@ -46,15 +46,15 @@ def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
     if last is None or last <= since:
         return SchemaChanges(last=since)
     # Not beyond the number just read: a later change may be committed between two of these statements.
-    found: dict[str, list[Any]] = {}
+    rows: dict[str, list[Any]] = {}
     for table in (schemas, schema_versions, schema_settings):
         condition = and_(table.c.change > since, table.c.change <= last)
-        found[table.name] = list(connection.execute(select(table).where(condition).order_by(table.c.change)))
+        rows[table.name] = list(connection.execute(select(table).where(condition).order_by(table.c.change)))
     return SchemaChanges(
         last=int(last),
-        schemas=[_to_schema(row) for row in found[schemas.name]],
-        versions=[_to_version(row) for row in found[schema_versions.name]],
-        settings=[_to_settings(row) for row in found[schema_settings.name]],
+        schemas=[_to_schema(row) for row in rows[schemas.name]],
+        versions=[_to_version(row) for row in rows[schema_versions.name]],
+        settings=[_to_settings(row) for row in rows[schema_settings.name]],
     )
 
 
@@ -88,13 +88,13 @@ class SchemaTransaction:
 
     def add_schema(self, context: str, content: SchemaContent, *, schema_id: int | None = None) -> StoredSchema:
         """Store content under its next id, or under the given one, which no other content may have."""
-        given = self._next_id(context) if schema_id is None else schema_id
+        new_id = self._next_id(context) if schema_id is None else schema_id
         if schema_id is not None:
             self._skip_ids(context, schema_id)
-        stored = StoredSchema(context=context, schema_id=given, guid=str(content.guid), content=content)
+        stored = StoredSchema(context=context, schema_id=new_id, guid=str(content.guid), content=content)
         self._connection.execute(
             insert(schemas).values(
-                context=context, schema_id=given, guid=stored.guid, change=self._number, **row_of(content)
+                context=context, schema_id=new_id, guid=stored.guid, change=self._number, **row_of(content)
             )
         )
         return stored
@@ -117,16 +117,16 @@ class SchemaTransaction:
     def _next_id(self, context: str) -> int:
         first = insert_into(self._connection, schema_contexts).values(context=context, last_id=1)
         last = schema_contexts.c.last_id
-        grown = first.on_conflict_do_update(
+        upsert = first.on_conflict_do_update(
             index_elements=[schema_contexts.c.context], set_={"last_id": last + 1}, where=last < NUMBER_MAX
         )
-        given = self._connection.execute(grown.returning(last)).scalar_one_or_none()
-        if given is None:
+        number = self._connection.execute(upsert.returning(last)).scalar_one_or_none()
+        if number is None:
             raise SchemaRegistryError(
                 f"context {context!r} has no schema ids left; register in another one, such as :.NAME:SUBJECT",
                 code=RegistryCode.NOT_PERMITTED,
             )
-        return int(given)
+        return int(number)
 
     def _skip_ids(self, context: str, schema_id: int) -> None:
         """Reserve all ids up to this one."""

@@ -56,7 +56,7 @@ class Sealable(Protocol):
 N = TypeVar("N", bound=Sealable)
 
 
-class CannotOpen(Exception):
+class CannotUnseal(Exception):
     """A sealed secret cannot be opened here; the text says why."""
 
 
@@ -182,26 +182,26 @@ class Sealing:
         return f"{_PREFIX}{key.key_id}:{base64.b64encode(sealed).decode()}"
 
     def open(self, sealed: str, noun: str, name: str, setting: str) -> str:
-        """Open a secret, or raise `CannotOpen`."""
+        """Open a secret, or raise `CannotUnseal`."""
         from cryptography.exceptions import InvalidTag
 
         key_id, encoded = _parse_sealed(sealed)
         with self._lock:
             if self.path is None:
-                raise CannotOpen(f"it is sealed with key {key_id}, but this node has no {FLAG}")
+                raise CannotUnseal(f"it is sealed with key {key_id}, but this node has no {FLAG}")
             try:
                 keys = self._read()
             except InvalidSetting as error:
-                raise CannotOpen(str(error)) from None
+                raise CannotUnseal(str(error)) from None
         key = next((one for one in keys if one.key_id == key_id), None)
         if key is None:
-            raise CannotOpen(f"it is sealed with key {key_id}, which is not in {self.path}")
+            raise CannotUnseal(f"it is sealed with key {key_id}, which is not in {self.path}")
         try:
             content = _cipher(key).decrypt(
                 encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _associated_data(noun, name, setting)
             )
         except (InvalidTag, ValueError):
-            raise CannotOpen("it was changed or copied from elsewhere; set it again") from None
+            raise CannotUnseal("it was changed or copied from elsewhere; set it again") from None
         return str(content, "utf-8")
 
     def open_all(self, stored: N) -> N:
@@ -213,7 +213,7 @@ class Sealing:
                 continue
             try:
                 overrides[setting] = self.open(text, stored.noun, stored.name, setting)
-            except CannotOpen as error:
+            except CannotUnseal as error:
                 sealed[setting] = SealedValue(overrides.pop(setting), f"{setting} cannot be opened: {error}")
         return dataclasses.replace(stored, overrides=overrides, sealed=sealed)
 
@@ -288,20 +288,20 @@ class Sealing:
 
 
 def _parse_sealed(text: str) -> tuple[str, bytes]:
-    """Return the id of the key and the sealed bytes, or raise `CannotOpen`."""
+    """Return the id of the key and the sealed bytes, or raise `CannotUnseal`."""
     key_id, colon, encoded = text.removeprefix(_PREFIX).partition(":")
     try:
         if text.startswith(_PREFIX) and colon and key_id.isalnum():
             return key_id, base64.b64decode(encoded, validate=True)
     except binascii.Error:
         pass
-    raise CannotOpen("it is not sealed; set it again")
+    raise CannotUnseal("it is not sealed; set it again")
 
 
 def _key_id_of(text: str) -> str:
     try:
         return _parse_sealed(text)[0]
-    except CannotOpen:
+    except CannotUnseal:
         return ""
 
 

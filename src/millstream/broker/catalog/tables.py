@@ -294,7 +294,7 @@ def row_of(declared: Any) -> dict[str, Any]:
 
     Secrets that this node could not open are omitted, and so are `rules`, which have their own table.
     """
-    stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules"))
+    stored = (field.name for field in dataclasses.fields(declared) if field.name not in ("sealed", "rules"))
     row = {name: msgspec.to_builtins(getattr(declared, name), str_keys=True, enc_hook=dict) for name in stored}
     if isinstance(owner := getattr(declared, "owner", None), Owner):
         row |= {"owner": owner.principal, "owner_has_password": owner.has_password}
@@ -338,7 +338,7 @@ def take_numbers(connection: Connection, counter: str, size: int, *, first: int 
     """Allocate `size` numbers of a counter and return the first; they are never allocated again."""
     # One statement, which locks the row for all others until the end of the transaction.
     taken = insert_into(connection, counters).values(name=counter, next_value=first + size)
-    grown = {"next_value": counters.c.next_value + size}
-    connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
+    updated = {"next_value": counters.c.next_value + size}
+    connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=updated))
     end = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).scalar_one()
     return int(end) - size

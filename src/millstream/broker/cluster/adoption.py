@@ -121,7 +121,7 @@ class Adoption:
         is_written = await self._check_store(cluster_id)
         self._check_catalog(cluster_id)
         topics = source.topics()
-        found = AdoptionResult(
+        result = AdoptionResult(
             cluster_id=cluster_id,
             nodes=tuple(int(node) for node in self._list_nodes().values()),
             flags=Layout(self._data, {}).used_flags(self._files),
@@ -131,7 +131,7 @@ class Adoption:
         )
         if is_checked_only or is_done:
             source.close()
-            return found
+            return result
         replace_file(
             self._files,
             self._data,
@@ -148,7 +148,7 @@ class Adoption:
         self._transfer_folder(cluster_id)
         self._files.remove(f"{self._data}/{ADOPTING_NAME}")
         self._files.sync_directory(self._data)
-        return found
+        return result
 
     async def _write_states(self, cluster_id: str) -> None:
         service = open_coordination(self._files, self._data, self._clock)

@@ -132,7 +132,7 @@ class BrokerSettings:
 
     def apply(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
         """Apply all current settings, and notify the listeners if they changed."""
-        before, self._by_scope = self._by_scope, {scope: dict(found) for scope, found in by_scope.items()}
+        before, self._by_scope = self._by_scope, {scope: dict(settings) for scope, settings in by_scope.items()}
         if before != self._by_scope:
             for listener in self._listeners:
                 listener()

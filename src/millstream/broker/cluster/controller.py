@@ -52,8 +52,8 @@ async def admit(
     """Admit nodes, except those that have registered again meanwhile."""
     rewritten: set[PartitionKey] = set()
     while proposals := await _needed_proposals(joining, term, alive, rewritten, min_in_sync):
-        superseded = {one.partition for one in await term.propose(proposals)}
-        rewritten |= {one.partition for one in proposals} - superseded
+        superseded = {proposal.partition for proposal in await term.propose(proposals)}
+        rewritten |= {proposal.partition for proposal in proposals} - superseded
     for registered in joining:
         node = registered.node.node_id
         changes = [
@@ -318,7 +318,7 @@ class Controller:
             await self._wake.wait()
             self._wake.clear()
             try:
-                joining = [one for one in self._view.nodes.values() if not self._view.is_live(one.node.node_id)]
+                joining = [node for node in self._view.nodes.values() if not self._view.is_live(node.node.node_id)]
                 if joining:
                     await admit(joining, term, self._view.live, self._min_in_sync)
                     # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.

@@ -102,7 +102,7 @@ class NamedHolder(Holder, Generic[N]):
 
     async def _load(self, read: Callable[[Catalog], list[N]]) -> None:
         async with self._changing:
-            declared = {one.name: one for one in await self._declarations.call(read)}
+            declared = {declaration.name: declaration for declaration in await self._declarations.call(read)}
             is_new = declared != self._by_name
             self._by_name = declared
         if is_new:

@@ -69,8 +69,8 @@ class Term:
 
     async def _write(self, batch: list[Proposal]) -> bool:
         return await self.change(
-            [Put(partition_key(one.partition), encode_value(one.state)) for one in batch],
-            [Expect(partition_key(one.partition), one.revision) for one in batch],
+            [Put(partition_key(proposal.partition), encode_value(proposal.state)) for proposal in batch],
+            [Expect(partition_key(proposal.partition), proposal.revision) for proposal in batch],
         )
 
 
@@ -192,8 +192,8 @@ def move_from_leaving(
 
 def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | None:
     """Remove a node whose log may have a hole from those that may lead; the last one stays."""
-    in_sync = tuple(one for one in state.in_sync if one != node)
-    eligible = tuple(one for one in state.eligible if one != node)
+    in_sync = tuple(replica for replica in state.in_sync if replica != node)
+    eligible = tuple(replica for replica in state.eligible if replica != node)
     if not in_sync:
         # Eligible replicas have everything up to the high watermark too.
         in_sync, eligible = (eligible, ()) if eligible else (state.in_sync, ())

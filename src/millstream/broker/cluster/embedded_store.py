@@ -164,12 +164,12 @@ class CoordinationFile:
         size = self._files.size(self._descriptor)
         content = memoryview(self._files.read_at(self._descriptor, size, 0) if size else b"")
         while (record := self._record_at(content, self._end)) is not None:
-            found, self._end = record
-            if found.entries is not None:
-                self.entries = {one.key: one for one in found.entries}
+            parsed, self._end = record
+            if parsed.entries is not None:
+                self.entries = {entry.key: entry for entry in parsed.entries}
                 self._live_bytes = self._end
-            self._apply(found.changes, found.revision)
-            self.revision = max(self.revision, found.revision)
+            self._apply(parsed.changes, parsed.revision)
+            self.revision = max(self.revision, parsed.revision)
         self._check_tail(bytes(content[self._end :]))
         self._reserved = size
 

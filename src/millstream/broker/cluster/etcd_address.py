@@ -52,16 +52,16 @@ class EtcdAddress:
             raise ValueError(f"etcd's addresses must look like http://host:2379,http://other:2379, not {shown!r}")
         if len({part.scheme for part in parts}) > 1:
             raise ValueError(f"all of etcd's addresses must use https, or none, not {shown!r}")
-        given = user or unquote(parts[0].username or "")
+        user_name = user or unquote(parts[0].username or "")
         password = unquote(parts[0].password or "")
         if user and not (password or password_file):
             raise ValueError(f"there is no password for user {user!r}; name a file with --etcd-password-file")
-        if password_file and not given:
+        if password_file and not user_name:
             raise ValueError("--etcd-password-file needs --etcd-user")
         return cls(
             endpoints=tuple(part.netloc.rpartition("@")[2] for part in parts),
             encrypted=parts[0].scheme == "https",
-            user=given or None,
+            user=user_name or None,
             password=password,
             password_file=password_file,
             ca=ca,
@@ -97,7 +97,7 @@ class EtcdAddress:
     def stamp(self) -> tuple[int, ...]:
         """Return a value that changes with the TLS files."""
         statuses = (os.stat(name) for name in (self.ca, self.key, self.certificate) if name)
-        return tuple(number for one in statuses for number in (one.st_ino, one.st_mtime_ns))
+        return tuple(number for status in statuses for number in (status.st_ino, status.st_mtime_ns))
 
     def credentials(self) -> Any:
         """Return gRPC's credentials for an encrypted channel; None for a plain one."""

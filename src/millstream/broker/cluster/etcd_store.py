@@ -448,8 +448,8 @@ class EtcdSession:
 
 def _range_end(prefix: bytes) -> bytes:
     """Return the first key after all keys with this prefix."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\x00"
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\x00"
 
 
 def _transaction_request(namespace: bytes, changes: Sequence[Change], expect: Sequence[Expect], lease: int) -> Any:
@@ -635,8 +635,8 @@ class EtcdStore(StoreHealth):
             request = _page_request(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
             response = await self._members.send(lambda member: member.keys.Range, request, repeatable=True)
             revision = revision or response.header.revision
-            for found in response.kvs:
-                entry = _to_entry(self._namespace, found)
+            for pair in response.kvs:
+                entry = _to_entry(self._namespace, pair)
                 entries[entry.key] = entry
             if not response.more or not response.kvs:
                 return Snapshot(entries, revision)

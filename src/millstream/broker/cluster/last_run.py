@@ -58,8 +58,8 @@ class _Record:
 def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
     """Assign the folder of a stopped node durably to another cluster, or to none; a possible hole stays recorded."""
     record = _read(files, folder)
-    given = replace(record.owner, node_id=owner.node_id, cluster=owner.cluster, cluster_id=owner.cluster_id)
-    replace_file(files, folder, FILE_NAME, _encode(replace(record, owner=given)))
+    new_owner = replace(record.owner, node_id=owner.node_id, cluster=owner.cluster, cluster_id=owner.cluster_id)
+    replace_file(files, folder, FILE_NAME, _encode(replace(record, owner=new_owner)))
 
 
 class LastRun:
@@ -104,8 +104,8 @@ class LastRun:
     def set_owner(self, owner: FolderOwner) -> None:
         """Set the owner of the folder; it is written with the next record."""
         known = self._record.owner
-        kept = replace(owner, incarnations=known.incarnations, was_admitted=known.was_admitted)
-        self._record = replace(self._record, owner=kept)
+        merged = replace(owner, incarnations=known.incarnations, was_admitted=known.was_admitted)
+        self._record = replace(self._record, owner=merged)
 
     def begin(self, incarnation: str) -> None:
         """Record, durably, under which incarnation the node is about to register.

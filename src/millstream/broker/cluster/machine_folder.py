@@ -300,14 +300,14 @@ class FolderSettlement:
         }
         # Every node that a state names is one of this machine, which shares its stores with no other; it may be one
         # that never ran, because a start with more processes was interrupted.
-        named = (node for found in states.values() for node in found.state.replicas)
+        named = (node for versioned in states.values() for node in versioned.state.replicas)
         self._own_nodes = {*present.values(), *self._layout.nodes, *named}
         remaining_nodes = self._remaining_nodes(present)
         hosts = {}
-        for key, found in states.items():
-            nodes = found.state.replicas
+        for key, state in states.items():
+            nodes = state.state.replicas
             if len(nodes) == 1:
-                hosts[key] = nodes[0], found
+                hosts[key] = nodes[0], state
             elif not remaining_nodes.issuperset(nodes):
                 topic = (await self._store.read(keys.topic_key(key[0]))).entries.values()
                 name = next((topic_from_json(entry.value).name for entry in topic), key[0])

@@ -60,14 +60,14 @@ class CreationContext:
         """Return each topic that may be created, or why it may not; `deleted` are ids whose files still exist."""
         outcomes: list[Topic | MillstreamError] = []
         taken: dict[str, str] = {}
-        for one in new_topics:
+        for new_topic in new_topics:
             try:
-                if one.topic_id in deleted:
+                if new_topic.topic_id in deleted:
                     raise TopicExists(
-                        f"topic {one.name!r} was deleted, and its files are still being removed; try again"
+                        f"topic {new_topic.name!r} was deleted, and its files are still being removed; try again"
                     )
-                outcomes.append(self._declare(one, taken))
-                taken[metric_name(one.name)] = one.name
+                outcomes.append(self._declare(new_topic, taken))
+                taken[metric_name(new_topic.name)] = new_topic.name
             except MillstreamError as error:
                 outcomes.append(error)
         return outcomes

@@ -116,7 +116,7 @@ ReplicasByNode = Mapping[NodeId, ReplicaSummary]
 
 
 @dataclass(slots=True)
-class Rebuilt:
+class RebuiltState:
     """The new contents of the coordination store, and the problems found."""
 
     states: dict[PartitionKey, PartitionState] = field(default_factory=dict)
@@ -144,15 +144,15 @@ def derive_states(
     topics: Iterable[Topic],
     deleted: Collection[UUID],
     replaced: Collection[NodeId] = (),
-) -> Rebuilt:
+) -> RebuiltState:
     """Derive the states of all partitions that the catalog declares or has a deletion record of.
 
     Nodes that are `replaced` lost their folder and begin with an empty one: they get copies that are missing.
     """
     _check_one_cluster(inventories, replaced)
-    rebuilt = Rebuilt(
-        admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories},
-        locations={NodeId(one.node_id): one.location for one in inventories},
+    rebuilt = RebuiltState(
+        admitted={NodeId(inventory.node_id): inventory.whole or NOT_WHOLE for inventory in inventories},
+        locations={NodeId(inventory.node_id): inventory.location for inventory in inventories},
     )
     replicas: dict[PartitionKey, dict[NodeId, ReplicaSummary]] = {}
     for one in inventories:
@@ -200,7 +200,7 @@ def state_of(logs: ReplicasByNode, index: int, replication: int, replaced: Colle
 
 
 def _add(
-    rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, replicas: ReplicasByNode, replaced: Collection[NodeId]
+    rebuilt: RebuiltState, topic: Topic, index: PartitionIndex, replicas: ReplicasByNode, replaced: Collection[NodeId]
 ) -> bool:
     """Add the state of a partition; return False if there is no log of it."""
     name = f"{topic.name}-{index}"
@@ -216,19 +216,19 @@ def _add(
 
 
 def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[NodeId]) -> None:
-    nodes = [one.node_id for one in inventories]
+    nodes = [inventory.node_id for inventory in inventories]
     both = set(replaced) & set(nodes)
     if both:
         raise ClusterMismatch(f"node {min(both)} is to be replaced, but its folder is given too; omit one of them")
     twice = {node for node in nodes if nodes.count(node) > 1}
     if twice:
         raise ClusterMismatch(f"node {min(twice)} is given twice; pass each node's folder once, the newest")
-    clusters = {(one.cluster, one.cluster_id) for one in inventories}
+    clusters = {(inventory.cluster, inventory.cluster_id) for inventory in inventories}
     if len(clusters) > 1:
         raise ClusterMismatch(f"these are folders of several clusters: {sorted(clusters)}")
 
 
-async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> None:
+async def write(store: CoordinationStore, rebuilt: RebuiltState, cluster_id: str) -> None:
     """Write the state into a store that knows nothing of this cluster. Nodes are refused until all of it is written."""
     await check_unknown(store)
     unexpected = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}

@@ -137,8 +137,8 @@ class _Publication:
 
     def changes(self) -> Iterator[Change]:
         """Yield the changes that publish it, which also remove the placement chosen by the user."""
-        for one in self.proposals:
-            yield Put(partition_key(one.partition), encode_value(one.state))
+        for proposal in self.proposals:
+            yield Put(partition_key(proposal.partition), encode_value(proposal.state))
         yield Put(topic_key(self.topic.topic_id), encode_value(self.topic))
         if self.new_partitions or self.is_placed_by_hand:
             yield Delete(placement_key(self.topic.topic_id))
@@ -285,7 +285,9 @@ class Reconciliation:
     async def _publish(self, batch: list[_Publication]) -> None:
         proposals = [proposal for publication in batch for proposal in publication.proposals]
         changes = [change for publication in batch for change in publication.changes()]
-        if await self._term.change(changes, [Expect(partition_key(one.partition), one.revision) for one in proposals]):
+        if await self._term.change(
+            changes, [Expect(partition_key(proposal.partition), proposal.revision) for proposal in proposals]
+        ):
             for publication in batch:
                 extra = {"topic": publication.topic.name, "new_partitions": publication.new_partitions}
                 _logger.info("topic is published", extra=extra)
@@ -367,7 +369,9 @@ class Reconciliation:
         """Drop the records of topics whose files are all gone; the catalog's first, so that a crash repeats this."""
         view = self._view
         gone = {
-            one: record for one, record in view.deleted.items() if set(record.replicas) <= view.done.get(one, set())
+            topic_id: record
+            for topic_id, record in view.deleted.items()
+            if set(record.replicas) <= view.done.get(topic_id, set())
         }
         if not gone:
             return

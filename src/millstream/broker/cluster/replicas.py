@@ -317,8 +317,8 @@ class InSyncWriter:
         except StoreUnavailable as error:
             _logger.warning("the store did not confirm a change of in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
-        for one in pending:
-            await self._write_single(one)
+        for change in pending:
+            await self._write_single(change)
 
     async def _change(self, pending: list[_PendingChange]) -> bool:
         expects = {expect for one in pending for expect in one.expects}

@@ -123,7 +123,7 @@ class StoreServer:
             changes, expect = arguments
             return await self._store.change(
                 [Delete(key) if value is None else Put(key, value, leased) for key, value, leased in changes],
-                [Expect(*one) for one in expect],
+                [Expect(*expectation) for expectation in expect],
             )
         if method == "open_session":
             self._session = await self._store.open_session(math.inf, lambda: None)
@@ -204,7 +204,7 @@ class SocketStore(StoreHealth):
             (change.key, change.value, change.leased) if isinstance(change, Put) else (change.key, None, False)
             for change in changes
         ]
-        revision: int | None = await self.call("change", sent, [tuple(one) for one in expect])
+        revision: int | None = await self.call("change", sent, [tuple(expectation) for expectation in expect])
         return revision
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:

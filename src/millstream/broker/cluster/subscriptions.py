@@ -81,9 +81,9 @@ class Subscriptions(NamedHolder[Subscription]):
             declared = await self._declarations.call(Catalog.subscriptions)
             self._deleted = await self._declarations.call(Catalog.deleted_subscriptions)
             await self._forget_old_deletions()
-            self._by_name = {one.name: one for one in declared}
-            self._by_id = {one.subscription_id: one for one in declared}
-            self._settings = {one.subscription_id: one.settings for one in declared}
+            self._by_name = {subscription.name: subscription for subscription in declared}
+            self._by_id = {subscription.subscription_id: subscription for subscription in declared}
+            self._settings = {subscription.subscription_id: subscription.settings for subscription in declared}
         self._notify()
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
@@ -271,8 +271,8 @@ class Subscriptions(NamedHolder[Subscription]):
             lookup.error = error
             declared = []
         lookup.is_read = True
-        for one in declared:
-            self._store(one)
+        for subscription in declared:
+            self._store(subscription)
         if declared:
             self._notify()
 

@@ -59,12 +59,14 @@ def _by_topic(topics: Topics, attribute: str) -> Iterable[Sample]:
 
 
 def _by_partition(topics: Topics, attribute: str) -> Iterable[Sample]:
-    for one in topics.hosted():
-        yield Sample(getattr(one, attribute), (("topic", one.topic.name), ("partition", str(one.index))))
+    for partition in topics.hosted():
+        yield Sample(
+            getattr(partition, attribute), (("topic", partition.topic.name), ("partition", str(partition.index)))
+        )
 
 
 def _held_samples(topics: Topics, now_ms: int) -> Iterable[Sample]:
-    for one in topics.hosted():
-        held = held_bytes(one.log, now_ms)
+    for partition in topics.hosted():
+        held = held_bytes(partition.log, now_ms)
         if held:
-            yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
+            yield Sample(held, (("topic", partition.topic.name), ("partition", str(partition.index))))

@@ -213,7 +213,7 @@ class Topics:
             self._removed_some.clear()
             try:
                 while topics := tuple(islice(self._removed, CHANGES_MAX)):
-                    await self._coordination.change([Put(keys.done_key(one, self._me), "") for one in topics])
+                    await self._coordination.change([Put(keys.done_key(topic, self._me), "") for topic in topics])
                     self._removed.difference_update(topics)
                 while partitions := tuple(islice(self._removed_replicas, CHANGES_MAX)):
                     await self._coordination.change([Delete(keys.removed_key(one, self._me)) for one in partitions])
@@ -310,7 +310,7 @@ class Topics:
 
     def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
         """Return the state of each partition of a topic, in order; None where it is not agreed on yet."""
-        return [None if one is None else one.state for one in self._view.states_of(topic)]
+        return [None if state is None else state.state for state in self._view.states_of(topic)]
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         """Return the state of one partition; None if it is not agreed on yet."""
@@ -593,11 +593,13 @@ class Topics:
             waiting.intersection_update(self._by_id)
             return not waiting
 
-        what = ", ".join(repr(one if isinstance(one, str) else one.name) for one in named[:_NAMES_SHOWN_MAX])
+        what = ", ".join(repr(name if isinstance(name, str) else name.name) for name in named[:_NAMES_SHOWN_MAX])
         try:
             await self._view.until(agreed, timeout_s, what=f"the deletion of topic {what}")
         except RequestTimedOut as error:
-            return [error if isinstance(one, Topic) and one.topic_id in waiting else one for one in outcomes]
+            return [
+                error if isinstance(outcome, Topic) and outcome.topic_id in waiting else outcome for outcome in outcomes
+            ]
         return outcomes
 
     async def _delete_declared(self, named: Sequence[str | Topic]) -> list[Topic | MillstreamError]:
@@ -614,9 +616,11 @@ class Topics:
                     outcomes.append(topic)
                 except MillstreamError as error:
                     outcomes.append(error)
-            doomed = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
+            to_delete = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
             now_ms = self._clock.now_ms()
-            deleted = await self._declarations.change(Catalog.delete_topics, doomed, now_ms=now_ms) if doomed else ()
+            deleted = (
+                await self._declarations.change(Catalog.delete_topics, to_delete, now_ms=now_ms) if to_delete else ()
+            )
             for topic_id in deleted:
                 self._notify_declared(topic_id)
         return [

@@ -129,7 +129,7 @@ class ClusterView:
     def live(self) -> Mapping[NodeId, Node]:
         """Every node that runs and was admitted by the controller."""
         if self._live is None:
-            self._live = {node_id: one.node for node_id, one in self.nodes.items() if self.is_live(node_id)}
+            self._live = {node_id: node.node for node_id, node in self.nodes.items() if self.is_live(node_id)}
         return self._live
 
     def is_live(self, node: NodeId) -> bool:
@@ -285,10 +285,10 @@ class ClusterView:
         change.topics.add(topic_id)
 
     def _read_deleted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
-        text, found, node = rest.partition(keys.DONE)
+        text, separator, node = rest.partition(keys.DONE)
         topic_id = UUID(text)
         change.deleted.add(topic_id)
-        if found:
+        if separator:
             _mark(self.done.setdefault(topic_id, set()), NodeId(int(node)), value)
             return
         _put(self.deleted, topic_id, value, Deletion.from_json)

@@ -239,8 +239,8 @@ class Rewrite:
             if shard.state is not state:
                 return False
             records = [one for name in names if (one := state.durable_record(name)) is not None]
-            await self._append([one for one in records if isinstance(one, StateRecord)])
-            for late in [one for one in records if not isinstance(one, StateRecord)]:
+            await self._append([record for record in records if isinstance(record, StateRecord)])
+            for late in [record for record in records if not isinstance(record, StateRecord)]:
                 await late.make()
                 if shard.state is not state:
                     return False

@@ -275,7 +275,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         for index, state in states.items():
             for key, offset in () if state is None else state.offsets_of_transactional_groups(topics):
                 if count == limit:
-                    return {one: {} for one in groups}, True
+                    return {group: {} for group in groups}, True
                 groups[index].setdefault(key.group_id, {}).setdefault(key.topic, {})[key.partition] = offset
                 count += 1
         return groups, False

@@ -125,10 +125,10 @@ class PendingOffsets:
         read.
         """
         pending = [key.offset for key in self.of_group(group_id)] if self._producers_of else []
-        found = {topic: dict(offsets) for topic, offsets in fetched.items()}
+        completed = {topic: dict(offsets) for topic, offsets in fetched.items()}
         for key in pending:
-            found.setdefault(key.topic, {}).setdefault(key.partition, FetchedOffset(is_stable=False))
-        return found
+            completed.setdefault(key.topic, {}).setdefault(key.partition, FetchedOffset(is_stable=False))
+        return completed
 
     def of_group(self, group_id: str) -> list[PendingKey]:
         """Return the offsets that transactions have committed for a group."""

@@ -418,7 +418,7 @@ class ServedApis:
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
         yield browse_apis.RightsList()
-        yield browse_apis.NoteReading()
+        yield browse_apis.AuditReading()
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas)
         security, rules = self._parts.declared.security, self._enforced_rules

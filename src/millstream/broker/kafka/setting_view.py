@@ -198,14 +198,14 @@ def node_settings(
 def _addresses(config: Config, node: Node) -> Iterator[SettingView]:
     """Yield the listeners and advertised addresses of this node, as Kafka's brokers show them."""
     listeners, advertised = [], []
-    for one in config.all_listeners:
-        address, protocol = one.address, _security_protocol(one)
-        endpoint = node.endpoints.get(one.name)
-        if endpoint is not None and not one.advertise:
+    for listener in config.all_listeners:
+        address, protocol = listener.address, _security_protocol(listener)
+        endpoint = node.endpoints.get(listener.name)
+        if endpoint is not None and not listener.advertise:
             # The real port, if the configured one is 0.
             address = f"{address.rpartition(':')[0]}:{endpoint[1]}"
         listeners.append(f"{protocol}://{address}")
-        advertised.append(f"{protocol}://{one.advertise or address}")
+        advertised.append(f"{protocol}://{listener.advertise or address}")
     for name, value in (("listeners", ",".join(listeners)), ("advertised.listeners", ",".join(advertised))):
         declared = Setting(name=name, kind=str, default="", description=f"To change it: {_MISSING[name]}.")
         yield SettingView(declared, (Synonym(name, value, SOURCE_NODE),), read_only=True)

@@ -321,18 +321,18 @@ class ShareConsumers:
         return await self.service.delivery(subscription, self.partition(*place))
 
     async def acknowledge(
-        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
+        self, subscription: Subscription, member_id: str, acknowledgements: Acknowledgements, *, renews: bool
     ) -> dict[SharePartition, MillstreamError | None]:
         """Settle a member's acknowledgements, all or none per partition; return when they are durable."""
-        return await self.confirm(await self.settle(subscription, member_id, asked, renews=renews))
+        return await self.confirm(await self.settle(subscription, member_id, acknowledgements, renews=renews))
 
     async def settle(
-        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
+        self, subscription: Subscription, member_id: str, acknowledgements: Acknowledgements, *, renews: bool
     ) -> Settled:
         """Settle without waiting; `confirm` waits until the request may get a response."""
         return {
             place: await self._settle(subscription, member_id, place, batches, renews)
-            for place, batches in asked.items()
+            for place, batches in acknowledgements.items()
         }
 
     async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
@@ -397,7 +397,7 @@ class ShareConsumers:
         if not leaders:
             return []
         nodes = self._membership.nodes_of(client.listener, client.reached_at)
-        return [one for one in nodes if one[0].node_id in leaders]
+        return [node for node in nodes if node[0].node_id in leaders]
 
 
 def session_key(group_id: str, member_id: str, client: ClientInfo) -> SessionKey:

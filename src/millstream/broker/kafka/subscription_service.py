@@ -217,15 +217,15 @@ class SubscriptionService:
 
     async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
         """Return where new queues on these topics start; topics that do not exist yet are read from their start."""
-        asked = self.topics.existing(topics)
+        existing = self.topics.existing(topics)
         if settings.start == EARLIEST:
-            return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
+            return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in existing}
         time_ms = settings.start_time_ms(self.clock.now_ms())
         wanted_ms = _END_MS if time_ms is None else time_ms
         client = self._wire_client()
         isolation = int(settings.isolation == READ_COMMITTED)
         starts: dict[str, tuple[int, ...]] = {}
-        for topic in asked:
+        for topic in existing:
             name, partitions = topic.name, topic.partitions
             ends = await client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
             listed = ends
@@ -322,17 +322,21 @@ class SubscriptionService:
     def letter_topics(self) -> set[str]:
         """Return every topic that is declared as a dead letter topic, or was and has a queue of open letters."""
         declared = self.declared.all()
-        settings = [self.declared.settings_of(one) for one in declared]
-        tracked = {one.name.removeprefix(LETTERS_PREFIX) for one in declared if one.name.startswith(LETTERS_PREFIX)}
-        return tracked | {one.dead_letter_topic for one in settings if one.has_dead_letters}
+        settings = [self.declared.settings_of(subscription) for subscription in declared]
+        tracked = {
+            subscription.name.removeprefix(LETTERS_PREFIX)
+            for subscription in declared
+            if subscription.name.startswith(LETTERS_PREFIX)
+        }
+        return tracked | {setting.dead_letter_topic for setting in settings if setting.has_dead_letters}
 
     def letter_origins(self) -> dict[str, set[str]]:
         """Return the dead letter topics of subscriptions, each with the topics whose messages it may hold."""
         origins: dict[str, set[str]] = {}
-        for one in self.declared.all():
-            settings = self.declared.settings_of(one)
-            if one.topics and settings.has_dead_letters:
-                origins.setdefault(settings.dead_letter_topic, set()).update(one.topics)
+        for subscription in self.declared.all():
+            settings = self.declared.settings_of(subscription)
+            if subscription.topics and settings.has_dead_letters:
+                origins.setdefault(settings.dead_letter_topic, set()).update(subscription.topics)
         return origins
 
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
@@ -363,7 +367,11 @@ class SubscriptionService:
             listed = await self._wire_client().list_offsets_of(
                 dict.fromkeys(elsewhere, _END_MS), isolation=int(isolation == READ_COMMITTED)
             )
-            ends |= {place: one.offset for place, one in listed.items() if not isinstance(one, MillstreamError)}
+            ends |= {
+                place: listed_offset.offset
+                for place, listed_offset in listed.items()
+                if not isinstance(listed_offset, MillstreamError)
+            }
         return ends
 
     def _wire_client(self) -> Client:
@@ -401,7 +409,9 @@ class SubscriptionService:
             self._loading = self._supervise("loading of subscriptions", self._load_engine())
 
     async def _load_engine(self) -> None:
-        await asyncio.to_thread(_import_engine, any(one.settings.filter for one in self.declared.all()))
+        await asyncio.to_thread(
+            _import_engine, any(subscription.settings.filter for subscription in self.declared.all())
+        )
         from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
         from millstream.broker.subscriptions.engine import Dependencies, Engine
         from millstream.broker.subscriptions.filter_cache import FilterCache
@@ -440,7 +450,7 @@ class SubscriptionService:
         except MillstreamError:
             # The partition is being added or removed; nothing may be deleted by age until that is done.
             return 0
-        subscribed = [one for one in self.declared.all() if place.topic in one.topics]
+        subscribed = [subscription for subscription in self.declared.all() if place.topic in subscription.topics]
         if not partition.is_leader or (subscribed and self._engine is None):
             # Only the leader knows; followers keep what it keeps.
             return partition.log_start

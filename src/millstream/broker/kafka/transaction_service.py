@@ -120,9 +120,9 @@ def _partition_errors(response: Any) -> PartitionErrors:
     errors: dict[TopicPartition, MillstreamError | None] = {}
     for transaction in response.results_by_transaction:
         for topic in transaction.topic_results:
-            for one in topic.results_by_partition:
-                partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
-                code = one.partition_error_code
+            for result in topic.results_by_partition:
+                partition = TopicPartition(topic.name, PartitionIndex(result.partition_index))
+                code = result.partition_error_code
                 errors[partition] = error_from_code(code, None, about=f"{partition}") if code else None
     return errors
 

@@ -497,7 +497,7 @@ def _check_replicated(log: Log, batches: Buffer, leader_epoch: int) -> tuple[lis
 
 def _align_to_end(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
     """Return the batches so that they are contiguous and begin where the log ends."""
-    laid = bytearray()
+    aligned = bytearray()
     expected = int(log.end_offset)
     for header in headers:
         if header.next_offset <= expected:
@@ -509,12 +509,12 @@ def _align_to_end(log: Log, batches: Buffer, headers: list[BatchHeader]) -> byte
                 f"{header.last_offset} that the leader sent"
             )
         if header.base_offset < expected:
-            laid += empty_batch(expected, header.next_offset, header.leader_epoch)
+            aligned += empty_batch(expected, header.next_offset, header.leader_epoch)
         else:
             while expected < header.base_offset:
                 after = min(int(header.base_offset), expected + _EMPTY_OFFSETS_MAX)
-                laid += empty_batch(expected, after, header.leader_epoch)
+                aligned += empty_batch(expected, after, header.leader_epoch)
                 expected = after
-            laid += memoryview(batches)[header.position : header.end_position]
+            aligned += memoryview(batches)[header.position : header.end_position]
         expected = int(header.next_offset)
-    return laid
+    return aligned

@@ -134,13 +134,15 @@ class Checkpoints:
     @property
     def failed(self) -> list[Log]:
         """The logs that need another checkpoint."""
-        logs = [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
+        logs = [log for log, _ in self.unopened] + [
+            checkpoint.log for checkpoint in self.checkpoints if checkpoint.error is not None
+        ]
         return [log for log in logs if not log.closed]
 
     @property
     def error(self) -> OSError | None:
         """Return why one of them failed, if one did."""
-        errors = [error for _, error in self.unopened] + [one.error for one in self.checkpoints]
+        errors = [error for _, error in self.unopened] + [checkpoint.error for checkpoint in self.checkpoints]
         return next((error for error in errors if error is not None), None)
 
     def execute(self) -> None:

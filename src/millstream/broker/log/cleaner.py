@@ -19,7 +19,7 @@ from crc32c import crc32c
 
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.scan import BadRange, Scan, Window
 from millstream.broker.log.segment import Index, Segment, cleaned_path
 from millstream.core.errors import BatchRejected, MillstreamError
 from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, TIMESTAMP_TYPE_FLAG, BatchHeader, read_header
@@ -203,9 +203,9 @@ class Cleaner:
     def _map_batch(self, header: BatchHeader, batch: memoryview) -> None:
         if header.is_control or self._transactions.is_aborted(header):
             return
-        found = self._records(header, batch)
-        if found is not None:
-            for record in found[1]:
+        records = self._records(header, batch)
+        if records is not None:
+            for record in records[1]:
                 if record.key is not None:
                     self._keys.record(record.key, header.base_offset + record.offset_delta)
 
@@ -246,10 +246,10 @@ class Cleaner:
             return batch
         if self._transactions.is_aborted(header):
             return self._placeholder(header)
-        found = self._records(header, batch)
-        if found is None:
+        decoded = self._records(header, batch)
+        if decoded is None:
             return batch
-        section, records = found
+        section, records = decoded
         drop_tombstones = self._may_drop_tombstones(header)
         kept = [record for record in records if self._is_kept(header, record, drop_tombstones=drop_tombstones)]
         if not kept:
@@ -271,10 +271,10 @@ class Cleaner:
             return batch
         if header.attributes & DELETE_HORIZON_FLAG:
             return None if self._pass.now_ms >= header.base_timestamp_ms else batch
-        found = self._records(header, batch)
-        if found is None:
+        decoded = self._records(header, batch)
+        if decoded is None:
             return batch
-        section, records = found
+        section, records = decoded
         horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
         if not records or not can_shift(header, records, horizon_ms):
             return batch
@@ -321,7 +321,7 @@ class Cleaner:
             window = Window(self._files, descriptor, min(source.size, self._files.size(descriptor)))
             scan = Scan(window, 0, source.base_offset, limit=source.next_offset, epochs=self._epochs)
             for found in scan:
-                if isinstance(found, Bad):
+                if isinstance(found, BadRange):
                     raise DamagedSource(source.base_offset, found.start)
                 self._progress(found.size_bytes)
                 yield found._replace(position=0), window.at(found.position, found.size_bytes)

@@ -98,8 +98,8 @@ def main() -> None:
     cleaner = Cleaner(DiskFiles(), msgspec.msgpack.decode(request, type=CompactionPass), RateLimit())
     try:
         write_message(responses, _run(cleaner.map_keys))
-        while (asked := read_framed(requests)) is not None:
-            group = msgspec.msgpack.decode(asked, type=int)
+        while (request := read_framed(requests)) is not None:
+            group = msgspec.msgpack.decode(request, type=int)
             write_message(responses, _run(lambda group=group: cleaner.clean(group)))  # type: ignore[misc]
     except (CleaningCancelled, BrokenPipeError):
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from millstream.broker.log.files import BackgroundSync, Files, write_fully
 from millstream.broker.log.journal import Capture, Journal, Reservation, sync_folders, sync_segments, unjournaled_bytes
 from millstream.broker.log.log import Log
-from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.scan import BadRange, Scan, Window
 from millstream.broker.log.segment import REPAIR_SUFFIX, Segment, segment_path
 from millstream.core.errors import MillstreamError
 from millstream.protocol.records.batch import BatchHeader
@@ -38,7 +38,7 @@ class TailRewrite:
         self._new.first_append_ms = segment.first_append_ms
         self._new.last_append_ms = segment.last_append_ms
         self._interval_bytes = log.settings.index_interval_bytes
-        self._lost_ranges: list[Bad] = []
+        self._lost_ranges: list[BadRange] = []
         log.health.begin_repair()
 
     def execute(self, files: Files) -> None:
@@ -72,15 +72,15 @@ class TailRewrite:
         window = Window(files, self._descriptor, end)
         scan = Scan(window, self._start, self._start_offset, limit=old.next_offset)
         for found in scan:
-            if isinstance(found, Bad):
+            if isinstance(found, BadRange):
                 after = found.next_offset if found.next_offset >= 0 else old.next_offset
-                self._lost_ranges.append(Bad(new.size, new.size, found.first, after))
+                self._lost_ranges.append(BadRange(new.size, new.size, found.first, after))
             else:
                 self._copy_batch(files, descriptor, window, found)
         if scan.expected < old.next_offset and not (
             self._lost_ranges and self._lost_ranges[-1].next_offset == old.next_offset
         ):
-            self._lost_ranges.append(Bad(new.size, new.size, scan.expected, old.next_offset))
+            self._lost_ranges.append(BadRange(new.size, new.size, scan.expected, old.next_offset))
         new.next_offset = old.next_offset
 
     def _copy_batch(self, files: Files, descriptor: int, window: Window, header: BatchHeader) -> None:

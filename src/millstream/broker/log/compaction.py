@@ -205,7 +205,7 @@ def roll_idle(log: Log, now_ms: int) -> None:
 
 def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
     """Return the segments from the start of the log that a pass may cover now."""
-    found = []
+    segments = []
     # A record that is not acknowledged may still be truncated, and must not remove an earlier one. A record of an
     # open transaction may be aborted.
     limit = min(log.stored_offset, log.acknowledged_offset(default=log.stored_offset))
@@ -216,8 +216,8 @@ def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
             break
         if awaits_landing(log, segment, now_ms):
             break
-        found.append(segment)
-    return found
+        segments.append(segment)
+    return segments
 
 
 def _is_fresh(log: Log, segment: Segment, now_ms: int) -> bool:
@@ -325,8 +325,10 @@ class Compaction:
             epochs=log.epochs.entries(),
             retained_offsets=_retained_offsets(log),
             aborted=[
-                (one.producer_id, one.first_offset, one.marker_offset)
-                for one in log.producers.transactions.aborted.overlapping(log.start_offset, segments[-1].next_offset)
+                (transaction.producer_id, transaction.first_offset, transaction.marker_offset)
+                for transaction in log.producers.transactions.aborted.overlapping(
+                    log.start_offset, segments[-1].next_offset
+                )
             ],
             now_ms=now_ms,
             delete_retention_ms=log.settings.delete_retention_ms,

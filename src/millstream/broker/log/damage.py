@@ -64,15 +64,15 @@ class Damage:
         self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
-        found = bisect_right(self._lost, offset, key=_start_offset) - 1
-        if found < 0 or self._lost[found].end <= offset:
+        index = bisect_right(self._lost, offset, key=_start_offset) - 1
+        if index < 0 or self._lost[index].end <= offset:
             return None
-        return self._lost[found]
+        return self._lost[index]
 
     def next_after(self, offset: int) -> int | None:
         """Return the start of the first range beyond an offset."""
-        found = bisect_right(self._lost, offset, key=_start_offset)
-        return self._lost[found].start if found < len(self._lost) else None
+        index = bisect_right(self._lost, offset, key=_start_offset)
+        return self._lost[index].start if index < len(self._lost) else None
 
     def cut_before(self, start_offset: int) -> None:
         """Discard damage that is entirely before a new start of the log."""

@@ -44,8 +44,8 @@ def _syncfs() -> Callable[[int], int] | None:
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if sys.platform != "linux" or release is None or (int(release[1]), int(release[2])) < _SYNCFS_REPORTS_ERRORS_SINCE:
         return None
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-    return found
+    syncfs: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    return syncfs
 
 
 Readable = bytes | bytearray | memoryview
@@ -225,8 +225,8 @@ class DiskFiles:
         return descriptor
 
     def free_bytes(self, path: str, /) -> int:
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        statistics = os.statvfs(path)
+        return statistics.f_bavail * statistics.f_frsize
 
     def open_files_max(self) -> int:
         """Return a quarter of the limit of open files: connections need descriptors too."""
@@ -417,10 +417,10 @@ class KernelSync:
 def _system_call(arguments: int) -> Callable[..., int]:
     """Return the function for calls with this many arguments, declared so that ctypes converts them itself."""
     # The interpreter's lock is kept: the calls are short, and taking it again is what costs.
-    found = ctypes.PyDLL(None, use_errno=True)["syscall"]
-    found.argtypes = (ctypes.c_long,) * (1 + arguments)
-    found.restype = ctypes.c_long
-    return cast("Callable[..., int]", found)
+    syscall = ctypes.PyDLL(None, use_errno=True)["syscall"]
+    syscall.argtypes = (ctypes.c_long,) * (1 + arguments)
+    syscall.restype = ctypes.c_long
+    return cast("Callable[..., int]", syscall)
 
 
 def _call(number: int, *arguments: int) -> int:

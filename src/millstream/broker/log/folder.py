@@ -77,14 +77,14 @@ class DataFolder:
 
     def _check_format(self) -> bool:
         try:
-            found = read_whole(self._files, f"{self.path}/{FORMAT_NAME}")
+            content = read_whole(self._files, f"{self.path}/{FORMAT_NAME}")
         except FileNotFoundError:
             replace_file(self._files, self.path, FORMAT_NAME, FORMAT)
             return True
-        if found != FORMAT:
+        if content != FORMAT:
             raise DataFolderInvalid(
                 f"{self.path} was written in a format that this version does not know; "
-                f"its file {FORMAT_NAME!r} says {found[:80]!r}"
+                f"its file {FORMAT_NAME!r} says {content[:80]!r}"
             )
         return False
 

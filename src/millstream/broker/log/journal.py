@@ -286,9 +286,9 @@ class Journal:
 
     def entries_of(self, log: Log, base_offset: int) -> Iterator[tuple[Entry, bytes]]:
         """Yield the entries that the journal still holds of one segment."""
-        wanted = (self.journal_id, log.topic_id, log.partition.partition, base_offset)
+        identity = (self.journal_id, log.topic_id, log.partition.partition, base_offset)
         for entry, data in read_journal(self._files, self._directory):
-            if (entry.journal_id, entry.topic_id, entry.partition, entry.base_offset) == wanted:
+            if (entry.journal_id, entry.topic_id, entry.partition, entry.base_offset) == identity:
                 yield entry, data
 
     # -- end of life ----------------------------------------------------------------------------------------

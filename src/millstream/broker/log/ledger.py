@@ -182,7 +182,7 @@ class Ledger:
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)
-        kept = self._end, self._reserved
+        before = self._end, self._reserved
         self._end = self._reserved = 0
         try:
             self._files.truncate(self._descriptor, 0)
@@ -193,7 +193,7 @@ class Ledger:
         except OSError:
             self._files.close(self._descriptor)
             self._descriptor = old
-            self._end, self._reserved = kept
+            self._end, self._reserved = before
             raise
         self._files.close(old)
         self._places = dict(places)
@@ -204,11 +204,11 @@ class Ledger:
 
 def last_states(content: bytes) -> dict[LogKey, bytes]:
     """Return the last state of each log in a ledger, for read-only use."""
-    found: dict[LogKey, bytes] = {}
+    entries: dict[LogKey, bytes] = {}
     for position, end in _iterate_groups(content):
         for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
-            found[key] = content[place.position : place.position + place.size]
-    return {key: state for key, state in found.items() if state}
+            entries[key] = content[place.position : place.position + place.size]
+    return {key: state for key, state in entries.items() if state}
 
 
 def _iterate_groups(content: bytes) -> Iterator[tuple[int, int]]:

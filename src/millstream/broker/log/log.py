@@ -25,7 +25,7 @@ from millstream.broker.log.log_contents import LogContents, ProducerReplay, read
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Found, HeavyBatch, Lookup, Reader
 from millstream.broker.log.retention import delete_before, delete_expired
-from millstream.broker.log.scan import Bad, LoadedIndexes
+from millstream.broker.log.scan import BadRange, LoadedIndexes
 from millstream.broker.log.segment import RELATIVE_OFFSET_MAX, Index, Segment, SegmentList
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
 from millstream.broker.log.transactions import Guard
@@ -390,8 +390,8 @@ class Log:
 
     def read(self, offset: int, *, max_bytes: int, up_to: int, at_least_one: bool = True) -> bytes | memoryview:
         """Read whole batches from the one that holds `offset`: at most `max_bytes`, but one batch if `at_least_one`."""
-        found = self.read_slice(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
-        return b"" if found is None else found.data
+        records_slice = self.read_slice(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
+        return b"" if records_slice is None else records_slice.data
 
     def read_slice(
         self, offset: int, *, max_bytes: int, up_to: int, eager_bytes: int = READ_ALL, at_least_one: bool = True
@@ -555,7 +555,9 @@ class Log:
         segment.mark_synced(segment.size, segment.next_offset)
         unsynced = max(self.synced_offset, segment.base_offset)
         is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
-        self.record_damage(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited)
+        self.record_damage(
+            segment, BadRange(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited
+        )
         if is_awaited:
             # A pending commit may still advance past it, and a retry must not count as a duplicate of lost records.
             self.producers.drop_range(unsynced, segment.next_offset)
@@ -570,7 +572,7 @@ class Log:
         """Find the lost offsets at a position where a segment turned out to be broken, now or in a thread."""
         self.maintenance.inspect(self, segment, position)
 
-    def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
+    def record_damage(self, segment: Segment, bad: BadRange, *, unread: bool = False) -> None:
         """Record that a range of offsets is lost; the records behind it stay readable."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
         self.damage.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from millstream.broker.log.damage import Damage
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.producers import Producers
-from millstream.broker.log.scan import Bad, Scan, SectorWindow, Window
+from millstream.broker.log.scan import BadRange, Scan, SectorWindow, Window
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import OffsetRange
@@ -82,7 +82,7 @@ class ProducerReplay:
         try:
             window = SectorWindow(self._files, descriptor, min(size, self._files.size(descriptor)))
             for found in Scan(window, position, expected, limit=next_offset):
-                if not isinstance(found, Bad):
+                if not isinstance(found, BadRange):
                     replay_batch(self._producers, found, window, self._now_ms)
         finally:
             self._files.close(descriptor)

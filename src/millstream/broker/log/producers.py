@@ -159,8 +159,14 @@ class Producers:
 
     def open_transactions(self) -> list[OpenTransaction]:
         return [
-            OpenTransaction(one.producer_id, one.epoch, one.open_from, one.coordinator_epoch, one.last_ms)
-            for one in self.transactions.open.values()
+            OpenTransaction(
+                transaction.producer_id,
+                transaction.epoch,
+                transaction.open_from,
+                transaction.coordinator_epoch,
+                transaction.last_ms,
+            )
+            for transaction in self.transactions.open.values()
         ]
 
     def check_marker(self, marker: Marker) -> Marker | None:

@@ -16,7 +16,7 @@ from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import ProducerReplay
-from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.scan import BadRange, Scan, Window
 from millstream.broker.log.segment import Index, Segment, cleaned_path
 from millstream.core.errors import DivergedLog, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
@@ -91,7 +91,7 @@ class RangeRepair:
             self._epochs.extend_back(header.leader_epoch, int(header.base_offset))
         self._interval_bytes = log.settings.index_interval_bytes
         self._new: Segment | None = None
-        self._bad: list[Bad] = []
+        self._bad: list[BadRange] = []
         self._replay: ProducerReplay | None = None
         if not self.is_in_place and self._old_segment is log.segments.active:
             log.roll()
@@ -111,7 +111,7 @@ class RangeRepair:
         return not log.closed and log.generation == self._generation and self._lost_range in log.damage
 
     def execute(self) -> None:
-        """Write and sync; called in a thread, for repairs in place only in the one that truncates logs."""
+        """Write and sync; called in a thread. A repair in place needs the thread that truncates logs."""
         try:
             if not self._is_current:
                 # The file may hold newer records at this position by now.
@@ -163,7 +163,7 @@ class RangeRepair:
         index = new.index or Index()
         scan = Scan(window, 0, new.base_offset, limit=limit, epochs=self._epochs)
         for found in scan:
-            if isinstance(found, Bad):
+            if isinstance(found, BadRange):
                 found = found if found.next_offset >= 0 else found._replace(next_offset=limit)
                 if found.first < self._next_offset and found.next_offset > self._lost_range.start:
                     raise StorageFailure(f"{new.path} does not contain the bytes written at {found.start}")
@@ -171,7 +171,7 @@ class RangeRepair:
             else:
                 new.add_batch(found, int(found.base_offset), found.position, index, self._interval_bytes)
         if scan.expected < limit and not (self._bad and self._bad[-1].next_offset == limit):
-            self._bad.append(Bad(window.end, window.end, scan.expected, limit))
+            self._bad.append(BadRange(window.end, window.end, scan.expected, limit))
         new.index, new.size, new.next_offset = index, window.end, limit
 
     def replay(self) -> ProducerReplay | None:

@@ -175,12 +175,12 @@ class Reader:
                 data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
             end, next_offset = self._last_whole_batch(segment, position, position + max_bytes, data)
             size = end - position if at_least_one or end - position <= max_bytes else 0
-        found = SegmentSlice(self._open_files, segment, position, size, next_offset, verify)
+        records_slice = SegmentSlice(self._open_files, segment, position, size, next_offset, verify)
         if size <= len(data):
-            found.data = memoryview(data)[:size]
+            records_slice.data = memoryview(data)[:size]
         elif size <= eager_bytes or segment.suspect:
-            found.data = found.read(0, size)
-        return found
+            records_slice.data = records_slice.read(0, size)
+        return records_slice
 
     def _find_cold(
         self, segment: Segment, position: int, max_bytes: int, limit: int, *, at_least_one: bool
@@ -200,10 +200,10 @@ class Reader:
         if run.end == 0:
             raise BrokenSegment(segment, position)
         segment.verification.extend(position + run.end, run.next_offset)
-        found = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
-        found.data = memoryview(data)[: run.end]
+        records_slice = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
+        records_slice.data = memoryview(data)[: run.end]
         segment.suspect = False
-        return found
+        return records_slice
 
     def _verify_up_to(self, segment: Segment, position: int) -> int:
         """Verify up to a batch from the last known one before it; return its offset."""

@@ -21,7 +21,7 @@ from millstream.broker.log.journal import Entry, read_journal, remove_journal
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log_contents import LogContents, RecoveryReport, replay_batch
 from millstream.broker.log.producers import Producers
-from millstream.broker.log.scan import Bad, Scan, Window, build_index, load_index
+from millstream.broker.log.scan import BadRange, Scan, Window, build_index, load_index
 from millstream.broker.log.segment import (
     CLEANED_SUFFIX,
     DELETED_SUFFIX,
@@ -340,7 +340,7 @@ class Recovery:
             if previous is None:
                 self._record_damage(LostRange(contents.end_offset, segment.base_offset, -1, 0, 0))
             else:
-                self._record_damage_at(previous, Bad(previous.size, end, contents.end_offset, segment.base_offset))
+                self._record_damage_at(previous, BadRange(previous.size, end, contents.end_offset, segment.base_offset))
         self._tail = None
         contents.segments.append(segment)
         contents.end_offset = max(contents.end_offset, segment.next_offset)
@@ -363,7 +363,7 @@ class Recovery:
             start, bad_end = segment.size, None
             last_epoch = self._contents.epochs.latest if replay else -1
             for found in Scan(window, start, segment.next_offset, limit=limit, last_epoch=last_epoch):
-                if not isinstance(found, Bad):
+                if not isinstance(found, BadRange):
                     self._add_batch(segment, found, index, window, replay=replay)
                 elif found.next_offset >= 0:
                     self._record_damage_at(segment, found)
@@ -402,7 +402,7 @@ class Recovery:
 
     # -- decisions ------------------------------------------------------------------------------------------
 
-    def _record_damage_at(self, segment: Segment, bad: Bad) -> None:
+    def _record_damage_at(self, segment: Segment, bad: BadRange) -> None:
         segment.holes[bad.start] = (bad.end, bad.next_offset)
         self._lost_until = bad.next_offset
         self._record_damage(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))

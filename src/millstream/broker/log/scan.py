@@ -109,8 +109,8 @@ _SIZE_AND_COUNTS = struct.Struct(">8xi11xi30xi")
 """The length of a batch, its last offset delta and its number of records."""
 
 
-class Bad(NamedTuple):
-    """Bytes that are not a batch, and the offsets that should be there; up to -1 if nothing valid follows."""
+class BadRange(NamedTuple):
+    """Bytes that are not a batch, and the offsets that they should hold; `next_offset` is -1 if nothing follows."""
 
     start: int
     end: int
@@ -148,8 +148,8 @@ class Window:
         return memoryview(data)[at : at + size]
 
     def _fill(self, position: int, size: int) -> None:
-        wanted = min(max(size, WINDOW_BYTES), self.end - position)
-        self._data = _read_all(self._files, self._descriptor, wanted, position)
+        window_bytes = min(max(size, WINDOW_BYTES), self.end - position)
+        self._data = _read_all(self._files, self._descriptor, window_bytes, position)
         self._start = position
 
     def find_magic(self, position: int) -> int:
@@ -247,7 +247,7 @@ class Scan:
         self._epochs = epochs
         self._last_epoch = last_epoch
 
-    def __iter__(self) -> Iterator[BatchHeader | Bad]:
+    def __iter__(self) -> Iterator[BatchHeader | BadRange]:
         while self.position < self.window.end and self.expected < self._limit:
             header = batch_at(self.window, self.position)
             if header is None or not self._continues(header):
@@ -279,7 +279,7 @@ class Scan:
             or not self._last_epoch <= following.leader_epoch < header.leader_epoch
         )
 
-    def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
+    def _resume(self, header: BatchHeader | None) -> tuple[BadRange, BatchHeader | None]:
         """Return the bad range from here on, and the valid batch that follows it, if any."""
         start, first = self.position, self.expected
         if header is not None and first < header.base_offset and header.next_offset <= self._limit:
@@ -287,12 +287,12 @@ class Scan:
             right, wrong = self._votes(header, header.next_offset), self._votes(header, header.next_offset - shift)
             if right > wrong and self._epoch_fits(header):
                 # Nothing is wrong with this batch: what should come before it is missing from the file.
-                return Bad(start, start, first, header.base_offset), header
+                return BadRange(start, start, first, header.base_offset), header
         for position in self._candidates(start):
             found = batch_at(self.window, position)
             if found is not None and self._is_plausible(found):
-                return Bad(start, position, first, found.base_offset), found
-        return Bad(start, self.window.end, first, -1), None
+                return BadRange(start, position, first, found.base_offset), found
+        return BadRange(start, self.window.end, first, -1), None
 
     def _votes(self, header: BatchHeader, next_offset: int) -> int:
         """Count the following batches that agree that a batch ends at an offset, minus those that disagree."""
@@ -320,43 +320,43 @@ class Scan:
             yield position
             position = self.window.find_magic(position + 1)
 
-    def _is_plausible(self, found: BatchHeader) -> bool:
+    def _is_plausible(self, header: BatchHeader) -> bool:
         """Whether a batch behind bad bytes has an offset and an epoch that can be trusted."""
-        if not self.expected <= found.base_offset or found.next_offset > self._limit:
+        if not self.expected <= header.base_offset or header.next_offset > self._limit:
             return False
-        if found.base_offset == 0:
+        if header.base_offset == 0:
             # Bytes precede it, so it cannot be the first batch: a page that was never written reads as zeros.
             return False
         if self._epochs is not None:
-            if self._epochs.epoch_at(found.base_offset) != found.leader_epoch:
+            if self._epochs.epoch_at(header.base_offset) != header.leader_epoch:
                 return False
-        elif found.leader_epoch < self._last_epoch:
+        elif header.leader_epoch < self._last_epoch:
             return False
-        votes = self._votes(found, found.next_offset)
+        votes = self._votes(header, header.next_offset)
         # Against a single other batch, the batches before decide which of the two is wrong.
-        return votes > 0 or (votes >= -1 and self._is_expected_offset(found))
+        return votes > 0 or (votes >= -1 and self._is_expected_offset(header))
 
-    def _is_expected_offset(self, found: BatchHeader) -> bool:
+    def _is_expected_offset(self, header: BatchHeader) -> bool:
         """Whether an offset that no later batch confirms fits what the bad bytes before it can have held.
 
         If they are one batch, two fields of its header say how many offsets it has, and one bit can have changed only
         one of them. If they are several, a record takes more than a byte.
         """
-        if found.next_offset == self._limit:
+        if header.next_offset == self._limit:
             # It ends where the segment is known to end.
             return True
-        if found.base_offset == self.expected:
+        if header.base_offset == self.expected:
             # It continues where the last good batch ended. Nothing of the log can lie in between: too few bytes for
             # a batch, or a whole one that belongs elsewhere. A damaged batch would have had its own offsets.
-            return found.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
+            return header.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
         head = self.window.at(self.position, HEADER_BYTES)
         if len(head) < HEADER_BYTES:
             return False
         size, last_offset_delta, record_count = _SIZE_AND_COUNTS.unpack_from(head)
-        if found.base_offset - self.expected in (last_offset_delta + 1, record_count):
+        if header.base_offset - self.expected in (last_offset_delta + 1, record_count):
             return True
-        one_batch = self.position + LOG_OVERHEAD_BYTES + size == found.position
-        return not one_batch and found.base_offset - self.expected <= found.position - self.position
+        one_batch = self.position + LOG_OVERHEAD_BYTES + size == header.position
+        return not one_batch and header.base_offset - self.expected <= header.position - self.position
 
 
 INDEX_BUDGET_BYTES = 64 * 1024 * 1024
@@ -364,17 +364,17 @@ INDEX_BUDGET_BYTES = 64 * 1024 * 1024
 
 def load_index(files: Files, segment: Segment) -> Index | None:
     """Return the stored index; None if it is not the one that the checkpoint recorded."""
-    wanted = segment.index_entries * ENTRY_BYTES
-    if not wanted:
+    index_bytes = segment.index_entries * ENTRY_BYTES
+    if not index_bytes:
         return Index()
     try:
         places = read_whole(files, segment_path(segment.directory, segment.base_offset, INDEX_SUFFIX))
         times = read_whole(files, segment_path(segment.directory, segment.base_offset, TIME_INDEX_SUFFIX))
     except OSError:
         return None
-    if len(places) < wanted or len(times) < wanted:
+    if len(places) < index_bytes or len(times) < index_bytes:
         return None
-    index = Index.from_bytes(places[:wanted], times[:wanted])
+    index = Index.from_bytes(places[:index_bytes], times[:index_bytes])
     return index if index.checksum() == segment.index_checksum else None
 
 
@@ -382,7 +382,7 @@ def build_index(scan: Scan, segment: Segment, interval_bytes: int) -> Index:
     """Rebuild the index from the batches; damaged ones are left out and found again when they are read."""
     index, largest = Index(), -1
     for found in scan:
-        if isinstance(found, Bad):
+        if isinstance(found, BadRange):
             continue
         if found.position - index.last_position >= interval_bytes:
             index.add(found.base_offset - segment.base_offset, found.position, largest)

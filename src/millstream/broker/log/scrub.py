@@ -20,7 +20,7 @@ from millstream.broker.log.files import Files
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import ProducerReplay
-from millstream.broker.log.scan import FRAME_BYTES, Bad, Scan, SectorWindow, read_frame, valid_run
+from millstream.broker.log.scan import FRAME_BYTES, BadRange, Scan, SectorWindow, read_frame, valid_run
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import read_whole, replace_file
 from millstream.core.clock import Clock
@@ -54,7 +54,7 @@ class Inspection:
         self.segment = segment
         self.end = position
         self.next_offset = offset
-        self.bad: Bad | None = None
+        self.bad: BadRange | None = None
         """Lost ranges that were not known."""
         self.error: OSError | None = None
         """The error of the disk, if it could not read some of it."""
@@ -90,18 +90,18 @@ class Inspection:
         for found in scan:
             if self.is_cancelled:
                 return
-            if isinstance(found, Bad) and not self._is_known(found):
+            if isinstance(found, BadRange) and not self._is_known(found):
                 self.bad = found
                 break
         else:
             if scan.expected < self._limit:
-                self.bad = Bad(scan.position, self._segment_size, scan.expected, self._limit)
+                self.bad = BadRange(scan.position, self._segment_size, scan.expected, self._limit)
         if self.bad is not None and self.bad.next_offset < 0:
             self.bad = self.bad._replace(end=self._segment_size, next_offset=self._limit)
         self.error = self.error or window.error
         self._is_disk_dead = window.error is not None and not window.was_readable
 
-    def _is_known(self, bad: Bad) -> bool:
+    def _is_known(self, bad: BadRange) -> bool:
         after = self._limit if bad.next_offset < 0 else bad.next_offset
         return any(lost.start <= bad.first and after <= lost.end for lost in self._known_damage)
 
@@ -133,7 +133,7 @@ class Inspection:
         return (
             not log.closed
             and log.generation == self._generation
-            and any(one is self.segment for one in log.segments)
+            and any(segment is self.segment for segment in log.segments)
             and tuple(log.damage) == self._known_damage
         )
 
@@ -175,10 +175,10 @@ class ScrubStep(Inspection):
 
     def _verify(self) -> None:
         position = self.end
-        wanted = min(STEP_BYTES, self._stop - position)
-        data = self._files.read_at(self._descriptor, wanted, position)
+        size_max = min(STEP_BYTES, self._stop - position)
+        data = self._files.read_at(self._descriptor, size_max, position)
         run = valid_run(data, len(data), self.next_offset, self._epochs)
-        if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES and wanted < self._stop - position:
+        if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES and size_max < self._stop - position:
             # The first batch is larger than a step.
             size = min(read_frame(data, 0, position).end_position, self._stop) - position
             data = self._files.read_at(self._descriptor, size, position)
@@ -194,8 +194,8 @@ class ScrubStep(Inspection):
 
     def replay(self) -> ProducerReplay | None:
         """Return the replay to read before `finish`, if an intact range holds producers' batches."""
-        found, log = self._restored_range, self.log
-        if found is None or not self.is_current or not log.needs_replay(found, log.other_losses(found)):
+        restored, log = self._restored_range, self.log
+        if restored is None or not self.is_current or not log.needs_replay(restored, log.other_losses(restored)):
             return None
         self._replay = ProducerReplay(log)
         return self._replay

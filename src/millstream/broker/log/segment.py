@@ -83,7 +83,7 @@ class Index:
         return (self.places[at - 1] >> 32, self.places[at - 1] & _POSITION_MASK) if at else (0, 0)
 
     def position_for_time(self, timestamp_ms: int) -> int:
-        """Return the last known start that has no timestamp as late as this before it."""
+        """Return the last known position before which all timestamps are earlier than this one."""
         at = bisect_left(self.times, timestamp_ms)
         return self.places[at - 1] & _POSITION_MASK if at else 0
 
@@ -513,13 +513,13 @@ class SegmentList:
 
     def unsynced(self) -> list[Segment]:
         """Return the segments with bytes that are not durable in their own file, in order."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for segment in reversed(self._segments):
             if segment.size and segment.synced_bytes == segment.size:
                 break
             if segment.size:
-                found.append(segment)
-        return found[::-1]
+                segments.append(segment)
+        return segments[::-1]
 
     def hint(self, offset: int, segment: Segment, position: int) -> None:
         """Remember the position of an offset that is likely to be read next."""
@@ -625,17 +625,17 @@ class SegmentList:
 def complete_swaps(files: Files, directory: str, swaps: Iterable[SwapName]) -> bool:
     """Rename the files of swaps into place, durably; return whether one was still to do. Called in a thread."""
     names = list(swaps)
-    found = False
+    has_renamed = False
     for base_offset, token in names:
         try:
             files.rename(cleaned_path(directory, base_offset, token), segment_path(directory, base_offset))
-            found = True
+            has_renamed = True
         except FileNotFoundError:
             # An earlier attempt renamed it, and perhaps did not sync.
             continue
     if names:
         files.sync_directory(directory)
-    return found
+    return has_renamed
 
 
 def _remove_segment(files: Files, segment: Segment) -> None:

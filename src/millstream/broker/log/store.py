@@ -863,13 +863,13 @@ class LogStore:
         again. A full disk counts until it has space for what it refused.
         """
         since = self._clock.monotonic() - FAILURE_S
-        found: dict[TopicPartition, str] = {}
+        causes: dict[TopicPartition, str] = {}
         for log in self._logs.values():
             if log.failure is not None and (log.health.broken or log.health.failed_at > since):
-                found[log.partition] = log.failure
+                causes[log.partition] = log.failure
             if log.health.lack is not None and (lack := log.health.check_space(self.free_bytes)) is not None:
-                found.setdefault(log.partition, lack)
-        return found
+                causes.setdefault(log.partition, lack)
+        return causes
 
     def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
         """Yield the partitions with lost ranges, each as (first, next, whether a replica may have it)."""

@@ -102,14 +102,16 @@ class AbortedTransactions:
         at = bisect_left(self._markers, first)
         # Transactions that ended after the first of these had not begun before `next_offset`.
         end = min(len(self), bisect_left(self._stables, next_offset) + 1)
-        found: list[AbortedTransaction] = []
+        transactions: list[AbortedTransaction] = []
         while at < end:
             block = at // _BLOCK
             block_end = min(end, (block + 1) * _BLOCK)
             if self._lowest[block] < next_offset:
-                found += [self._transaction_at(one) for one in range(at, block_end) if self._firsts[one] < next_offset]
+                transactions += [
+                    self._transaction_at(index) for index in range(at, block_end) if self._firsts[index] < next_offset
+                ]
             at = block_end
-        return found
+        return transactions
 
     def cut_before(self, offset: int) -> None:
         """Follow a new start of the log."""
@@ -314,7 +316,9 @@ class Transactions:
         """Forget the markers of a range of offsets; return their changes, the last one first."""
         gone = [unsettled for unsettled in self._unsettled if first <= unsettled.marker_offset < next_offset]
         if gone:
-            self._unsettled = deque(one for one in self._unsettled if not first <= one.marker_offset < next_offset)
+            self._unsettled = deque(
+                transaction for transaction in self._unsettled if not first <= transaction.marker_offset < next_offset
+            )
             self.aborted.discard([unsettled.marker_offset for unsettled in gone])
         return gone[::-1]
 

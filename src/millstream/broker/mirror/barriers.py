@@ -73,15 +73,15 @@ class Barriers:
                 offsets = {name: ends for name, ends in watermarks.items() if self._has_id(name, request.topic_ids)}
                 release = HoldCommitsRequest(token=token, action="release")
                 ended = await gather_or_cancel(self._service.ask_node(node, release) for node in others)
-                is_same = own == self._transactions.led() and [one.shards for one in began] == [
-                    one.shards for one in ended
+                is_same = own == self._transactions.led() and [response.shards for response in began] == [
+                    response.shards for response in ended
                 ]
         except TimeoutError:
             raise RequestTimedOut("transactions take too long to end; no barrier was possible") from None
-        if not all(one.held for one in (*began, *ended)):
+        if not all(response.held for response in (*began, *ended)):
             raise RequestTimedOut("a node did not hold back transactions long enough")
         # A coordinator that was between two nodes was held back by neither.
-        held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
+        held = sorted(index for shards in (own, *(response.shards for response in began)) for index, _ in shards)
         if not is_same or held != list(range(self._transactions.partitions)):
             raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
         read = {
@@ -102,13 +102,13 @@ class Barriers:
         request = HoldCommitsRequest(token=token, action="read groups", topics=dict(topics))
         responses = await gather_or_cancel(self._service.ask_node(node, request) for node in self._service.others)
         own, groups_omitted = self._groups.transactional_groups(topics, OFFSETS_MAX)
-        by_node = [own, *(one.groups for one in responses)]
-        if sorted(index for found in by_node for index in found) != list(range(self._groups.partitions)):
+        by_node = [own, *(response.groups for response in responses)]
+        if sorted(index for node_shards in by_node for index in node_shards) != list(range(self._groups.partitions)):
             raise RequestTimedOut("a coordinator of groups is loading or moving; no barrier was possible")
-        found = {group: read for shards in by_node for groups in shards.values() for group, read in groups.items()}
-        count = sum(len(ends) for read in found.values() for ends in read.values())
-        is_over = groups_omitted or any(one.groups_omitted for one in responses) or count > OFFSETS_MAX
-        return ({}, True) if is_over else (found, False)
+        offsets = {group: read for shards in by_node for groups in shards.values() for group, read in groups.items()}
+        count = sum(len(ends) for read in offsets.values() for ends in read.values())
+        is_over = groups_omitted or any(response.groups_omitted for response in responses) or count > OFFSETS_MAX
+        return ({}, True) if is_over else (offsets, False)
 
     def _has_id(self, name: str, topic_ids: Mapping[str, UUID]) -> bool:
         """Whether a topic has the id by which the caller knows it, if it does."""

@@ -475,7 +475,7 @@ class Copier:
     async def _run_line(self, line: tuple[NodeId, int]) -> None:
         backoff = Backoff(max_s=5.0)
         ahead: asyncio.Task[Fetched] | None = None
-        asked: dict[CopyKey, Offset] = {}
+        requested: dict[CopyKey, Offset] = {}
         try:
             while members := self._members.get(line):
                 offsets = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
@@ -484,15 +484,18 @@ class Copier:
                     continue
                 try:
                     if ahead is None:
-                        asked, ahead = offsets, self._fetch(line[0], members, offsets)
+                        requested, ahead = offsets, self._fetch(line[0], members, offsets)
                     # A fetch that fails must not be awaited again.
-                    arriving, ahead, taken = ahead, None, asked
+                    arriving, ahead, taken = ahead, None, requested
                     responses = await arriving
                     await self._throttle(responses)
-                    if any(isinstance(one, FetchedPartition) and len(one.records) for one in responses.values()):
+                    if any(
+                        isinstance(response, FetchedPartition) and len(response.records)
+                        for response in responses.values()
+                    ):
                         nexts = self._next_positions(members, responses)
                         if nexts:
-                            asked, ahead = nexts, self._fetch(line[0], members, nexts)
+                            requested, ahead = nexts, self._fetch(line[0], members, nexts)
                     await self._apply_responses(members, taken, responses)
                     backoff.reset()
                 except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
@@ -518,14 +521,14 @@ class Copier:
         )
 
     def _fetch(
-        self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
+        self, leader: NodeId, members: dict[CopyKey, Copy], requested: dict[CopyKey, Offset]
     ) -> asyncio.Task[Fetched]:
-        positions = {members[key].source: offset for key, offset in asked.items()}
+        positions = {members[key].source: offset for key, offset in requested.items()}
         # A few lines get more each, so that they are not idle for most of a long round trip.
         size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
         # At most a second's worth at once, so that a limited mirror does not fetch in bursts.
         limits = FetchLimits(min(size, self._rate or size), FETCH_WAIT_MS)
-        topic_ids = {members[key].source.topic: members[key].original_id for key in asked}
+        topic_ids = {members[key].source.topic: members[key].original_id for key in requested}
         return asyncio.get_running_loop().create_task(self._source.fetch(leader, positions, limits, topic_ids))
 
     def _next_positions(self, members: dict[CopyKey, Copy], responses: Fetched) -> dict[CopyKey, Offset]:
@@ -544,7 +547,7 @@ class Copier:
 
     async def _throttle(self, responses: Fetched) -> None:
         """Wait as the rate demands."""
-        size = sum(len(one.records) for one in responses.values() if isinstance(one, FetchedPartition))
+        size = sum(len(response.records) for response in responses.values() if isinstance(response, FetchedPartition))
         self._count_bytes(size)
         if not self._rate or not size:
             return
@@ -555,15 +558,15 @@ class Copier:
     async def _apply_responses(
         self,
         members: dict[CopyKey, Copy],
-        asked: dict[CopyKey, Offset],
+        requested: dict[CopyKey, Offset],
         responses: Fetched,
     ) -> None:
         syncing: list[tuple[Copy, asyncio.Future[None]]] = []
-        await self._open_gaps(members, asked, responses)
+        await self._open_gaps(members, requested, responses)
         for copy in members.values():
             response = responses.get(copy.source)
             # A copy that was truncated meanwhile must not continue behind a gap.
-            if response is None or not self._may_fetch(copy) or asked.get(copy.key) != copy.end:
+            if response is None or not self._may_fetch(copy) or requested.get(copy.key) != copy.end:
                 continue
             try:
                 stored = await self._apply_response(copy, response)
@@ -639,7 +642,7 @@ class Copier:
     async def _open_gaps(
         self,
         members: dict[CopyKey, Copy],
-        asked: dict[CopyKey, Offset],
+        requested: dict[CopyKey, Offset],
         responses: Fetched,
     ) -> None:
         """Before records with gaps are appended, record the offset from which values of keys may be missing."""
@@ -649,7 +652,7 @@ class Copier:
             response, end = responses.get(copy.source), copy.end
             if not copy.partition.log.settings.compacts or not isinstance(response, FetchedPartition):
                 continue
-            if asked.get(key) != end or not _has_gaps(response.records, end):
+            if requested.get(key) != end or not _has_gaps(response.records, end):
                 continue
             copy.gap_end = max(copy.gap_end, response.high_watermark)
             if copy.gap is None or copy.gap > end:

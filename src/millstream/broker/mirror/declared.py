@@ -149,8 +149,8 @@ class Mirrors(NamedHolder[Mirror]):
                 now,
                 verified={one: offsets for one, offsets in now.verified.items() if one != topic},
                 group_offsets={
-                    group: {one: offsets for one, offsets in found.items() if one != topic}
-                    for group, found in now.group_offsets.items()
+                    group: {one: offsets for one, offsets in group_offsets.items() if one != topic}
+                    for group, group_offsets in now.group_offsets.items()
                 },
                 gaps={one: offsets for one, offsets in now.gaps.items() if one != topic},
                 cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},

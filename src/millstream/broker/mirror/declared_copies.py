@@ -104,8 +104,8 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
                 )
             )
     settings = [
-        SettingsMessage(subject=str(one.subject), config=dict(one.config), mode=one.mode)
-        for one in registry.all_settings()
+        SettingsMessage(subject=str(setting.subject), config=dict(setting.config), mode=setting.mode)
+        for setting in registry.all_settings()
     ]
     return RegistryResponse(last=last, schemas=page, settings=settings)
 
@@ -181,7 +181,7 @@ class DeclaredCopies:
                 return
             first = page.last
             pages += page.schemas
-            size += sum(len(one.schema) for one in page.schemas)
+            size += sum(len(schema.schema) for schema in page.schemas)
             if not page.has_more:
                 break
             if not page.schemas or size > REGISTRY_CHARACTERS_MAX:
@@ -191,14 +191,14 @@ class DeclaredCopies:
         self._run.notes.pop("schemas behind", None)
         versions = {_version_id(one.subject, one.version): one for one in map(_to_version, pages)}
         settings = [
-            SubjectSettings(subject=QualifiedSubject.parse(one.subject), config=one.config, mode=one.mode)
-            for one in page.settings
+            SubjectSettings(subject=QualifiedSubject.parse(setting.subject), config=setting.config, mode=setting.mode)
+            for setting in page.settings
         ]
-        found = versions.keys() | {_settings_id(one.subject) for one in settings}
-        async with self._sighting_change(SCHEMAS, seen, found) as change:
+        subjects = versions.keys() | {_settings_id(setting.subject) for setting in settings}
+        async with self._sighting_change(SCHEMAS, seen, subjects) as change:
             here = self._versions_here()
             to_delete = [here[item_id] for item_id in change.forgotten if item_id in here]
-            set_here = [one.subject for one in self._schemas.all_settings()]
+            set_here = [setting.subject for setting in self._schemas.all_settings()]
             settings += [SubjectSettings(subject=one) for one in set_here if _settings_id(one) in change.forgotten]
             schemas = [_to_schema(one) for one in pages]
             await self._schemas.follow(
@@ -230,9 +230,9 @@ class DeclaredCopies:
 
     def _versions_here(self) -> dict[str, tuple[QualifiedSubject, int]]:
         return {
-            _version_id(subject, one.version): (subject, one.version)
+            _version_id(subject, version.version): (subject, version.version)
             for subject in self._schemas.subjects()
-            for one in self._schemas.exact_versions(subject)
+            for version in self._schemas.exact_versions(subject)
         }
 
     async def _sightings(self, kind: str) -> Sightings:

@@ -189,7 +189,7 @@ def _matching(names: Iterable[str], patterns: Sequence[str] | None) -> set[str]:
     if patterns is None:
         return set(names)
     compiled = [compile_regex(pattern) for pattern in patterns]
-    return {name for name in names if any(one.fullmatch(name) for one in compiled)}
+    return {name for name in names if any(pattern.fullmatch(name) for pattern in compiled)}
 
 
 def _letters_of(service: MirrorService, mirror: Mirror, patterns: Sequence[str]) -> list[str]:
@@ -243,15 +243,15 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
     cuts = await gather_or_cancel(
         cut(TopicPartition(topic.name, PartitionIndex(index))) for topic in topics for index in range(topic.partitions)
     )
-    found: dict[str, dict[int, int]] = {}
+    ends: dict[str, dict[int, int]] = {}
     aborted: dict[str, dict[int, Sequence[int]]] = {}
     for one in cuts:
-        found.setdefault(one.topic, {})[one.partition] = one.offset
+        ends.setdefault(one.topic, {})[one.partition] = one.offset
         aborted.setdefault(one.topic, {})[one.partition] = one.aborted
 
     def recorded(now: Mirror) -> Mirror:
         return dataclasses.replace(
-            now, cuts=merged_offsets(now.cuts, found), aborted=merged_offsets(now.aborted, aborted)
+            now, cuts=merged_offsets(now.cuts, ends), aborted=merged_offsets(now.aborted, aborted)
         )
 
     await service.mirrors.change(mirror.name, recorded)
@@ -365,7 +365,8 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
     others = {
         topic.name
         for topic in topics
-        if (found := now.topics.get(mirror.source_name(topic))) is not None and not is_original(topic, found)
+        if (source_topic := now.topics.get(mirror.source_name(topic))) is not None
+        and not is_original(topic, source_topic)
     }
     known = {originals[where]: end for where, end in ends.items() if originals[where].topic not in others}
     deleted = {
@@ -623,7 +624,11 @@ async def _recreated(service: MirrorService, request: AdoptRequest) -> list[str]
     """Return those of the requested topics that were deleted here and created again, so that they are others now."""
     names, topic_ids = set(request.names), set(request.topic_ids)
     declared = await service.topics.declared()
-    return sorted(one.name for one in declared if one.name in names and one.topic_id not in topic_ids)
+    return sorted(
+        subscription.name
+        for subscription in declared
+        if subscription.name in names and subscription.topic_id not in topic_ids
+    )
 
 
 async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
@@ -733,7 +738,7 @@ async def _find_lost_ranges(
     These are all records beyond the cuts, and records below them of transactions that were open at the cut: the other
     side has aborted those, even if they were committed here.
     """
-    found = []
+    lost = []
     for topic, offsets in cuts.items():
         for index, cut in offsets.items():
             end = ends.get(topic, {}).get(index, 0)
@@ -742,10 +747,10 @@ async def _find_lost_ranges(
                 scan = await _scan(service, RemovedRange(topic=topic, partition=index, start=start, end=end), cut)
                 # Markers of transactions that the other side has aborted as well need not be saved.
                 ranges = [*sorted(scan.torn), *([(cut, end)] if scan.has_records else [])]
-                found += [
+                lost += [
                     (RemovedRange(topic=topic, partition=index, start=first, end=last), scan) for first, last in ranges
                 ]
-    return found
+    return lost
 
 
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
@@ -782,11 +787,13 @@ async def _truncate_to_cuts(
         if service.topics.get(request.save_to) is None:
             with suppress(TopicExists):
                 await service.topics.create(request.save_to, partitions=1)
-        for one, found in lost:
-            await _publish_removed(service, one, found, request.save_to)
+        for lost_range, found in lost:
+            await _publish_removed(service, lost_range, found, request.save_to)
     dropped: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    for one, _ in lost:
-        dropped.setdefault(one.topic, {}).setdefault(one.partition, []).append((one.start, one.end))
+    for lost_range, _ in lost:
+        dropped.setdefault(lost_range.topic, {}).setdefault(lost_range.partition, []).append(
+            (lost_range.start, lost_range.end)
+        )
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, dropped=merged_offsets(now.dropped, dropped))
     )

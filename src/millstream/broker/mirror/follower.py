@@ -339,7 +339,9 @@ class Follower:
 
     async def _sync_deletions(self, originals: Mapping[str, TopicMetadata]) -> None:
         """Delete copies of deleted topics, if the mirror is set to; otherwise they stay as they are."""
-        copies = {self._run.mirror.source_name(one): one for one in self._service.copied_topics(self._run.mirror.name)}
+        copies = {
+            self._run.mirror.source_name(topic): topic for topic in self._service.copied_topics(self._run.mirror.name)
+        }
         for name in self._absent.keys() - copies.keys():
             del self._absent[name]
             self._run.notes.pop(f"topic {name}", None)
@@ -373,7 +375,7 @@ class Follower:
         self._created.clear()
         before = self._applicable
         chosen = _offsets_in(self._committed, topics)
-        applicable = {**before, **{group: {**before.get(group, {}), **found} for group, found in chosen.items()}}
+        applicable = {**before, **{group: {**before.get(group, {}), **offsets} for group, offsets in chosen.items()}}
         await self._reached_offsets({})
         if applicable != before and not self._is_waiting_in(topics):
             applicable = self._applicable_at(applicable, await self._reach_barrier(topics))
@@ -493,7 +495,7 @@ class Follower:
         }
         # A failover that has begun, and is repeated later, cuts its copies where they were whole when it began.
         verified: dict[str, dict[int, int]] = {
-            topic: dict(found) for topic, found in mirror.verified.items() if topic in cut
+            topic: dict(by_partition) for topic, by_partition in mirror.verified.items() if topic in cut
         }
         for topic, index in waiting:
             if index in offsets.get(topic, {}):
@@ -502,7 +504,7 @@ class Follower:
         # transactional groups are from the barrier itself, so that they include all transactions that are exposed.
         merged = {group: committed.get(group, {}) | read for group, read in barrier.transactional.items()}
         committed = _offsets_outside(
-            {**committed, **{group: found for group, found in merged.items() if found}}, self._created
+            {**committed, **{group: commits for group, commits in merged.items() if commits}}, self._created
         )
         applicable = self._applicable_at(committed, barrier)
         await self._service.mirrors.note_verified(mirror, verified, self._unapplied(applicable, barrier.transactional))
@@ -554,7 +556,7 @@ class Follower:
         """
         request = ExposeRequest(
             mirror=self._run.mirror.name,
-            offsets={topic: dict(found) for topic, found in offsets.items()},
+            offsets={topic: dict(by_partition) for topic, by_partition in offsets.items()},
             is_verified=is_verified,
             wait_ms=int(wait_s * 1000),
             revision=self._service.topics.states_revision,
@@ -606,7 +608,7 @@ class Follower:
         used = {prefix + where.topic for one in read.values() if not isinstance(one, MillstreamError) for where in one}
         following = await self._following(copy for copy in copies if copy.name in used)
         copied = {topic.name: topic.partitions for topic in copies if topic.name in following}
-        found: Commits = {}
+        commits: Commits = {}
         for group, committed in read.items():
             if isinstance(committed, MillstreamError):
                 continue
@@ -616,11 +618,11 @@ class Follower:
                 if where.partition < copied.get(prefix + where.topic, 0)
             }
             if ours:
-                found[group] = ours
-        self._committed = found = _offsets_outside(found, self._created)
+                commits[group] = ours
+        self._committed = commits = _offsets_outside(commits, self._created)
         if not self._source.is_millstream:
-            self._applicable = found
-        elif found != self._applicable:
+            self._applicable = commits
+        elif commits != self._applicable:
             # A transaction that committed offsets may have records that have not arrived.
             self._run.wants_barrier.set()
 

@@ -184,27 +184,31 @@ class MirroredQueues:
 
     async def _apply_page(self, offer: OfferResponse, topics: Mapping[UUID, Topic]) -> None:
         """Store the states of queues without dead letters, and keep the others until they may be stored."""
-        of_letters = {one.subscription_id for one in offer.subscriptions if one.name.startswith(LETTERS_PREFIX)}
+        of_letters = {
+            subscription.subscription_id
+            for subscription in offer.subscriptions
+            if subscription.name.startswith(LETTERS_PREFIX)
+        }
         letters = {
-            one.subscription_id: one.settings[DEAD_LETTER_TOPIC]
-            for one in offer.subscriptions
-            if self._copies_letters(one.settings.get(DEAD_LETTER_TOPIC, ""))
+            subscription.subscription_id: subscription.settings[DEAD_LETTER_TOPIC]
+            for subscription in offer.subscriptions
+            if self._copies_letters(subscription.settings.get(DEAD_LETTER_TOPIC, ""))
         }
         plain, fresh = list[QueueSnapshot](), list[QueueSnapshot]()
-        for one in offer.queues:
-            key = one.key
+        for queue in offer.queues:
+            key = queue.key
             if key.subscription_id in of_letters:
                 topic = topics.get(key.topic_id)
-                if topic is None or key in self._letter_states or not self._has_room(one):
+                if topic is None or key in self._letter_states or not self._has_room(queue):
                     self._unread[key] = ""
                 else:
-                    self._letter_states[key] = _WaitingState(one, topic.name, self._round)
+                    self._letter_states[key] = _WaitingState(queue, topic.name, self._round)
             elif key.subscription_id not in letters:
-                plain.append(one)
+                plain.append(queue)
             elif key in self._waiting:
                 self._unread[key] = letters[key.subscription_id]
             else:
-                fresh.append(one)
+                fresh.append(queue)
         await self._store(plain, topics)
         if not fresh:
             return
@@ -268,11 +272,13 @@ class MirroredQueues:
         """Store the states of queues of dead letters, if those of the queues that wrote the letters are not older."""
         behind = {**self._unread, **{key: one.letters for key, one in self._waiting.items()}}
         ready = [
-            one.queue
-            for one in self._letter_states.values()
-            if one.read_in < self._round
+            letter_state.queue
+            for letter_state in self._letter_states.values()
+            if letter_state.read_in < self._round
             and all(
-                self._stored_in.get(key, 0) > one.read_in for key, letters in behind.items() if letters == one.letters
+                self._stored_in.get(key, 0) > letter_state.read_in
+                for key, letters in behind.items()
+                if letters == letter_state.letters
             )
         ]
         for key in await self._store(ready, topics):
@@ -282,7 +288,7 @@ class MirroredQueues:
         """Store states of queues, cut at what is readable here; return those that are stored now."""
         places = {
             TopicPartition(topics[key.topic_id].name, key.partition)
-            for key in (one.key for one in queues)
+            for key in (queue.key for queue in queues)
             if key.topic_id in topics
         }
         exposed = await self._service.exposed_offsets(places)
@@ -314,18 +320,18 @@ class MirroredQueues:
     async def _delete_subscriptions(self, offered: Set[UUID]) -> None:
         """Delete subscriptions that the source had, and no longer has."""
         self._absent.update(dict.fromkeys(offered, 0))
-        for one in self._service.subscriptions.declared.all():
-            if self._originals(one.topics):
+        for subscription in self._service.subscriptions.declared.all():
+            if self._originals(subscription.topics):
                 continue
-            if one.subscription_id in self._absent and one.subscription_id not in offered:
-                self._absent[one.subscription_id] += 1
-                if self._absent[one.subscription_id] >= ABSENT_TIMES:
-                    await self._service.subscriptions.delete(one.name, force=True)
+            if subscription.subscription_id in self._absent and subscription.subscription_id not in offered:
+                self._absent[subscription.subscription_id] += 1
+                if self._absent[subscription.subscription_id] >= ABSENT_TIMES:
+                    await self._service.subscriptions.delete(subscription.name, force=True)
 
     def _originals(self, names: Iterable[str]) -> list[str]:
         """Return which topics are this cluster's own and never were copies: the source has no say over those."""
-        found = ((name, self._service.topics.get(name)) for name in names)
-        return [name for name, topic in found if topic is not None and not (topic.mirror or topic.origins)]
+        topics = ((name, self._service.topics.get(name)) for name in names)
+        return [name for name, topic in topics if topic is not None and not (topic.mirror or topic.origins)]
 
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
         declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"

@@ -325,7 +325,7 @@ class MirrorService:
         return [topic for topic in self.topics.all() if topic.mirror == name]
 
     def taken_over(self, cuts: Iterable[str]) -> list[str]:
-        """Return the topics among those of a mirror's cuts that clients can write to here, since a failover.
+        """Return the topics with cuts that clients can write to here since a failover.
 
         The others are gone, or are copies: those of a mirror that was reversed.
         """
@@ -380,7 +380,7 @@ class MirrorService:
 
     async def _restrict_compacted(self) -> None:
         """As a new leader of compacted copies, read which gaps earlier leaders have recorded, then restrict them."""
-        awaiting = [(one, one.leader_epoch) for one in self.topics.hosted() if awaits_gaps(one)]
+        awaiting = [(partition, partition.leader_epoch) for partition in self.topics.hosted() if awaits_gaps(partition)]
         if not awaiting:
             return
         try:
@@ -833,7 +833,10 @@ class MirrorService:
             elsewhere.append(where)
         if elsewhere:
             listed = await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))
-            offsets |= {where: one if isinstance(one, MillstreamError) else one.offset for where, one in listed.items()}
+            offsets |= {
+                where: listed_offset if isinstance(listed_offset, MillstreamError) else listed_offset.offset
+                for where, listed_offset in listed.items()
+            }
         return offsets
 
     # -- what a source has in addition to records -----------------------------------------------------------
@@ -851,22 +854,26 @@ class MirrorService:
         topic_ids = set(request.topics)
         names = {topic.name for topic in self.topics.all() if topic.topic_id in topic_ids}
         known = dict(request.known)
-        declared = [one for one in self.subscriptions.declared.all() if names & set(one.topics)]
+        declared = [
+            subscription for subscription in self.subscriptions.declared.all() if names & set(subscription.topics)
+        ]
         subscriptions = [
             OfferedSubscription(
-                name=one.name,
-                subscription_id=one.subscription_id,
-                topics=list(one.topics),
-                settings={key: text for key, text in one.shown_overrides().items() if text != HIDDEN},
-                starts={topic: list(offsets) for topic, offsets in one.starts.items()},
-                created_ms=one.created_ms,
+                name=subscription.name,
+                subscription_id=subscription.subscription_id,
+                topics=list(subscription.topics),
+                settings={key: text for key, text in subscription.shown_overrides().items() if text != HIDDEN},
+                starts={topic: list(offsets) for topic, offsets in subscription.starts.items()},
+                created_ms=subscription.created_ms,
             )
-            for one in declared
-            if rights is None or rights.group(Operation.READ, one.name)
+            for subscription in declared
+            if rights is None or rights.group(Operation.READ, subscription.name)
         ]
         has_hidden = len(subscriptions) < len(declared)
         if rights is not None:
-            topic_ids = {one for one in topic_ids if rights.topic(Operation.READ, rights.topic_name(one) or "")}
+            topic_ids = {
+                topic_id for topic_id in topic_ids if rights.topic(Operation.READ, rights.topic_name(topic_id) or "")
+            }
 
         def may_read(subscription_id: UUID) -> bool:
             if rights is None:

@@ -93,7 +93,7 @@ class Source:
         requests = [self._fetch_by_id(leader, by_id, limits, known)] if by_id else []
         if by_name:
             requests.append(self.client.fetch_from(leader, by_name, limits))
-        return {where: one for fetched in await gather_or_cancel(requests) for where, one in fetched.items()}
+        return {where: response for fetched in await gather_or_cancel(requests) for where, response in fetched.items()}
 
     async def _fetch_by_id(
         self,
@@ -110,10 +110,10 @@ class Source:
         # fetch still knows it, the records are of this topic.
         now = (await self.client.metadata({where.topic for where in positions}, node=leader)).topics
         return {
-            where: one
+            where: response
             if where.topic in now and now[where.topic].topic_id == topic_ids[where.topic]
             else UnknownTopicId(f"fetch from {where}: the topic has another id now")
-            for where, one in fetched.items()
+            for where, response in fetched.items()
         }
 
     async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
@@ -126,7 +126,11 @@ class Source:
     async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the high watermarks of partitions; those that cannot be asked are missing."""
         listed = await self.client.list_offsets_of(dict.fromkeys(partitions, -1))
-        return {where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)}
+        return {
+            where: listed_offset.offset
+            for where, listed_offset in listed.items()
+            if not isinstance(listed_offset, MillstreamError)
+        }
 
 
 def known_id(topic: TopicMetadata) -> UUID | None:
@@ -161,7 +165,7 @@ async def offer_pages(
     while True:
         offer = await ask(OfferRequest(topics=list(topics), known=list(seen.items())))
         yield offer
-        fresh = {one.key for one in offer.queues if seen.get(one.key) != ANY_SEQUENCE}
+        fresh = {queue.key for queue in offer.queues if seen.get(queue.key) != ANY_SEQUENCE}
         if not offer.has_more or not fresh:
             return
         seen |= dict.fromkeys(fresh, ANY_SEQUENCE)

@@ -751,7 +751,10 @@ class Connection(asyncio.BufferedProtocol):
         promises = self._promises
         if not promises:
             return True
-        return len(promises) < LIGHT_RESPONSES_MAX and sum([one.requests for one in promises]) < LIGHT_RESPONSES_MAX
+        return (
+            len(promises) < LIGHT_RESPONSES_MAX
+            and sum([promise.requests for promise in promises]) < LIGHT_RESPONSES_MAX
+        )
 
     @property
     def waiting_socket(self) -> int | None:
@@ -869,9 +872,9 @@ class Connection(asyncio.BufferedProtocol):
             if cost_s > turns.quantum_s:
                 break
             piece_bytes = SHORT_PIECE_BYTES if turns.is_crowded else PIECE_BYTES
-            wanted = min(piece_bytes, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
+            bytes_max = min(piece_bytes, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
             try:
-                pieces = self._outgoing.take(wanted)
+                pieces = self._outgoing.take(bytes_max)
             except (OSError, MillstreamError) as error:
                 # The response announced more bytes, so closing is the only way to report the error.
                 self.fail(error)

@@ -286,7 +286,11 @@ class Listener:
 
     def _close_gone(self) -> None:
         """Close connections whose clients have left while they waited for their turn."""
-        waiting = {found: one for one in self.connections if (found := one.waiting_socket) is not None}
+        waiting = {
+            waiting_socket: connection
+            for connection in self.connections
+            if (waiting_socket := connection.waiting_socket) is not None
+        }
         gone = find_gone(waiting, or_ended=len(waiting) > CROWD_MAX)
         for descriptor in gone:
             waiting[descriptor].abort()

@@ -27,7 +27,7 @@ class Presence:
         self.descriptor = -1
         """The socket of the connection; -1 while there is none."""
         self.has_left = False
-        # That of the request that waits, of which there is one at a time.
+        # The callback of the request that waits; at most one does at a time.
         self._on_leave: Callable[[], object] | None = None
         self._on_gone: dict[object, Callable[[], object]] = {}
         self._undelivered: list[Callable[[], object]] = []
@@ -95,7 +95,7 @@ class Presence:
             self._on_leave = callback
 
     def forget_on_leave(self, callback: Callable[[], object]) -> None:
-        """Do not call `callback` any more: its request no longer waits. That of a later request stays."""
+        """Do not call `callback` any more: its request no longer waits. The callback of a later request stays."""
         if self._on_leave == callback:
             self._on_leave = None
 

@@ -244,17 +244,17 @@ class Outgoing(deque[Piece | Stored]):
         super().clear()
         self._begun = self.held_bytes = 0
 
-    def take(self, wanted: int) -> list[Piece]:
+    def take(self, bytes_max: int) -> list[Piece]:
         """Return about this many of the next bytes, or all that are left; raise what reading them raises."""
         pieces: list[Piece] = []
         size = 0
-        most = wanted + wanted // SLACK
-        while self and size < wanted:
+        most = bytes_max + bytes_max // SLACK
+        while self and size < bytes_max:
             part, begun = self[0], self._begun
             left = len(part) - begun
             if size and size + left > most:
                 break
-            left = left if left <= most else wanted
+            left = left if left <= most else bytes_max
             if isinstance(part, Piece):
                 pieces.append(memoryview(part)[begun : begun + left] if left < len(part) else part)
                 self.held_bytes -= left

@@ -173,7 +173,9 @@ class LandedBoard:
         if not partition.is_leader:
             # Only the leader knows; followers start where it does.
             return partition.log_start
-        landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landings_of(place.topic)]
+        landed = [
+            landing.landed.get(topic.topic_id, {}).get(place.partition, 0) for landing in self._landings_of(place.topic)
+        ]
         return min(landed, default=0)
 
     def _landings_of(self, topic: str) -> list[Landing]:
@@ -183,7 +185,7 @@ class LandedBoard:
             self._topics_version = self._topics.version
         landings = self._by_topic.get(topic)
         if landings is None:
-            landings = self._by_topic[topic] = [one for one in self._landings.values() if one.takes(topic)]
+            landings = self._by_topic[topic] = [landing for landing in self._landings.values() if landing.takes(topic)]
         return landings
 
     def _read(self) -> None:
@@ -270,9 +272,9 @@ class PipelineBoard:
         yield _gauge(
             "parked",
             "1 if a pipeline is parked because it cannot run as declared; reported by every node.",
-            [_sample(one.name, float(bool(one.idle_reason))) for one in declared],
+            [_sample(pipeline.name, float(bool(pipeline.idle_reason))) for pipeline in declared],
         )
-        lags = [(one.name, self.lag(one.name)) for one in declared]
+        lags = [(pipeline.name, self.lag(pipeline.name)) for pipeline in declared]
         if any(lag is not None for _, lag in lags):
             yield _gauge(
                 "lag",
@@ -287,25 +289,33 @@ class PipelineBoard:
         yield _gauge(
             "state",
             "1 for the current state of a pipeline: waiting, idle, starting, running, retrying, parked or stopped.",
-            [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
+            [_sample(report.name, float(report.state == state), state=state) for report in reports for state in STATES],
         )
         now_ms = time.time() * 1000
         for kind, name, text, value in _VALUES:
-            yield kind(name, text, [_sample(one.name, value(one)) for one in reports])
+            yield kind(name, text, [_sample(report.name, value(report)) for report in reports])
         yield _gauge(
             "failing_seconds",
             "Seconds since a pipeline began to fail; 0 while it succeeds.",
-            [_sample(one.name, _seconds(one.failing_ms, now_ms)) for one in reports],
+            [_sample(report.name, _seconds(report.failing_ms, now_ms)) for report in reports],
         )
         yield _counter(
             "counted",
             "Other counters of jobs, by name, such as files and quarantined rows.",
-            [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.counts.items())],
+            [
+                _sample(report.name, number, what=what)
+                for report in reports
+                for what, number in sorted(report.counts.items())
+            ],
         )
         yield _gauge(
             "level",
             "Other last values of jobs, by name, such as what the last audit of a ledger found.",
-            [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.levels.items())],
+            [
+                _sample(report.name, number, what=what)
+                for report in reports
+                for what, number in sorted(report.levels.items())
+            ],
         )
         yield _counter("driver_restarts", "Restarts of the Spark driver of this node.", [Sample(self.restarts)])
 

@@ -91,7 +91,7 @@ class AcknowledgementQueue(deque["tuple[Offset, AcknowledgementListener]"]):
 
     def discard_finished(self) -> None:
         """Remove the listeners that no longer wait."""
-        left = [one for one in self if not one[1].is_finished]
+        left = [entry for entry in self if not entry[1].is_finished]
         self.clear()
         self.extend(left)
         # The next scan then costs no more than the additions since.

@@ -181,15 +181,15 @@ class InSync:
         def keeps_up(node: NodeId) -> bool:
             return not self._lags(node, end=end, now=now, lag_s=lag_s)
 
-        kept = {node for node in state.in_sync if keeps_up(node) and not self._has_lost(node, high_watermark)}
-        kept.add(self._me)
+        remaining = {node for node in state.in_sync if keeps_up(node) and not self._has_lost(node, high_watermark)}
+        remaining.add(self._me)
         joined = {
             node
             for node in state.replicas
             # Also behind by no more than a member may be, or it would leave again at once.
             if node not in state.in_sync and keeps_up(node) and self._has_caught_up(node, high_watermark, may_join)
         }
-        members = kept | joined
+        members = remaining | joined
         in_sync = tuple(node for node in state.replicas if node in members)
         eligible: tuple[NodeId, ...] = ()
         if len(in_sync) < self.min_in_sync:

@@ -286,8 +286,8 @@ class Partition(Replica):
 
     def read(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> Buffer:
         """Read whole batches from the one that holds `offset` up to the high watermark."""
-        found = self.read_slice(offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one)
-        return b"" if found is None else found.data
+        records_slice = self.read_slice(offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one)
+        return b"" if records_slice is None else records_slice.data
 
     def read_slice(
         self, offset: Offset, *, max_bytes: int, eager_bytes: int, at_least_one: bool = True
@@ -295,12 +295,12 @@ class Partition(Replica):
         """Find the same in its segment; more than `eager_bytes` are left to be read while they are sent."""
         if not self.is_leader:
             raise self._not_leader()
-        found = self.log.read_slice(
+        records_slice = self.log.read_slice(
             offset, max_bytes=max_bytes, up_to=self.high_watermark, eager_bytes=eager_bytes, at_least_one=at_least_one
         )
-        if found is not None:
-            self.bytes_out += found.size
-        return found
+        if records_slice is not None:
+            self.bytes_out += records_slice.size
+        return records_slice
 
     # -- transactions ---------------------------------------------------------------------------------------
 
@@ -314,10 +314,10 @@ class Partition(Replica):
 
     def read_committed(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> CommittedRead:
         """Read whole batches up to the last stable offset, and which of their transactions were aborted."""
-        found, aborted = self.read_committed_slice(
+        records_slice, aborted = self.read_committed_slice(
             offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one
         )
-        return CommittedRead(b"" if found is None else found.data, aborted)
+        return CommittedRead(b"" if records_slice is None else records_slice.data, aborted)
 
     def read_committed_slice(
         self, offset: Offset, *, max_bytes: int, eager_bytes: int, at_least_one: bool = True
@@ -325,22 +325,22 @@ class Partition(Replica):
         """Find the same in its segment; more than `eager_bytes` are left to be read while they are sent."""
         if not self.is_leader:
             raise self._not_leader()
-        found = self.log.read_slice(
+        records_slice = self.log.read_slice(
             offset,
             max_bytes=max_bytes,
             up_to=self.last_stable_offset,
             eager_bytes=eager_bytes,
             at_least_one=at_least_one,
         )
-        if found is None:
+        if records_slice is None:
             return None, []
-        self.bytes_out += found.size
-        return found, self.aborted_in(offset, Offset(found.next_offset))
+        self.bytes_out += records_slice.size
+        return records_slice, self.aborted_in(offset, Offset(records_slice.next_offset))
 
     def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
         """Return the aborted transactions with records between two offsets, as producer id and first offset."""
         aborted = self.log.producers.transactions.aborted
-        return [one[:2] for one in aborted.overlapping(first, next_offset)] if aborted else []
+        return [transaction[:2] for transaction in aborted.overlapping(first, next_offset)] if aborted else []
 
     def has_open_transaction(self, producer_id: int, epoch: int) -> bool:
         return self.log.producers.has_open(producer_id, epoch)
@@ -461,17 +461,17 @@ class Partition(Replica):
     def aborted_across(self, offset: Offset) -> list[int]:
         """Return the first offsets of aborted transactions that were open at an offset."""
         aborted = self.log.producers.transactions.aborted.overlapping(offset, offset + 1)
-        return [one.first_offset for one in aborted if one.first_offset < offset]
+        return [transaction.first_offset for transaction in aborted if transaction.first_offset < offset]
 
     async def abort_open(self) -> None:
         """Abort every transaction that is open here, since no coordinator will end it."""
         last: AppendedRange | None = None
-        for one in self.open_transactions():
+        for transaction in self.open_transactions():
             marker = Marker(
-                producer_id=ProducerId(one.producer_id),
-                producer_epoch=ProducerEpoch(one.producer_epoch),
+                producer_id=ProducerId(transaction.producer_id),
+                producer_epoch=ProducerEpoch(transaction.producer_epoch),
                 commit=False,
-                coordinator_epoch=max(one.coordinator_epoch, 0),
+                coordinator_epoch=max(transaction.coordinator_epoch, 0),
             )
             last = self._write(encode_marker(marker, self.log.clock.now_ms()), acks=ACKS_ALL, internal=True)
         waiting = None if last is None else self.acknowledged(last)

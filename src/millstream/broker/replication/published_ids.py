@@ -101,8 +101,8 @@ class PublishedIds:
 
     def find(self, message_id: bytes, window_ms: int) -> Published | None:
         """Return the message with an id, if it was published within the window."""
-        found = self._by_key.get(_key(message_id))
-        return None if found is None or found.timestamp_ms < self._now_ms - window_ms else found
+        known = self._by_key.get(_key(message_id))
+        return None if known is None or known.timestamp_ms < self._now_ms - window_ms else known
 
     @property
     def _now_ms(self) -> int:
@@ -121,24 +121,24 @@ class PublishedIds:
 
     def _add(self, ids: Iterable[tuple[bytes, Published]]) -> None:
         """Add ids; of several messages with one id the youngest counts, as it does for a new leader."""
-        found = self._by_key
+        by_key = self._by_key
         for key, place in ids:
-            known = found.get(key)
+            known = by_key.get(key)
             if known is None or known.timestamp_ms <= place.timestamp_ms:
-                found.pop(key, None)
-                found[key] = place
+                by_key.pop(key, None)
+                by_key[key] = place
 
     def _expire(self) -> None:
         """Drop ids that are older than the window or exceed the limit."""
-        found, oldest_ms = self._by_key, self._now_ms - self.window_ms
-        while found:
-            key, place = next(iter(found.items()))
+        by_key, oldest_ms = self._by_key, self._now_ms - self.window_ms
+        while by_key:
+            key, place = next(iter(by_key.items()))
             is_over = place.timestamp_ms < oldest_ms
-            if not is_over and len(found) <= IDS_MAX:
+            if not is_over and len(by_key) <= IDS_MAX:
                 break
             self.forgotten += not is_over
-            del found[key]
-        while len(self) - len(found) > IDS_MAX:
+            del by_key[key]
+        while len(self) - len(by_key) > IDS_MAX:
             producer_id = next(iter(self._open))
             self.forgotten += len(self._open.pop(producer_id))
 

@@ -99,8 +99,8 @@ def parse_rule_set(value: Any) -> dict[str, Any]:
 
 def parse_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes of a configuration, without unknown settings; None resets a setting."""
-    given = _convert(config, _Config, "the configuration")
-    if given.compatibility_level is not None and given.compatibility_level not in LEVELS:
+    parsed = _convert(config, _Config, "the configuration")
+    if parsed.compatibility_level is not None and parsed.compatibility_level not in LEVELS:
         raise SchemaRegistryError(
             "Invalid compatibility level. Valid values are none, backward, forward, full, backward_transitive, "
             "forward_transitive, and full_transitive",
@@ -127,7 +127,9 @@ ANNOTATIONS: Final = (Annotation("metadata", "Metadata"), Annotation("rule_set",
 
 def has_defaults(config: Mapping[str, Any]) -> bool:
     """Whether a configuration adds something to each schema that is registered."""
-    return any(config.get(f"{prefix}{one.key}") for prefix in ("default", "override") for one in ANNOTATIONS)
+    return any(
+        config.get(f"{prefix}{annotation.key}") for prefix in ("default", "override") for annotation in ANNOTATIONS
+    )
 
 
 def merge(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -142,8 +144,8 @@ def merge(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
             if isinstance(before, dict):
                 merged[key] = {**before, **value}
             elif isinstance(before, list) and key.endswith("Rules"):
-                names = {one["name"] for one in value}
-                merged[key] = [*(one for one in before if one["name"] not in names), *value]
+                names = {element["name"] for element in value}
+                merged[key] = [*(element for element in before if element["name"] not in names), *value]
             elif isinstance(before, list):
                 merged[key] = sorted({*before, *value})
             else:
@@ -210,7 +212,7 @@ def _problem_of_name(name: str | None) -> str | None:
         return "Rule name too long"
     if not (name[0].isalpha() or name[0] == "_"):
         return f"Illegal initial character in rule name: {name}"
-    if not all(one.isalnum() or one in "_-" for one in name):
+    if not all(character.isalnum() or character in "_-" for character in name):
         return f"Illegal character in rule name: {name}"
     return None
 

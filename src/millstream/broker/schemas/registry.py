@@ -150,12 +150,12 @@ class SubjectVersions(Sequence[SubjectVersion]):
     @property
     def live(self) -> list[SubjectVersion]:
         """The versions that are not deleted."""
-        return [one for one in self._versions if not one.is_deleted]
+        return [version for version in self._versions if not version.is_deleted]
 
     def select(self, *, deleted: bool = False, deleted_only: bool = False) -> list[SubjectVersion]:
         """Return the versions that are not deleted; with `deleted` all, with `deleted_only` the others."""
         if deleted_only:
-            return [one for one in self._versions if one.is_deleted]
+            return [version for version in self._versions if version.is_deleted]
         return list(self._versions) if deleted else self.live
 
 
@@ -227,20 +227,20 @@ class SchemaRegistry:
         return await self._find_exact(self._resolve_alias(subject), deleted=deleted)
 
     async def _find_exact(self, subject: QualifiedSubject, *, deleted: bool = False) -> SubjectVersions:
-        found = await self._look_up(
+        resolved = await self._look_up(
             lambda: held if (held := self.exact_versions(subject)).select(deleted=deleted) else None
         )
-        if found is None:
+        if resolved is None:
             raise _no_subject(subject)
-        return found
+        return resolved
 
     async def _look_up(self, find: Callable[[], T | None]) -> T | None:
         """Look something up, and again after reading the changes that other nodes have stored since."""
-        found = find()
-        if found is None:
+        resolved = find()
+        if resolved is None:
             await self.load()
-            found = find()
-        return found
+            resolved = find()
+        return resolved
 
     async def find_version(self, subject: QualifiedSubject, version: str, *, deleted: bool = False) -> SubjectVersion:
         """Return one version of a subject: a number, or `latest`."""
@@ -291,9 +291,9 @@ class SchemaRegistry:
         return schema
 
     def _schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema | None:
-        for one in (subject, *self._in_other_contexts(subject)):
-            key = (one.context, schema_id)
-            if not one.name or any(place == one for place, _version in self._uses.get(key, ())):
+        for candidate in (subject, *self._in_other_contexts(subject)):
+            key = (candidate.context, schema_id)
+            if not candidate.name or any(place == candidate for place, _version in self._uses.get(key, ())):
                 return self._schemas.get(key)
         return self._schemas.get((DEFAULT_CONTEXT, schema_id)) if subject.context == DEFAULT_CONTEXT else None
 
@@ -430,8 +430,8 @@ class SchemaRegistry:
         live = self.exact_versions(subject).live
         if new.version is not None:
             is_import = self.mode(subject) in (IMPORT, FORWARD)
-            live = [one for one in live[-1:] if new.version == -1] + [
-                one for one in live if is_import and one.version == new.version
+            live = [version for version in live[-1:] if new.version == -1] + [
+                version for version in live if is_import and version.version == new.version
             ]
         for content in (completed,) if has_defaults(self.config(subject)) else (own, completed):
             for one in reversed(live):
@@ -481,7 +481,7 @@ class SchemaRegistry:
         if not content.text.strip():
             raise _invalid_schema_error("Empty schema")
         _check_size("a schema with its metadata and rules", content.size_bytes)
-        references = tuple([await self._resolve_latest(one, subject.context) for one in content.references])
+        references = tuple([await self._resolve_latest(reference, subject.context) for reference in content.references])
         content = dataclasses.replace(content, references=references)
         texts = await self._examiner.parse(await self._text_of(content, subject.context))
         is_normal = new.normalize or bool(self.config(subject).get("normalize"))
@@ -532,9 +532,9 @@ class SchemaRegistry:
     ) -> SubjectVersion | None:
         """Return the newest version with this content; without one, metadata and rules count only if they are given."""
         same_text = [
-            (one, stored.content)
-            for one in reversed(self.exact_versions(subject).select(deleted=deleted))
-            if await self._has_text(content, stored := self.schema_of(one))
+            (version, stored.content)
+            for version in reversed(self.exact_versions(subject).select(deleted=deleted))
+            if await self._has_text(content, stored := self.schema_of(version))
         ]
         exact = [
             one
@@ -636,7 +636,7 @@ class SchemaRegistry:
             )
         affected = list(versions) if permanent else versions.live
         await self._delete(affected, permanent=permanent, with_settings=True)
-        return [one.version for one in affected]
+        return [version.version for version in affected]
 
     async def delete_version(self, subject: QualifiedSubject, requested: str, *, permanent: bool = False) -> int:
         """Delete one version of a subject; permanently only if it is deleted already."""
@@ -666,7 +666,7 @@ class SchemaRegistry:
         subject = versions[0].subject
         self._check_unreferred(versions)
         since = self._last
-        after = [dataclasses.replace(one, is_deleted=not permanent, is_gone=permanent) for one in versions]
+        after = [dataclasses.replace(version, is_deleted=not permanent, is_gone=permanent) for version in versions]
 
         def work(transaction: SchemaTransaction) -> None:
             if not transaction.is_unchanged(subject, since):
@@ -685,7 +685,7 @@ class SchemaRegistry:
             ) from error
         _logger.info(
             "schemas deleted",
-            extra={"subject": str(subject), "versions": [one.version for one in after], "permanent": permanent},
+            extra={"subject": str(subject), "versions": [version.version for version in after], "permanent": permanent},
         )
 
     def _check_unreferred(self, versions: Iterable[SubjectVersion]) -> None:
@@ -809,8 +809,12 @@ class SchemaRegistry:
                     f"schema id {schema.schema_id} belongs to another schema here than at the source of the mirror",
                     code=RegistryCode.NOT_PERMITTED,
                 )
-        followed = {(one.subject, one.version): one for one in versions}
-        here = {(subject, one.version): one for subject in self._subjects for one in self._subjects[subject].values()}
+        followed = {(version.subject, version.version): version for version in versions}
+        here = {
+            (subject, version.version): version
+            for subject in self._subjects
+            for version in self._subjects[subject].values()
+        }
         for place, one in followed.items():
             if place in here and here[place].schema_id != one.schema_id:
                 raise SchemaRegistryError(
@@ -823,15 +827,15 @@ class SchemaRegistry:
             for place in to_delete
             if place in here and place not in followed
         ]
-        other_settings = [one for one in settings if self.settings(one.subject) != one]
+        other_settings = [setting for setting in settings if self.settings(setting.subject) != setting]
 
         def work(transaction: SchemaTransaction) -> None:
             for schema in added.values():
                 transaction.add_schema(schema.context, schema.content, schema_id=schema.schema_id)
             for version in (*changed, *deleted):
                 transaction.put_version(version)
-            for one in other_settings:
-                transaction.put_settings(one)
+            for setting in other_settings:
+                transaction.put_settings(setting)
 
         if added or changed or deleted or other_settings:
             await self._change(work, sightings)
@@ -963,7 +967,7 @@ def check_subject(subject: QualifiedSubject, *, is_named: bool = False) -> None:
 def _select_version(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVersion | None:
     if number is None:
         return versions[-1] if versions else None
-    return next((one for one in versions if one.version == number), None)
+    return next((version for version in versions if version.version == number), None)
 
 
 def _qualify(context: str, subject: str) -> QualifiedSubject:

@@ -72,7 +72,7 @@ class AclSnapshot:
         lengths: dict[ResourceType, set[int]] = defaultdict(set)
         for kind, prefix in by_prefix:
             lengths[kind].add(len(prefix))
-        self._lengths = {kind: sorted(found) for kind, found in lengths.items()}
+        self._lengths = {kind: sorted(sizes) for kind, sizes in lengths.items()}
 
     def decide(self, principal: str, host: str, operation: Operation, kind: ResourceType, name: str) -> Decision:
         """Decide whether a principal may do one operation on one resource."""

@@ -93,12 +93,12 @@ def change_of(result: Any, activity: Activity, kind: str, name: str, data: Mappi
 
 
 def settings_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
-    asked = {(one.resource_type, one.resource_name): one.configs for one in request.resources}
+    configs = {(resource.resource_type, resource.resource_name): resource.configs for resource in request.resources}
     for result in carried_out(response.responses):
         kind = _CONFIG_KINDS.get(result.resource_type, "configuration")
-        settings = asked[result.resource_type, result.resource_name]
+        settings = configs[result.resource_type, result.resource_name]
         # Groups include subscriptions, whose settings may be secrets.
-        data = {one.name: None if kind == "group" else one.value for one in settings}
+        data = {setting.name: None if kind == "group" else setting.value for setting in settings}
         yield change_of(result, UPDATE, kind, result.resource_name or "(all)", data)
 
 

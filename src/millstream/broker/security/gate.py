@@ -273,7 +273,7 @@ class Session:
                 return response, 0.0
             reply, verified = response
             if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
-                raise AuthenticationFailed("a connection cannot become another principal's")
+                raise AuthenticationFailed("a connection cannot authenticate again as another principal")
             if self._gate.authentication.authenticator.is_revoked(verified):
                 # It was valid when the exchange began, and nothing would close the connection later.
                 raise AuthenticationFailed(_REVOKED)

@@ -94,12 +94,12 @@ def _build_response(api: Any, **values: Any) -> Any:
     return build_message(load_response_class(api.key, api.versions[1]), values)
 
 
-def _split_allowed(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _split_allowed(requested: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Divide what a request asks for into what the client may do and what is refused."""
     allowed: list[Any] = []
     denied: list[Any] = []
-    for one in asked:
-        (allowed if may(one) else denied).append(one)
+    for resource in requested:
+        (allowed if may(resource) else denied).append(resource)
     return tuple(allowed), tuple(denied)
 
 
@@ -116,7 +116,7 @@ def _refusing(
     code: ErrorCode = _TOPIC_DENIED,
     *,
     name: str = "name",
-    asked: str = "partitions",
+    requested_field: str = "partitions",
     response_field: str = "partitions",
     index: str = "partition_index",
     **more: Any,
@@ -128,7 +128,9 @@ def _refusing(
     """
 
     def refuse(topic: Any) -> dict[str, Any]:
-        partitions = [{index: getattr(one, index, one), "error_code": code, **more} for one in getattr(topic, asked)]
+        partitions = [
+            {index: getattr(one, index, one), "error_code": code, **more} for one in getattr(topic, requested_field)
+        ]
         named = next(getattr(topic, field) for field in ("name", "topic", "topic_name") if hasattr(topic, field))
         return {name: named, response_field: partitions}
 
@@ -140,7 +142,7 @@ def _per_resource(
     operation: Operation,
     refused: Callable[[Any], dict[str, Any]],
     *,
-    asked: str = "topics",
+    requested_field: str = "topics",
     response_field: str = "topics",
     name: str = "name",
     group: Operation | None = None,
@@ -158,9 +160,10 @@ def _per_resource(
         if group is not None:
             rights.require(group, GROUP, request.group_id)
         allowed, denied = _split_allowed(
-            getattr(request, asked), lambda one: rights.check(operation, kind, getattr(one, name) if name else one)
+            getattr(request, requested_field),
+            lambda one: rights.check(operation, kind, getattr(one, name) if name else one),
         )
-        response = await api.handle(dataclasses.replace(request, **{asked: allowed}), client)
+        response = await api.handle(dataclasses.replace(request, **{requested_field: allowed}), client)
         return _extend(response, response_field, map(refused, denied))
 
     return guard
@@ -202,7 +205,7 @@ _refuse_election_of: Final = _refusing(
     _CLUSTER_DENIED, name="topic", response_field="partition_result", index="partition_id", error_message=_TEXT
 )
 _refuse_reassignment_of: Final = _refusing(_CLUSTER_DENIED, error_message=_TEXT)
-_refuse_markers_of: Final = _refusing(_CLUSTER_DENIED, asked="partition_indexes")
+_refuse_markers_of: Final = _refusing(_CLUSTER_DENIED, requested_field="partition_indexes")
 
 
 def _refuse_log_dirs(request: Any) -> dict[str, Any]:
@@ -267,7 +270,7 @@ _GUARDS[74] = _on_cluster(DESCRIBE_CONFIGS, _refuse_all())  # ListConfigResource
 _refuse_partitions: Final = _refusing()
 _refuse_leader_epoch: Final = _refusing(name="topic", index="partition")
 _refuse_delete_records: Final = _refusing(low_watermark=-1)
-_refuse_producers: Final = _refusing(asked="partition_indexes")
+_refuse_producers: Final = _refusing(requested_field="partition_indexes")
 
 
 def _refuse_create_partitions(topic: Any) -> dict[str, Any]:
@@ -430,7 +433,7 @@ def _may_describe_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
 
     Errors of its producers would reveal which subjects exist, and what their schemas are.
     """
-    subjects = [one.value for one in configs if one.name in (SCHEMA_KEY, SCHEMA_VALUE) and one.value]
+    subjects = [config.value for config in configs if config.name in (SCHEMA_KEY, SCHEMA_VALUE) and config.value]
     return all(rights.check(DESCRIBE, TOPIC, subject_topic(subject)) for subject in subjects)
 
 
@@ -516,15 +519,17 @@ async def _list_groups(api: Any, request: Any, client: Any, rights: Rights) -> A
     return dataclasses.replace(response, groups=seen)
 
 
-def _describing_groups(asked: str) -> Guard:
+def _describing_groups(field: str) -> Guard:
     """Return a guard for requests that describe groups, with what the client may do with each."""
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         message = _message_of(request)
-        allowed, denied = _split_allowed(getattr(message, asked), lambda group: rights.check(DESCRIBE, GROUP, group))
-        message = dataclasses.replace(message, **{asked: allowed})
+        allowed, denied = _split_allowed(getattr(message, field), lambda group: rights.check(DESCRIBE, GROUP, group))
+        message = dataclasses.replace(message, **{field: allowed})
         response = await api.handle(_with_message(request, message), client)
-        shown = (_without_hidden_topics(api, _with_group_operations(one, rights), rights) for one in response.groups)
+        shown = (
+            _without_hidden_topics(api, _with_group_operations(group, rights), rights) for group in response.groups
+        )
         refused = (api.refused(group, _GROUP_DENIED, _MESSAGES[_GROUP_DENIED]) for group in denied)
         return dataclasses.replace(response, groups=(*shown, *refused))
 
@@ -557,7 +562,7 @@ def _refuse_group_deletion(group: Any) -> dict[str, Any]:
 _GUARDS[15] = _describing_groups("groups")  # DescribeGroups
 _GUARDS[69] = _GUARDS[77] = _describing_groups("group_ids")  # ConsumerGroupDescribe, ShareGroupDescribe
 _GUARDS[42] = _per_resource(  # DeleteGroups
-    GROUP, DELETE, _refuse_group_deletion, asked="groups_names", response_field="results", name=""
+    GROUP, DELETE, _refuse_group_deletion, requested_field="groups_names", response_field="results", name=""
 )
 _GUARDS[47] = _per_resource(TOPIC, READ, _refuse_partitions, group=DELETE)  # OffsetDelete
 
@@ -595,7 +600,7 @@ async def _alter_users(api: Any, request: Any, client: Any, rights: Rights) -> A
     own = None
     if verified is not None and verified.credential is not None and not verified.tokens:
         own = verified.credential.user
-    if request.deletions or any(one.name != own for one in request.upsertions):
+    if request.deletions or any(upsertion.name != own for upsertion in request.upsertions):
         rights.require(ALTER, CLUSTER)
     return await api.handle(request, client)
 
@@ -638,16 +643,16 @@ async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -
     if not is_of_client and not rights.check(CLUSTER_ACTION, CLUSTER):
         return api.refusal(_CLUSTER_DENIED)
     allowed, refused = [], []
-    for one in request.transactions:
-        names = {topic.name for topic in one.topics}
+    for transaction in request.transactions:
+        names = {topic.name for topic in transaction.topics}
         denied = {name for name in names if is_of_client and not rights.check(WRITE, TOPIC, name)}
-        if is_of_client and not rights.check(WRITE, TRANSACTIONAL_ID, one.transactional_id):
-            refused.append(_refuse_added(one, dict.fromkeys(names, _TRANSACTION_DENIED)))
+        if is_of_client and not rights.check(WRITE, TRANSACTIONAL_ID, transaction.transactional_id):
+            refused.append(_refuse_added(transaction, dict.fromkeys(names, _TRANSACTION_DENIED)))
         elif denied:
             codes = {name: _TOPIC_DENIED if name in denied else ErrorCode.operation_not_attempted for name in names}
-            refused.append(_refuse_added(one, codes))
+            refused.append(_refuse_added(transaction, codes))
         else:
-            allowed.append(one)
+            allowed.append(transaction)
     response = await api.handle(request._replace(transactions=tuple(allowed)), client)
     return _extend(response, "results_by_transaction", refused)
 
@@ -686,10 +691,10 @@ async def _describe_transactions(api: Any, request: Any, client: Any, rights: Ri
     )
     response = await api.handle(dataclasses.replace(request, transactional_ids=allowed), client)
     shown = tuple(
-        dataclasses.replace(state, topics=tuple(one for one in state.topics if rights.topic(DESCRIBE, one.topic)))
+        dataclasses.replace(state, topics=tuple(topic for topic in state.topics if rights.topic(DESCRIBE, topic.topic)))
         for state in response.transaction_states
     )
-    refused = (api.refused(one, _TRANSACTION_DENIED) for one in denied)
+    refused = (api.refused(transactional_id, _TRANSACTION_DENIED) for transactional_id in denied)
     return dataclasses.replace(response, transaction_states=(*shown, *refused))
 
 
@@ -697,7 +702,11 @@ async def _describe_transactions(api: Any, request: Any, client: Any, rights: Ri
 async def _list_transactions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """ListTransactions: those that the client may describe."""
     response = await api.handle(request, client)
-    seen = tuple(one for one in response.transaction_states if rights.transaction(DESCRIBE, one.transactional_id))
+    seen = tuple(
+        transaction_state
+        for transaction_state in response.transaction_states
+        if rights.transaction(DESCRIBE, transaction_state.transactional_id)
+    )
     return dataclasses.replace(response, transaction_states=seen)
 
 
@@ -777,11 +786,11 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
     """DescribeShareGroupOffsets: DESCRIBE on the groups and on the topics; of all topics, those that are shown."""
 
     def visible(topics: Any) -> Any:
-        return None if topics is None else tuple(one for one in topics if rights.topic(DESCRIBE, one.topic_name))
+        return None if topics is None else tuple(topic for topic in topics if rights.topic(DESCRIBE, topic.topic_name))
 
     allowed, denied = _split_allowed(request.groups, lambda group: rights.check(DESCRIBE, GROUP, group.group_id))
-    asked = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in allowed)
-    response = await api.handle(dataclasses.replace(request, groups=asked), client)
+    groups = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in allowed)
+    response = await api.handle(dataclasses.replace(request, groups=groups), client)
     hidden = {
         group.group_id: tuple(
             _hide_share_offsets(topic)

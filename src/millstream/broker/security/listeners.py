@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from millstream.broker.security.gate import AuthenticationContext, RevokedSessions
     from millstream.broker.security.sasl import Passwords
-    from millstream.broker.security.tls import FollowedTls
+    from millstream.broker.security.tls import ReloadingTls
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ Address = tuple[str, int]
 class _BoundListener:
     config: ListenerConfig
     socket: socket.socket
-    tls: FollowedTls | None
+    tls: ReloadingTls | None
 
     @property
     def address(self) -> str:
@@ -133,10 +133,10 @@ class Listeners:
     def _check_http(self, flag: str, address: str) -> None:
         config = self._config
         if config.http_tls is not None:
-            from millstream.broker.security.tls import FollowedTls, TlsFiles
+            from millstream.broker.security.tls import ReloadingTls, TlsFiles
 
             certificate, key = config.http_tls
-            FollowedTls(TlsFiles(certificate=certificate, key=key))
+            ReloadingTls(TlsFiles(certificate=certificate, key=key))
         if is_loopback(address) or config.insecure:
             return
         if not config.http_authenticates:
@@ -163,7 +163,7 @@ class Listeners:
 
     @cached_property
     def _node_listener(self) -> ListenerConfig:
-        return next(one for one in self._config.all_listeners if one.name == self._config.node_listener)
+        return next(listener for listener in self._config.all_listeners if listener.name == self._config.node_listener)
 
     def _admits_nodes(self, listener: ListenerConfig) -> bool:
         """Whether certificates may identify nodes on a listener; those of another authority could be any client's.
@@ -194,10 +194,10 @@ class Listeners:
         for config in listeners:
             tls = None
             if config.tls_cert:
-                from millstream.broker.security.tls import FollowedTls, TlsFiles
+                from millstream.broker.security.tls import ReloadingTls, TlsFiles
 
                 files = TlsFiles(certificate=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
-                tls = FollowedTls(files)
+                tls = ReloadingTls(files)
             address = parse_address(config.address, name="kafka")
             # The node's own processes send their secret to the process that listens on the internal address.
             is_held = config.name == INTERNAL
@@ -342,7 +342,9 @@ class Listeners:
             assertions.is_named_by_token = settings.may_name
         self._passwords = passwords = Passwords(state)
         assertions.machine = self._machine
-        assertions.public_key_of = lambda node: "" if (found := membership.node(node)) is None else found.assertion_key
+        assertions.public_key_of = lambda node: (
+            "" if (known_node := membership.node(node)) is None else known_node.assertion_key
+        )
         return AuthenticationContext(
             state=state,
             authenticator=Authenticator(passwords, tokens),

@@ -141,7 +141,7 @@ class Rights:
         if self.node_id is not None:
             return True
         rules = (self._state.snapshot, *self._scopes)
-        return all(one.decide_any(self.principal, self.host, operation, kind) for one in rules)
+        return all(rule.decide_any(self.principal, self.host, operation, kind) for rule in rules)
 
     def has_token(self, token: ApiToken | None) -> bool:
         """Whether an API token is the client's own; for a scoped token, only itself and those created with it."""

@@ -147,7 +147,7 @@ class Passwords:
         shape = max(self._shapes_of(mechanism), key=weight)
         salt = shake_256(key + name).digest(shape.salt_bytes)
         if shape.is_text:
-            salt = bytes(_SALT_LETTERS[one % len(_SALT_LETTERS)] for one in salt)
+            salt = bytes(_SALT_LETTERS[character % len(_SALT_LETTERS)] for character in salt)
         size = len(digest(mechanism, b""))
         return ScramCredential(
             user=user,

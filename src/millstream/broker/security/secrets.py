@@ -75,10 +75,10 @@ class StoredSecrets:
 
     def _check_sealed(self) -> None:
         problems = {
-            f"{one.noun} {one.name!r}": seal_problem(one.sealed)
+            f"{declaration.noun} {declaration.name!r}": seal_problem(declaration.sealed)
             for holder in self._holders
-            for one in holder.all()
-            if one.sealed
+            for declaration in holder.all()
+            if declaration.sealed
         }
         for place in sorted(problems.keys() - self._problems.keys())[:_NAMED_MAX]:
             _logger.warning(

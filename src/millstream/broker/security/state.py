@@ -180,7 +180,7 @@ class SecurityState(Holder):
         """Remove a token and those that were created with it, durably."""
         deleted_ids = {token_id}
         for _ in range(CHAIN_MAX):
-            deleted_ids |= {one.token_id for one in self._tokens.values() if one.parent in deleted_ids}
+            deleted_ids |= {token.token_id for token in self._tokens.values() if token.parent in deleted_ids}
         await self._change(SecurityChange(delete_tokens=frozenset(deleted_ids)))
 
     async def add_acls(self, acls: Iterable[Acl]) -> None:
@@ -222,7 +222,7 @@ class SecurityState(Holder):
         changed = {
             "users": sorted({one.user for one in change.put_credentials}),
             "users_removed": sorted({user for user, _ in change.delete_credentials}),
-            "tokens_created": sorted(f"{one.token_id} of {one.owner}" for one in change.put_tokens),
+            "tokens_created": sorted(f"{token.token_id} of {token.owner}" for token in change.put_tokens),
             "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
             "acls_added": sorted(map(str, change.add_acls)),
             "acls_removed": sorted(map(str, change.delete_acls)),
@@ -235,7 +235,7 @@ class SecurityState(Holder):
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
         self.cluster_key = declared.cluster_key
         self.is_loaded = True
-        self._tokens = {one.token_id: one for one in declared.tokens}
+        self._tokens = {token.token_id: token for token in declared.tokens}
         if declared.acls != self.snapshot.acls:
             # A new object makes every connection authorize again, so it is kept when only tokens change.
             self.snapshot = AclSnapshot(declared.acls, self._super_users)

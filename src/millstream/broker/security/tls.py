@@ -38,7 +38,7 @@ _KEYWORDS: Final = {
 """The types of attributes that RFC 2253 names."""
 _TEXT_TAGS: Final = frozenset({0x0C, 0x13, 0x14, 0x16, 0x1E})
 """UTF8String, PrintableString, T61String, IA5String and BMPString, all of which Java reads as UTF-8."""
-_ESCAPES: Final = str.maketrans({"\0": "\\00", **{one: f"\\{one}" for one in ',=+<>#;"\\'}})
+_ESCAPES: Final = str.maketrans({"\0": "\\00", **{character: f"\\{character}" for character in ',=+<>#;"\\'}})
 _ESCAPED_AT_ENDS: Final = " \r"
 """The characters that are escaped at the beginning and the end of a value."""
 
@@ -81,7 +81,7 @@ class TlsFiles:
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Return a value that changes with the files."""
         statuses = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
-        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in statuses)
+        return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in statuses)
 
     def load(self, *, is_server: bool) -> ssl.SSLContext:
         """Create a context from the current files."""
@@ -100,7 +100,7 @@ class TlsFiles:
         return context
 
 
-class FollowedTls:
+class ReloadingTls:
     """Server contexts that follow their files."""
 
     def __init__(self, files: TlsFiles) -> None:
@@ -110,7 +110,7 @@ class FollowedTls:
             self._stamp = files.stamp()
             self._current = self._load()
         except OSError as error:
-            named = [one for one in (files.certificate, files.client_ca, files.key) if one]
+            named = [path for path in (files.certificate, files.client_ca, files.key) if path]
             raise InvalidSetting(f"TLS cannot be set up: {tls_file_problem(error, named)}") from error
         warn_if_exposed(files.key, flag="tls-key")
 

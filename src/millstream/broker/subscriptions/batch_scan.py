@@ -105,11 +105,11 @@ def _scan_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
 
     batch = memoryview(records)[header.position : header.end_position]
     fields = [name for name, is_needed in ((KEY, with_keys), (HEADER, has_delays)) if is_needed]
-    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    offsets: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
     for columns in decode_columns(batch, fields=fields, start_offset=first, verify_crc=False):
-        found.append(columns.offsets)
+        offsets.append(columns.offsets)
         if keys is not None and columns.keys is not None:
             data, ends = columns.keys.data.tobytes(), columns.keys.offsets.tolist()
             numbers = np.fromiter((crc32(data[a:b]) + 1 for a, b in pairwise(ends)), np.int64, len(ends) - 1)
@@ -118,7 +118,7 @@ def _scan_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
             keys[columns.offsets - first] = numbers
         if columns.headers is not None:
             delayed += _find_delayed(columns.offsets, columns.headers)
-    return BatchScan(_find_gaps(np.concatenate(found), first, header.last_offset), delayed, keys, len(batch))
+    return BatchScan(_find_gaps(np.concatenate(offsets), first, header.last_offset), delayed, keys, len(batch))
 
 
 def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:

@@ -267,9 +267,9 @@ _COMPACT_MIN: Final = 1024
 
 
 class Stragglers(Columns):
-    """Unfinished messages that the window has moved past, in the order of their offsets.
+    """Unfinished messages behind the window, in the order of their offsets.
 
-    A message that waits for a long time would otherwise hold the start of the window back.
+    They are kept separately, because one that waits for a long time would otherwise stop the window from advancing.
     """
 
     __slots__ = ("finished_count", "front", "keys", "offsets")

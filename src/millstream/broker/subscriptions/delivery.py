@@ -313,7 +313,7 @@ class Delivery:
         until the worker may get a response.
         """
         end = self.partition.high_watermark
-        if any(one.last >= end for one in (*settlements, *gaps)):
+        if any(settlement.last >= end for settlement in (*settlements, *gaps)):
             raise InvalidRequest(f"{self.partition.log.partition} ends at {end}; no later message was delivered")
         if len(settlements) > 1:
             # Expired leases end first, so that a lease that is found to be held stays held.
@@ -417,7 +417,7 @@ class Delivery:
         self.queue.revive(present, now_ms=now_ms)
         self.queue_changed()
         await self.durable()
-        return sorted(letters.keys() - {one.offset for one in present})
+        return sorted(letters.keys() - {revival.offset for revival in present})
 
     def change(self, settings: SubscriptionSettings, queue_filter: QueueFilter | None) -> None:
         """Apply changed settings; messages that were scanned already keep their state."""
@@ -536,10 +536,10 @@ class Delivery:
         queue = self.queue
         # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
-        found = self._read_oldest(demand, max_records)
-        if found is None:
+        batches_read = self._read_oldest(demand, max_records)
+        if batches_read is None:
             return NOTHING
-        oldest, records, headers, ends = found
+        oldest, records, headers, ends = batches_read
         if not headers:
             return NOTHING
         until = headers[-1].next_offset

@@ -280,10 +280,10 @@ class Engine:
         self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]
     ) -> list[Offset]:
         """Return the oldest unfinished offset of each queue on a partition; 0 for a queue that is not open."""
-        keys = {QueueKey(one.subscription_id, topic_id, partition) for one in subscribed}
+        keys = {QueueKey(subscription.subscription_id, topic_id, partition) for subscription in subscribed}
         keys.update(key for key in self._open if key.topic_id == topic_id and key.partition == partition)
         opened = [self._open.get(key) for key in keys]
-        return [Offset(0) if one is None else one.delivery.queue.oldest for one in opened]
+        return [Offset(0) if queue is None else queue.delivery.queue.oldest for queue in opened]
 
     def close_queues(self, subscription_id: UUID, topic_id: UUID) -> None:
         """Close the queues of a subscription on a topic; they are restored when next used."""
@@ -401,7 +401,9 @@ class Engine:
 
     def _declarations_changed(self) -> None:
         dependencies = self._dependencies
-        for subscription_id in [one for one in self._opening_waiters if dependencies.subscriptions.by_id(one) is None]:
+        for subscription_id in [
+            waiter for waiter in self._opening_waiters if dependencies.subscriptions.by_id(waiter) is None
+        ]:
             self._notify_opened(subscription_id)
         for opened in list(self._open.values()):
             declared = dependencies.subscriptions.by_id(opened.delivery.key.subscription_id)

@@ -171,7 +171,7 @@ class FilterCache:
     async def _evaluate_range(
         self, partition: TopicPartition, known: _Partition, filter_: Filter, records: Buffer, start: int, end: int
     ) -> _Run:
-        rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, filter_)}
+        rows = {known_filter: np.zeros(end - start, np.bool_) for known_filter in (*known.filters, filter_)}
         first, next_offset = Offset(start), Offset(end)
         unreadable: Unreadable = ()
         try:

@@ -486,7 +486,7 @@ class Fold:
 
 def encode_revivals(revivals: Iterable[Revival]) -> bytes:
     """Encode the keys and letters of revived messages for a delta."""
-    return b"".join(_REVIVED.pack(one.key, one.letter) for one in revivals)
+    return b"".join(_REVIVED.pack(revival.key, revival.letter) for revival in revivals)
 
 
 def _waiting_run(columns: Window | Stragglers, state: int, start: int, end: int) -> WaitingRun:

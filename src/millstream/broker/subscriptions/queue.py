@@ -644,12 +644,14 @@ class Queue:
         again by that write, so it is refused.
         """
         fold = self._fold
-        unwritten = [one.offset for one in revivals if self._is_unrevived(one, REJECTING)]
+        unwritten = [revival.offset for revival in revivals if self._is_unrevived(revival, REJECTING)]
         if unwritten:
             raise CoordinatorUnavailable(
                 f"message {min(unwritten)} is still being written to the dead letter topic; try again in a moment"
             )
-        pending = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
+        pending = sorted(
+            {revival.offset: revival for revival in revivals if self._is_unrevived(revival, DONE)}.values()
+        )
         room = self._parked_max - fold.stragglers.unfinished
         if sum(one.offset < fold.window.start for one in pending) > room:
             raise PolicyViolation(
@@ -674,9 +676,9 @@ class Queue:
 
     def close_letters(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
         """Forget the letters by which messages were revived, since they are closed."""
-        for one in revivals:
-            if self._fold.revived.get(one.offset) == one.letter:
-                self._record(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
+        for revival in revivals:
+            if self._fold.revived.get(revival.offset) == revival.letter:
+                self._record(Delta(DeltaKind.LETTER_CLOSED, revival.offset, revival.offset, 0, 0, "", now_ms))
 
     def _update_rejecting(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
         place = self._fold.place(offset)
@@ -746,9 +748,9 @@ class Queue:
 
 def _group_consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
     runs: list[list[Revival]] = []
-    for one in revivals:
-        if runs and runs[-1][-1].offset + 1 == one.offset:
-            runs[-1].append(one)
+    for revival in revivals:
+        if runs and runs[-1][-1].offset + 1 == revival.offset:
+            runs[-1].append(revival)
         else:
-            runs.append([one])
+            runs.append([revival])
     return runs

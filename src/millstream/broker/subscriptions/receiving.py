@@ -336,7 +336,7 @@ async def receive(
 
 def _rotate(deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
     """Start with the queue that led the order longest ago, so that full responses starve none."""
-    turns = [one.turn for one in deliveries]
+    turns = [delivery.turn for delivery in deliveries]
     first = turns.index(min(turns))
     deliveries[first].turn = next(_turns)
     return [*deliveries[first:], *deliveries[:first]]

@@ -14,13 +14,13 @@ from millstream.broker.coordination.state_machine import Confirmation, Outcome, 
 from millstream.broker.transactions.records import transaction_tombstone
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import (
-    Ending,
     InitRequest,
     InitResponse,
     ProducerRef,
     Transaction,
     TransactionFilter,
     TransactionLimits,
+    UnmarkedTransaction,
     placement_of,
 )
 from millstream.core.clock import Clock
@@ -186,7 +186,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """How many shards there are in the cluster; 0 before the first transaction."""
         return self._runtime.partitions
 
-    async def _endings(self, shard: Shard[TransactionShard]) -> list[Ending]:
+    async def _endings(self, shard: Shard[TransactionShard]) -> list[UnmarkedTransaction]:
         return await shard.submit(lambda state: state.endings(), pure=True)
 
     @property
@@ -306,7 +306,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     async def listing(self, filter_: TransactionFilter) -> list[Transaction]:
         responses = [shard.submit(lambda state: state.listing(filter_), pure=True) for shard in self.shards]
-        return [one for listing in await asyncio.gather(*responses) for one in listing]
+        return [transaction for listing in await asyncio.gather(*responses) for transaction in listing]
 
     def counts(self) -> Mapping[str, int]:
         """Count the transactional ids of this node by state."""

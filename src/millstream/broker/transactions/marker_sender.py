@@ -27,7 +27,7 @@ from millstream.broker.coordination.peers import Peers
 from millstream.broker.coordination.runtime import StateTopics
 from millstream.broker.coordination.shard import Shard
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, UnmarkedTransaction
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     FencedProducer,
@@ -265,7 +265,7 @@ class MarkerSender:
         finally:
             self._collecting.discard(shard)
 
-    async def _finish(self, shard: MarkedShard, ending: Ending) -> None:
+    async def _finish(self, shard: MarkedShard, ending: UnmarkedTransaction) -> None:
         try:
             reason = await self._try_to_finish(shard, ending)
             if reason is not None:
@@ -277,7 +277,7 @@ class MarkerSender:
             self._in_flight.discard((shard, ending.transactional_id))
             self.wake()
 
-    async def _try_to_finish(self, shard: MarkedShard, ending: Ending) -> str | None:
+    async def _try_to_finish(self, shard: MarkedShard, ending: UnmarkedTransaction) -> str | None:
         """Return the error, or None on success."""
         try:
             if not await self._write_all(shard, ending):
@@ -290,7 +290,7 @@ class MarkerSender:
             return "a defect"
         return None
 
-    async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
+    async def _write_all(self, shard: MarkedShard, ending: UnmarkedTransaction) -> bool:
         """Write every marker, however long it takes; return False if this node is no longer the coordinator.
 
         Coordinators use the epochs of their partitions, and a forged request may have left a higher epoch in a
@@ -309,7 +309,11 @@ class MarkerSender:
                 claimed = self._latest_epoch()
                 if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
                     return False
-            unsettled = {one for one in unsettled if not _is_settled(ending, one, errors.get(one, _NO_RESPONSE))}
+            unsettled = {
+                partition
+                for partition in unsettled
+                if not _is_settled(ending, partition, errors.get(partition, _NO_RESPONSE))
+            }
             if unsettled:
                 self.retries += 1
                 await backoff.pause()
@@ -326,7 +330,7 @@ class MarkerSender:
             _logger.error("a transaction could not be ended because of a bug", exc_info=task.exception())
 
 
-def _to_marker(ending: Ending, coordinator_epoch: int) -> Marker:
+def _to_marker(ending: UnmarkedTransaction, coordinator_epoch: int) -> Marker:
     return Marker(
         producer_id=ending.producer_id,
         producer_epoch=ProducerEpoch(ending.epoch),
@@ -339,7 +343,7 @@ def _to_marker(ending: Ending, coordinator_epoch: int) -> Marker:
 _NO_RESPONSE: Final = MillstreamError("no response came")
 
 
-def _is_settled(ending: Ending, partition: TopicPartition, error: MillstreamError | None) -> bool:
+def _is_settled(ending: UnmarkedTransaction, partition: TopicPartition, error: MillstreamError | None) -> bool:
     if error is None:
         return True
     if isinstance(error, _NOT_NEEDED):

@@ -32,7 +32,6 @@ from millstream.broker.transactions.transaction import (
     NO_EPOCH,
     NO_TIME_MS,
     Attempt,
-    Ending,
     InitRequest,
     InitResponse,
     LastBatch,
@@ -41,6 +40,7 @@ from millstream.broker.transactions.transaction import (
     TransactionFilter,
     TransactionLimits,
     TransactionState,
+    UnmarkedTransaction,
     attempt_of,
     check_members,
     is_exhausted,
@@ -142,8 +142,10 @@ class Batches:
         """Abort every undecided attempt at one batch; return their number. A named run may begin no further attempt."""
         if batch <= self.last_batch_of(query):
             raise InvalidTransactionState(f"batch {batch} of query {query!r} is already committed")
-        undecided = [one for number, one in self._attempts_of(query) if number == batch and one.state not in ENDING]
-        records = [self._ending_record(one, f"batch {batch} is aborted") for one in undecided]
+        undecided = [
+            attempt for number, attempt in self._attempts_of(query) if number == batch and attempt.state not in ENDING
+        ]
+        records = [self._ending_record(attempt, f"batch {batch} is aborted") for attempt in undecided]
         if run and self._has_room(query):
             records.append(query_record(query, self._known(query)._replace(ended_run=run)))
         return records, len(undecided)
@@ -196,9 +198,9 @@ class Batches:
     def _abort_superseded(self, query: str, batch: int, except_ids: Collection[str] = ()) -> list[StateRecord]:
         """Build the records that abort every attempt up to a batch."""
         return [
-            self._ending_record(one, f"batch {batch} is committed without it")
-            for number, one in self._attempts_of(query)
-            if number <= batch and one.transactional_id not in except_ids and one.state not in ENDING
+            self._ending_record(attempt, f"batch {batch} is committed without it")
+            for number, attempt in self._attempts_of(query)
+            if number <= batch and attempt.transactional_id not in except_ids and attempt.state not in ENDING
         ]
 
     def _ending_record(self, transaction: Transaction, reason: str) -> StateRecord:
@@ -298,8 +300,8 @@ class TransactionShard:
         added = frozenset(partitions)
         if transaction.state is TransactionState.ONGOING and added <= transaction.partitions:
             return [], None
-        grown = transaction.with_partitions(added, version=version, now_ms=self._clock.now_ms())
-        return [transaction_record(grown)], None
+        extended = transaction.with_partitions(added, version=version, now_ms=self._clock.now_ms())
+        return [transaction_record(extended)], None
 
     def verify(
         self, who: ProducerRef, partitions: Iterable[TopicPartition]
@@ -344,10 +346,10 @@ class TransactionShard:
 
     # Markers
 
-    def endings(self, known: Iterable[str] = (), *, limit: int = 1000) -> Outcome[list[Ending]]:
+    def endings(self, known: Iterable[str] = (), *, limit: int = 1000) -> Outcome[list[UnmarkedTransaction]]:
         """Return the decided transactions that need markers, without those that the caller knows of."""
         left_out = set(known)
-        endings: list[Ending] = []
+        endings: list[UnmarkedTransaction] = []
         for transactional_id in self._ending:
             if len(endings) >= limit:
                 break
@@ -355,7 +357,7 @@ class TransactionShard:
                 endings.append(_ending_of(self._transactions[transactional_id]))
         return [], endings
 
-    def complete(self, ending: Ending) -> Outcome[None]:
+    def complete(self, ending: UnmarkedTransaction) -> Outcome[None]:
         """Complete a transaction whose markers are all written."""
         transaction = self._transactions.get(ending.transactional_id)
         if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
@@ -365,7 +367,7 @@ class TransactionShard:
             return [transaction_tombstone(ending.transactional_id)], None
         return [transaction_record(transaction.complete(now_ms=self._clock.now_ms()))], None
 
-    def confirmed(self, ending: Ending) -> Outcome[bool]:
+    def confirmed(self, ending: UnmarkedTransaction) -> Outcome[bool]:
         """Write a decision again: a node that can do so durably is still the coordinator. Return False if the
         transaction is complete.
         """
@@ -392,7 +394,9 @@ class TransactionShard:
 
     def listing(self, filter_: TransactionFilter) -> Outcome[list[Transaction]]:
         now_ms = self._clock.now_ms()
-        return [], [one for one in self._transactions.values() if _matches(one, filter_, now_ms)]
+        return [], [
+            transaction for transaction in self._transactions.values() if _matches(transaction, filter_, now_ms)
+        ]
 
     def counts(self) -> dict[str, int]:
         counted = {state.value: 0 for state in TransactionState}
@@ -640,8 +644,8 @@ def _wrong_state_error(transaction: Transaction, *, commit: bool) -> InvalidTran
     )
 
 
-def _ending_of(transaction: Transaction) -> Ending:
-    return Ending(
+def _ending_of(transaction: Transaction) -> UnmarkedTransaction:
+    return UnmarkedTransaction(
         transaction.transactional_id,
         transaction.producer_id,
         transaction.epoch,

@@ -43,7 +43,7 @@ class InitResponse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class UnmarkedTransaction:
     """A decided transaction whose markers are not written yet."""
 
     transactional_id: str

@@ -87,15 +87,15 @@ class Backlogs:
 
         Readers whose position is unknown, or whose topics are all missing, are omitted.
         """
-        has_pattern = any(one.pattern is not None for one in readers)
-        named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
+        has_pattern = any(reader.pattern is not None for reader in readers)
+        named = None if has_pattern else sorted(set().union(*(reader.topics for reader in readers)))
         metadata = await self._client.metadata(named)
-        read = {one: found for one in readers if (found := one.existing_topics(metadata))}
-        return {name: one.left for name, one in (await self._backlogs_of(read, asks_passed=False)).items()}
+        read = {reader: topics for reader in readers if (topics := reader.existing_topics(metadata))}
+        return {name: backlog.left for name, backlog in (await self._backlogs_of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
         """Return each reader's position in a topic, except readers whose position is unknown."""
-        return await self._backlogs_of({one: [topic] for one in readers}, asks_passed=True)
+        return await self._backlogs_of({reader: [topic] for reader in readers}, asks_passed=True)
 
     async def _backlogs_of(
         self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool
@@ -109,15 +109,15 @@ class Backlogs:
             if not isinstance(offsets, MillstreamError):
                 places[reader.name] = self._positions(reader, topics, offsets)
         # The start of a partition matters only to readers that are not at its end.
-        asked = {
+        partitions = {
             where
             for of_reader in places.values()
             for where, offset in of_reader.items()
             if asks_passed or offset is None or offset < self._ends.get(where, 0)
         }
-        self._starts = await self._list_offsets(asked, EARLIEST_TIMESTAMP, READ_UNCOMMITTED, self._starts)
-        found = {name: self._backlog(of_reader) for name, of_reader in places.items()}
-        return {name: one for name, one in found.items() if one is not None}
+        self._starts = await self._list_offsets(partitions, EARLIEST_TIMESTAMP, READ_UNCOMMITTED, self._starts)
+        backlogs = {name: self._backlog(of_reader) for name, of_reader in places.items()}
+        return {name: backlog for name, backlog in backlogs.items() if backlog is not None}
 
     def _positions(
         self, reader: Reader, topics: Sequence[TopicMetadata], committed: Committed
@@ -136,7 +136,10 @@ class Backlogs:
     ) -> dict[TopicPartition, int]:
         listed_offsets = await self._client.list_offsets_of(dict.fromkeys(partitions, time_ms), isolation=isolation)
         held = {where: known[where] for where in listed_offsets if where in known}
-        return {**held, **{where: one.offset for where, one in listed_offsets.items() if isinstance(one, ListedOffset)}}
+        return {
+            **held,
+            **{where: offset.offset for where, offset in listed_offsets.items() if isinstance(offset, ListedOffset)},
+        }
 
     def _backlog(self, places: Mapping[TopicPartition, int | None]) -> Backlog | None:
         passed = left = 0

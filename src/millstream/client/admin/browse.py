@@ -16,13 +16,13 @@ from millstream.protocol.private.browse_messages import (
     BY_PARTITIONS,
     PAGE_MAX,
     RIGHTS_MAX,
+    AuditReadingRequest,
     ListedTopic,
     ListRightsRequest,
     ListTopicsRequest,
     ListTopicsResponse,
     NodeSummaryRequest,
     NodeSummaryResponse,
-    NoteReadingRequest,
 )
 from millstream.protocol.private.message import request_private
 from millstream.protocol.wire.client import Client
@@ -60,14 +60,16 @@ async def topics_page(
     )
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         node, first = await _first_response(client, nodes, request)
-        others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit, partitions=partitions)
+        others = ListTopicsRequest(names=[topic.name for topic in first.topics], limit=limit, partitions=partitions)
         responses = await gather_or_cancel(list_if_reachable(client, one, others) for one in nodes if one != node)
         summed = _sum([first, *responses])
-        return ListTopicsResponse(topics=[summed[one.name] for one in first.topics], total=first.total)
+        return ListTopicsResponse(topics=[summed[topic.name] for topic in first.topics], total=first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
     responses = await gather_or_cancel(list_if_reachable(client, node, every) for node in nodes)
     topics = sorted(_sum(responses).values(), key=lambda one: getattr(one, order), reverse=descending)
-    return ListTopicsResponse(topics=topics[offset : offset + limit], total=max(one.total for one in responses))
+    return ListTopicsResponse(
+        topics=topics[offset : offset + limit], total=max(response.total for response in responses)
+    )
 
 
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
@@ -77,7 +79,7 @@ async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
     for at in range(0, len(names), PAGE_MAX):
         request = ListTopicsRequest(names=list(names[at : at + PAGE_MAX]), limit=PAGE_MAX)
         _, response = await _first_response(client, nodes, request)
-        existing += [one.name for one in response.topics]
+        existing += [topic.name for topic in response.topics]
     return existing
 
 
@@ -105,15 +107,15 @@ async def _first_response(
 def _sum(responses: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
     totals: dict[str, ListedTopic] = {}
     for response in responses:
-        for one in response.topics:
-            known = totals.get(one.name)
+        for topic in response.topics:
+            known = totals.get(topic.name)
             if known is None:
-                totals[one.name] = one
+                totals[topic.name] = topic
             else:
                 counted = ("records", "bytes", "records_in", "bytes_in", "bytes_out")
-                sums = {name: getattr(known, name) + getattr(one, name) for name in counted}
-                sizes = known.partition_bytes | one.partition_bytes
-                totals[one.name] = msgspec.structs.replace(known, **sums, partition_bytes=sizes)
+                sums = {name: getattr(known, name) + getattr(topic, name) for name in counted}
+                sizes = known.partition_bytes | topic.partition_bytes
+                totals[topic.name] = msgspec.structs.replace(known, **sums, partition_bytes=sizes)
     return totals
 
 
@@ -134,18 +136,18 @@ async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
     return (await own_rights(client, asked))[0]
 
 
-async def own_rights(client: Client, asked: Sequence[Right]) -> tuple[list[bool], str]:
+async def own_rights(client: Client, rights: Sequence[Right]) -> tuple[list[bool], str]:
     """Return what `allowed_rights` does, and the client's principal, empty where clients are not authorized."""
     allowed: list[bool] = []
     principal = ""
-    for at in range(0, len(asked), RIGHTS_MAX):
-        part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
+    for at in range(0, len(rights), RIGHTS_MAX):
+        part = [(int(operation), int(kind), name) for operation, kind, name in rights[at : at + RIGHTS_MAX]]
         response = await request_private(client, None, ListRightsRequest(rights=part))
         allowed += response.allowed
         principal = response.principal
     return allowed, principal
 
 
-async def note_reading(client: Client, request: NoteReadingRequest) -> None:
+async def audit_reading(client: Client, request: AuditReadingRequest) -> None:
     """Record that a user is shown messages; raise if the user may not read them."""
     await request_private(client, None, request)

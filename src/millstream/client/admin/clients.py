@@ -22,7 +22,7 @@ async def list_quotas(client: Client) -> Mapping[QuotaEntity, Mapping[str, float
         raise error_from_code(response.error_code, response.error_message, about="list quotas")
     return {
         QuotaEntity.of((part.entity_type, part.entity_name) for part in entry.entity): {
-            one.key: float(one.value) for one in entry.values
+            value.key: float(value.value) for value in entry.values
         }
         for entry in response.entries or ()
     }

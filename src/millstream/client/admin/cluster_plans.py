@@ -62,7 +62,12 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
     elapsed_s = max(loop.time() - started, 1e-3)
     known = {
         *metadata.nodes,
-        *(node for topic in metadata.topics.values() for one in topic.partitions.values() for node in one.replicas),
+        *(
+            node
+            for topic in metadata.topics.values()
+            for partition in topic.partitions.values()
+            for node in partition.replicas
+        ),
     }
     partitions = []
     for topic in metadata.topics.values():
@@ -119,8 +124,8 @@ async def _disk(client: Client, node: NodeId) -> _Disk | None:
             continue
         total, free = total + max(0, result.total_bytes), free + max(0, result.usable_bytes)
         for topic in result.topics:
-            for one in topic.partitions:
-                sizes[topic.name, one.partition_index] += one.partition_size
+            for partition in topic.partitions:
+                sizes[topic.name, partition.partition_index] += partition.partition_size
     return _Disk(sizes, total, free)
 
 
@@ -138,7 +143,7 @@ async def compute_plan(client: Client, kind: str, *, node: int | None = None) ->
 async def compute_replication(client: Client, pattern: str, to: int) -> Plan:
     """Compute a plan to give every topic that matches a pattern this many replicas."""
     load = await measure_load(client, interval_s=0)
-    topics = {one.topic for one in load.partitions if fnmatchcase(one.topic, pattern)}
+    topics = {partition.topic for partition in load.partitions if fnmatchcase(partition.topic, pattern)}
     if not topics:
         raise UnknownTopic(f"no topic matches {pattern!r}; see `millstream topic list`")
     return plan_replicate(load, topics, to)
@@ -165,7 +170,7 @@ async def current_plan(client: Client) -> PlanResponse:
 
 async def copied_bytes(client: Client, current: PlanResponse) -> int:
     """Return how much of the moves under way their receivers have fetched, as far as these respond."""
-    moving = [one.move for one in current.moves if one.state == "moving"]
+    moving = [planned.move for planned in current.moves if planned.state == "moving"]
     disks = await _disks(client, {node for move in moving for node in move.receivers})
     return sum(
         min(disks[node].sizes.get((move.topic, move.index), 0), move.size_bytes)
@@ -224,7 +229,7 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
         "moved_bytes": sizes["moved"] + copied,
         "partitions_moving": [
             {"topic": move.topic, "partition": move.index, "from": list(move.before), "to": list(move.target)}
-            for move in (one.move for one in current.moves if one.state == "moving")
+            for move in (planned.move for planned in current.moves if planned.state == "moving")
         ],
         "created_ms": current.created_ms,
         "finished_ms": current.finished_ms or None,

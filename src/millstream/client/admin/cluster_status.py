@@ -76,8 +76,8 @@ async def ask_all_nodes(client: Client, ask: Callable[[NodeId], Awaitable[T]]) -
             return error
 
     responses = await gather_or_cancel(map(ask_node, sorted((await client.metadata(())).nodes)))
-    failed = [one for one in responses if isinstance(one, MillstreamError)]
-    return [one for one in responses if not isinstance(one, MillstreamError)], failed
+    failed = [response for response in responses if isinstance(response, MillstreamError)]
+    return [response for response in responses if not isinstance(response, MillstreamError)], failed
 
 
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
@@ -102,21 +102,35 @@ async def _find_status(client: Client, node: NodeId | None = None) -> dict[str, 
 
 def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
     return [
-        DamagedOffsets(one["topic"], one["partition"], one["start"], one["end"], one["repair"])
-        for one in status["damage"]
+        DamagedOffsets(
+            damaged_range["topic"],
+            damaged_range["partition"],
+            damaged_range["start"],
+            damaged_range["end"],
+            damaged_range["repair"],
+        )
+        for damaged_range in status["damage"]
     ]
 
 
 async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[DamagedOffsets] | None:
     """Return the damage of some partitions on their leaders; None if a leader does not report it."""
     selected = set(partitions)
-    leaders = {one.leader_id for one in topic.partitions.values() if one.partition in selected and one.leader_id >= 0}
+    leaders = {
+        partition.leader_id
+        for partition in topic.partitions.values()
+        if partition.partition in selected and partition.leader_id >= 0
+    }
     lost: list[DamagedOffsets] = []
     for leader in sorted(leaders):
         status = await _find_status(client, leader)
         if status is None or "damage" not in status:
             return None
-        lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in selected]
+        lost += [
+            damaged_range
+            for damaged_range in damage_in(status)
+            if damaged_range.topic == topic.name and damaged_range.partition in selected
+        ]
     return sorted(lost)
 
 
@@ -124,9 +138,9 @@ async def find_lost(client: Client, topic: str, partition: int, offset: int) -> 
     """Return the damage at an offset that readers skip; None if there is none, or a replica may restore it."""
     from millstream.client.admin.topics import find_topic
 
-    for one in await find_damage(client, await find_topic(client, topic), [partition]) or ():
-        if one.start <= offset < one.end and not one.is_repaired:
-            return one
+    for damaged_range in await find_damage(client, await find_topic(client, topic), [partition]) or ():
+        if damaged_range.start <= offset < damaged_range.end and not damaged_range.is_repaired:
+            return damaged_range
     return None
 
 
@@ -164,7 +178,7 @@ class ClusterNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TroubledPartition:
+class UnhealthyPartition:
     """A partition without a leader, or with a replica out of sync."""
 
     topic: str
@@ -190,7 +204,7 @@ class ClusterStatus:
     controller: int | None
     nodes: list[ClusterNode]
     partitions: int
-    troubled: list[TroubledPartition]
+    troubled: list[UnhealthyPartition]
     behind: list[ReplicaBehind]
     warnings: list[str]
     """Problems of the cluster as a whole, such as an unreachable store."""
@@ -205,9 +219,11 @@ class ClusterStatus:
             "controller": self.controller,
             "nodes": [asdict(node) for node in self.nodes],
             "partitions": self.partitions,
-            "without_leader": [asdict(one) for one in self.troubled if one.leader is None],
-            "under_replicated": [asdict(one) for one in self.troubled if len(one.in_sync) < len(one.replicas)],
-            "behind": [asdict(one) for one in self.behind],
+            "without_leader": [asdict(partition) for partition in self.troubled if partition.leader is None],
+            "under_replicated": [
+                asdict(partition) for partition in self.troubled if len(partition.in_sync) < len(partition.replicas)
+            ],
+            "behind": [asdict(partition) for partition in self.behind],
             "warnings": self.warnings,
         }
 
@@ -217,7 +233,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
     metadata = await client.metadata()
     responses = await asyncio.gather(*(node_status(client, node) for node in metadata.nodes))
     by_node = dict(zip(metadata.nodes, responses, strict=True))
-    behind = [one for response in responses if response is not None for one in _behind(response)]
+    behind = [partition for response in responses if response is not None for partition in _behind(response)]
     leads, replicas = _counted(metadata)
     lacking: Counter[int] = Counter()
     for one in behind:
@@ -241,8 +257,10 @@ async def cluster_status(client: Client) -> ClusterStatus:
 
 def _counted(metadata: ClusterMetadata) -> tuple[Counter[NodeId], Counter[NodeId]]:
     """Count the partitions that each node leads, and those that it replicates."""
-    every = [one for topic in metadata.topics.values() for one in topic.partitions.values()]
-    return Counter(one.leader_id for one in every), Counter(node for one in every for node in one.replicas)
+    every = [partition for topic in metadata.topics.values() for partition in topic.partitions.values()]
+    return Counter(partition.leader_id for partition in every), Counter(
+        node for partition in every for node in partition.replicas
+    )
 
 
 def _node(
@@ -271,12 +289,15 @@ def _node(
 
 def _behind(response: dict[str, Any]) -> list[ReplicaBehind]:
     """Return the replicas that lag behind a node, and by how much."""
-    return [ReplicaBehind(**{field: one[field] for field in _REPLICA_FIELDS}) for one in response.get("behind", ())]
+    return [
+        ReplicaBehind(**{field: partition[field] for field in _REPLICA_FIELDS})
+        for partition in response.get("behind", ())
+    ]
 
 
-def _unhealthy_partitions(metadata: ClusterMetadata) -> list[TroubledPartition]:
+def _unhealthy_partitions(metadata: ClusterMetadata) -> list[UnhealthyPartition]:
     views = (
-        TroubledPartition(
+        UnhealthyPartition(
             topic=name,
             partition=index,
             leader=partition.leader_id if partition.leader_id >= 0 else None,
@@ -286,4 +307,4 @@ def _unhealthy_partitions(metadata: ClusterMetadata) -> list[TroubledPartition]:
         for name, topic in sorted(metadata.topics.items())
         for index, partition in sorted(topic.partitions.items())
     )
-    return [one for one in views if one.leader is None or len(one.in_sync) < len(one.replicas)]
+    return [view for view in views if view.leader is None or len(view.in_sync) < len(view.replicas)]

@@ -333,8 +333,8 @@ class DeadLetterClient:
                 self._letter_topic_id = letter.topic_id
         for queue, some in by_queue.items():
             missing = await self._revive_in(queue, [letter for _, letter in some])
-            for at, found in some:
-                reasons[at] = missing.get(found.offset)
+            for at, stored in some:
+                reasons[at] = missing.get(stored.offset)
         return reasons
 
     async def forget_closed(self) -> None:
@@ -438,9 +438,9 @@ class DeadLetterClient:
 
     async def _find_leaders(self) -> None:
         topic_metadata = (await self._client.metadata([self.topic])).topics.get(self.topic)
-        for one in () if topic_metadata is None else topic_metadata.partitions.values():
-            if one.leader_id >= 0:
-                self._leaders[one.partition] = one.leader_id
+        for partition in () if topic_metadata is None else topic_metadata.partitions.values():
+            if partition.leader_id >= 0:
+                self._leaders[partition.partition] = partition.leader_id
 
     async def _extend(self) -> None:
         while True:
@@ -492,7 +492,7 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
     deadline = loop.time() + patience_s
     while True:
         topics = await count_letters(client, await SubscriptionClient(client).describe(without_silent=True))
-        if not any(one.unreachable for one in topics) or loop.time() + _PAUSE_S > deadline:
+        if not any(topic.unreachable for topic in topics) or loop.time() + _PAUSE_S > deadline:
             return topics
         await asyncio.sleep(_PAUSE_S)
 
@@ -500,13 +500,13 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
 async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> list[DeadLetterTopic]:
     writers: dict[str, list[dict[str, Any]]] = {}
     opened: dict[str, list[dict[str, Any]]] = {}
-    for one in described:
-        topic = one["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
+    for subscription in described:
+        topic = subscription["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
         if topic != NO_DEAD_LETTERS:
-            writers.setdefault(topic, []).append(one)
-        if one["name"].startswith(LETTERS_PREFIX):
-            topic = one["name"].removeprefix(LETTERS_PREFIX)
-            opened[topic] = one["queues"]
+            writers.setdefault(topic, []).append(subscription)
+        if subscription["name"].startswith(LETTERS_PREFIX):
+            topic = subscription["name"].removeprefix(LETTERS_PREFIX)
+            opened[topic] = subscription["queues"]
             # Letters outlive a subscription that was deleted by force.
             writers.setdefault(topic, [])
     # Most dead letter topics do not exist before the first letter.
@@ -536,10 +536,10 @@ async def _count_letters(
         with suppress(*TRANSIENT):
             letters = await stored_letters(client, topic)
             unreachable.clear()
-    refusing = [queue for one in writers for queue in one["queues"] if queue["refused_letters"]]
+    refusing = [queue for writer in writers for queue in writer["queues"] if queue["refused_letters"]]
     return DeadLetterTopic(
         topic,
-        [one["name"] for one in writers],
+        [writer["name"] for writer in writers],
         letters,
         sorted(unreachable),
         sum(queue["refused_letters"] for queue in refusing),
@@ -550,7 +550,7 @@ async def _count_letters(
 async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
     """Find the dead letter topic with this name, or of the subscription with this name; wait out a failover."""
     known = await _retry_transient(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
-    if any(one.topic == name for one in known):
+    if any(subscription.topic == name for subscription in known):
         return name
     for one in known:
         if name in one.subscriptions:
@@ -568,14 +568,14 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
 
 async def check_no_open_letters(client: Client, topic: str) -> None:
     """Raise `Conflict` for a dead letter topic that holds open letters."""
-    found = await _dead_letter_topic(client, topic)
-    if found is not None and found.unreachable:
+    dead_letter_topic = await _dead_letter_topic(client, topic)
+    if dead_letter_topic is not None and dead_letter_topic.unreachable:
         raise CoordinatorUnavailable(
             f"the open dead letters of topic {topic!r} cannot be counted: no leader responds for partitions "
-            f"{', '.join(map(str, found.unreachable))} now; try again when they have a leader"
+            f"{', '.join(map(str, dead_letter_topic.unreachable))} now; try again when they have a leader"
         )
-    if found is not None and found.letters:
-        raise Conflict(open_letters_error(topic, found.letters, found.subscriptions))
+    if dead_letter_topic is not None and dead_letter_topic.letters:
+        raise Conflict(open_letters_error(topic, dead_letter_topic.letters, dead_letter_topic.subscriptions))
 
 
 async def close_letters_of(client: Client, topic: str) -> None:
@@ -588,7 +588,14 @@ async def close_letters_of(client: Client, topic: str) -> None:
 async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
     # Brokers other than Millstream have no subscriptions, and return nothing readable.
     with suppress(MillstreamError, ValueError):
-        return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
+        return next(
+            (
+                dead_letter_topic
+                for dead_letter_topic in await dead_letter_topics(client)
+                if dead_letter_topic.topic == topic
+            ),
+            None,
+        )
     return None
 
 
@@ -768,8 +775,8 @@ def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
 
 
 def _add(counts: dict[str, int], reasons: Iterable[str]) -> None:
-    for one in reasons:
-        counts[one] = counts.get(one, 0) + 1
+    for reason in reasons:
+        counts[reason] = counts.get(reason, 0) + 1
 
 
 async def _process_letters(
@@ -789,12 +796,12 @@ async def _process_letters(
     Each letter is closed as soon as it was acted on; without an act, those that were received together are.
     """
     skipped: list[LeasedMessage] = []
-    found = 0
+    handled = 0
 
     def missing() -> int:
         # A search leases more letters than it needs; other commands take no more than they use.
         left = BATCH if limit is None else limit - outcome.done
-        if at_once is not None and found >= at_once:
+        if at_once is not None and handled >= at_once:
             return 0
         return BATCH if matches is not None and left > 0 else left
 
@@ -818,7 +825,7 @@ async def _process_letters(
             outcome.in_progress = 0
             outcome.done += 1
             outcome.selected += 1
-            found += 1
+            handled += 1
             if is_preview:
                 skipped.append(without_content(letter))
         if closing:

@@ -66,13 +66,15 @@ async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]]
         return summary
 
     selected = await list_groups(client) if listed is None else listed
-    summaries = await gather_or_cancel(summarize(*one) for one in selected)
+    summaries = await gather_or_cancel(summarize(*group) for group in selected)
     return [summary for summary in summaries if summary is not None]
 
 
 async def lag_of_groups(client: Client, names: Sequence[str]) -> int:
     """Return the lag of several groups together, where they have committed offsets, with few requests."""
-    committed = [one for one in (await committed_by_group(client, names)).values() if not isinstance(one, Exception)]
+    committed = [
+        offsets for offsets in (await committed_by_group(client, names)).values() if not isinstance(offsets, Exception)
+    ]
     partitions: dict[str, set[int]] = {}
     for where in (where for offsets in committed for where in offsets):
         partitions.setdefault(where.topic, set()).add(where.partition)
@@ -85,15 +87,19 @@ async def lag_of_groups(client: Client, names: Sequence[str]) -> int:
             except MillstreamError:
                 # It was deleted meanwhile, or has no leader.
                 return {}
-        return {TopicPartition(topic, PartitionIndex(index)): one.offset for index, one in listed_offsets.items()}
+        return {TopicPartition(topic, PartitionIndex(index)): offset.offset for index, offset in listed_offsets.items()}
 
-    ends = {where: end for found in await gather_or_cancel(map(ends_of, partitions)) for where, end in found.items()}
+    ends = {
+        where: end
+        for topic_ends in await gather_or_cancel(map(ends_of, partitions))
+        for where, end in topic_ends.items()
+    }
     return sum(max(0, ends.get(where, 0) - offset) for offsets in committed for where, offset in offsets.items())
 
 
 def total_lag(progress: list[Progress]) -> int | None:
     """Return the lag over all partitions; None if nothing is committed."""
-    known = [one.lag for one in progress if one.lag is not None]
+    known = [partition_progress.lag for partition_progress in progress if partition_progress.lag is not None]
     return sum(known) if known else None
 
 
@@ -117,15 +123,15 @@ def group_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
         ],
         "offsets": [
             {
-                "topic": one.where.topic,
-                "partition": one.where.partition,
-                "committed": one.committed,
-                "start": one.start,
-                "end": one.end,
-                "lag": one.lag,
-                "member": owners.get(one.where),
+                "topic": partition_progress.where.topic,
+                "partition": partition_progress.where.partition,
+                "committed": partition_progress.committed,
+                "start": partition_progress.start,
+                "end": partition_progress.end,
+                "lag": partition_progress.lag,
+                "member": owners.get(partition_progress.where),
             }
-            for one in progress
+            for partition_progress in progress
         ],
     }
 
@@ -188,12 +194,12 @@ async def describe_group(client: Client, name: str) -> Group:
 
 
 async def _find_group(client: Client, name: str) -> Group:
-    found = await _describe_classic(client, name)
+    group = await _describe_classic(client, name)
     for kind in (CONSUMER, SHARE):
-        found = found or await _describe_newer(client, name, kind)
-    if found is None:
+        group = group or await _describe_newer(client, name, kind)
+    if group is None:
         raise _unknown_group(name)
-    return found
+    return group
 
 
 def _unknown_group(name: str) -> UnknownGroup:
@@ -213,14 +219,21 @@ async def _describe_newer(client: Client, name: str, kind: str) -> Group | None:
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"group {name!r}")
     members = tuple(
-        Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
-        for one in described.members
+        Member(
+            member.member_id,
+            member.client_id,
+            member.client_host,
+            _named_partitions(member.assignment.topic_partitions),
+        )
+        for member in described.members
     )
     return Group(name, described.group_state, described.assignor_name, members, kind, kind)
 
 
 def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
-    return tuple(TopicPartition(one.topic_name, PartitionIndex(index)) for one in topics for index in one.partitions)
+    return tuple(
+        TopicPartition(topic.topic_name, PartitionIndex(index)) for topic in topics for index in topic.partitions
+    )
 
 
 async def _describe_classic(client: Client, name: str) -> Group | None:
@@ -231,8 +244,8 @@ async def _describe_classic(client: Client, name: str) -> Group | None:
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"group {name!r}")
     members = tuple(
-        Member(one.member_id, one.client_id, one.client_host, assigned_partitions(one.member_assignment))
-        for one in described.members
+        Member(member.member_id, member.client_id, member.client_host, assigned_partitions(member.member_assignment))
+        for member in described.members
     )
     return Group(name, described.group_state, described.protocol_data, members, CLASSIC, described.protocol_type)
 
@@ -260,10 +273,10 @@ async def share_offsets(client: Client, name: str) -> Committed:
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about=f"offsets of group {name!r}")
     return {
-        TopicPartition(topic.topic_name, PartitionIndex(one.partition_index)): one.start_offset
+        TopicPartition(topic.topic_name, PartitionIndex(partition.partition_index)): partition.start_offset
         for topic in response.topics
-        for one in topic.partitions
-        if one.start_offset >= 0
+        for partition in topic.partitions
+        if partition.start_offset >= 0
     }
 
 

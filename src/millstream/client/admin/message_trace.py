@@ -61,7 +61,9 @@ async def trace_message(client: Client, position: str) -> dict[str, Any]:
 
 def lacks_history(document: dict[str, Any]) -> bool:
     """Whether the ledger's table may have more events of a message than the broker's trace."""
-    is_unfinished = any(one["ledger"] and not one["is_complete"] for one in document["subscriptions"])
+    is_unfinished = any(
+        subscription["ledger"] and not subscription["is_complete"] for subscription in document["subscriptions"]
+    )
     return is_unfinished or document["published_ms"] is None
 
 
@@ -153,7 +155,7 @@ async def trace_at(
         "published": None if published_ms is None else utc(published_ms),
         "published_ms": published_ms,
         "not_in_log": not_in_log,
-        "subscriptions": [msgspec.to_builtins(one) for one in trace.subscriptions],
+        "subscriptions": [msgspec.to_builtins(subscription) for subscription in trace.subscriptions],
     }
 
 

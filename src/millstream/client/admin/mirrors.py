@@ -98,12 +98,17 @@ class MirrorClient:
         while True:
             (described,) = await self.describe([name])
             if topics is not None:
-                described = _select_copies(described, lambda topic: any(one.fullmatch(topic) for one in patterns))
+                described = _select_copies(
+                    described, lambda topic: any(pattern.fullmatch(topic) for pattern in patterns)
+                )
                 if not described["copies"] and not described["cuts"]:
                     raise InvalidMirror(f"mirror {name!r} has no copies that match {', '.join(topics)}")
             if described["copies"].keys() <= set(described["cutting"]) and (described["copies"] or described["cuts"]):
                 return None
-            now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
+            now = {
+                (partition["topic"], partition["partition"]): partition["source_end"]
+                for partition in described["partitions"]
+            }
             failing = described["error"] and not described["interrupted"]
             if now != ends or not now or described["lag"] or described["lag_unknown"] or failing:
                 ends, idle_since = now, loop.time()
@@ -119,9 +124,9 @@ class MirrorClient:
 
     async def original_of(self, copy: str) -> dict[str, str] | None:
         """Return the mirror that writes a topic, and the topic of its source; None if it is not a copy."""
-        for one in (await self._request(None, ListMirrorsRequest())).mirrors:
-            if copy in one["copies"]:
-                return {"mirror": one["name"], "topic": copy.removeprefix(one["settings"]["rename"])}
+        for mirror in (await self._request(None, ListMirrorsRequest())).mirrors:
+            if copy in mirror["copies"]:
+                return {"mirror": mirror["name"], "topic": copy.removeprefix(mirror["settings"]["rename"])}
         return None
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -133,11 +138,11 @@ class MirrorClient:
         responses, failed = await ask_all_nodes(self._client, lambda node: self._request(node, body))
         by_name: dict[str, list[dict[str, Any]]] = {}
         for response in responses:
-            for one in response.mirrors:
-                by_name.setdefault(one["name"], []).append(one)
+            for mirror in response.mirrors:
+                by_name.setdefault(mirror["name"], []).append(mirror)
         if not by_name and failed:
             raise failed[0]
-        return [_merge_reports(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
+        return [_merge_reports(reports, [str(error) for error in failed]) for _, reports in sorted(by_name.items())]
 
     async def _request(self, node: NodeId | None, request: Request[R]) -> R:
         try:
@@ -154,16 +159,20 @@ def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
     """Return the sum of the lags that are known, and how many are not, those of silent nodes included."""
-    known = {(one["topic"], one["partition"]): one["lag"] for one in partitions if one["lag"] is not None}
+    known = {
+        (partition["topic"], partition["partition"]): partition["lag"]
+        for partition in partitions
+        if partition["lag"] is not None
+    }
     return {"lag": sum(known.values()) if known else None, "lag_unknown": max(0, sum(copies.values()) - len(known))}
 
 
 def _select_copies(described: dict[str, Any], is_selected: Callable[[str], bool]) -> dict[str, Any]:
     """Return the description of a mirror with only some of its copies, and their errors."""
     copies = {topic: count for topic, count in described["copies"].items() if is_selected(topic)}
-    partitions = [one for one in described["partitions"] if one["topic"] in copies]
-    elsewhere = {one["error"] for one in described["partitions"] if one["topic"] not in copies}
-    error = next((one["error"] for one in partitions if one["error"]), "") or (
+    partitions = [partition for partition in described["partitions"] if partition["topic"] in copies]
+    elsewhere = {partition["error"] for partition in described["partitions"] if partition["topic"] not in copies}
+    error = next((partition["error"] for partition in partitions if partition["error"]), "") or (
         "" if described["error"] in elsewhere else described["error"]
     )
     cuts = {topic: offsets for topic, offsets in described["cuts"].items() if is_selected(topic)}
@@ -173,14 +182,14 @@ def _select_copies(described: dict[str, Any], is_selected: Callable[[str], bool]
 
 def _merge_reports(descriptions: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
     newest = max(descriptions, key=lambda one: int(one["version"]))
-    reports = [one["report"] for one in descriptions if one["report"] is not None]
+    reports = [description["report"] for description in descriptions if description["report"] is not None]
     partitions = sorted(
         (partition for report in reports for partition in report["partitions"]),
         key=lambda partition: (partition["topic"], partition["partition"]),
     )
-    interrupted = next((text for one in descriptions if (text := one.get("interrupted", ""))), "")
+    interrupted = next((text for description in descriptions if (text := description.get("interrupted", ""))), "")
     errors = sorted({report["error"] for report in reports if report["error"]})
-    ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
+    ages = [partition["lag_ms"] for partition in partitions if partition["lag_ms"] is not None]
     states = {report["state"] for report in reports}
     state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
     if not newest["enabled"]:
@@ -196,7 +205,7 @@ def _merge_reports(descriptions: list[dict[str, Any]], silent: list[str]) -> dic
         "error": newest["problem"]
         or interrupted
         or "; ".join(errors)
-        or next((one["error"] for one in partitions if one["error"]), ""),
+        or next((partition["error"] for partition in partitions if partition["error"]), ""),
         "interrupted": interrupted,
         "topics": newest["topics"],
         "copies": newest["copies"],

@@ -164,13 +164,13 @@ class PipelineClient:
         if not by_name and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
-        for one in by_name.values():
+        for pipeline in by_name.values():
             # Another node has to be able to take over, and any of them may.
-            one["local_tables"] = len(local[one["name"]]) > 1 and any(local[one["name"]])
-            one["state"] = state_of(one)
-            one["notes"] = silent if one["report"] is None else []
-            if one["state"] == "waiting" and not (one["report"] or silent):
-                one["notes"] = [_UNCLAIMED]
+            pipeline["local_tables"] = len(local[pipeline["name"]]) > 1 and any(local[pipeline["name"]])
+            pipeline["state"] = state_of(pipeline)
+            pipeline["notes"] = silent if pipeline["report"] is None else []
+            if pipeline["state"] == "waiting" and not (pipeline["report"] or silent):
+                pipeline["notes"] = [_UNCLAIMED]
         return [one for _name, one in sorted(by_name.items())]
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
@@ -284,10 +284,12 @@ class PipelineWarning(NamedTuple):
 
 def pipeline_warnings(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[PipelineWarning]:
     """Return the problems of described pipelines, a few of each kind."""
-    parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
-    failing = [_failing(one, now_ms) for one in pipelines if _is_failing(one, now_ms)]
-    quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
-    audited = [_audited(one) for one in pipelines if (one["report"] or {}).get("levels", {}).get(_FAULTS)]
+    parked = [_parked(pipeline) for pipeline in pipelines if pipeline["state"] == "parked"]
+    failing = [_failing(pipeline, now_ms) for pipeline in pipelines if _is_failing(pipeline, now_ms)]
+    quarantined = [_quarantined(pipeline) for pipeline in pipelines if _is_much_quarantined(pipeline)]
+    audited = [
+        _audited(pipeline) for pipeline in pipelines if (pipeline["report"] or {}).get("levels", {}).get(_FAULTS)
+    ]
     return [
         found
         for kind in (parked, _waiting(pipelines), failing, quarantined, audited, _local(pipelines))
@@ -308,9 +310,9 @@ def _parked(pipeline: Mapping[str, Any]) -> PipelineWarning:
 def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
     """Group pipelines that no node runs by the reason: usually it is the same for all."""
     by_reason: dict[str, list[str]] = {}
-    for one in pipelines:
-        if one["state"] == "waiting":
-            by_reason.setdefault((one["report"] or {}).get("last_error", ""), []).append(one["name"])
+    for pipeline in pipelines:
+        if pipeline["state"] == "waiting":
+            by_reason.setdefault((pipeline["report"] or {}).get("last_error", ""), []).append(pipeline["name"])
     return [
         PipelineWarning(
             names,
@@ -324,7 +326,7 @@ def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
 
 
 def _local(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
-    names = [one["name"] for one in pipelines if one.get("local_tables")]
+    names = [pipeline["name"] for pipeline in pipelines if pipeline.get("local_tables")]
     text = (
         f"the tables of {_counted(names)} are in the data folder of the node that runs pipelines: a node that takes "
         "over lands the topics again, in new tables in its own folder"
@@ -427,7 +429,7 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
     (result,) = await describe_configs(client, NODE_RESOURCE, [str(chosen)], keys, node=chosen)
     if result.error_code:
         raise error_from_code(result.error_code, result.error_message, about=f"settings of node {chosen}")
-    configs = {one.name: one.value or "" for one in result.configs}
+    configs = {config.name: config.value or "" for config in result.configs}
     status = await request_document(client, chosen, NODE_STATUS_KEY)
     return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
 
@@ -488,4 +490,4 @@ async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTable
 
 async def _existing_topics(client: Client, settings: LandSettings) -> list[str]:
     topics = (await client.metadata()).topics.values()
-    return sorted(one.name for one in topics if not one.is_internal and settings.takes(one.name))
+    return sorted(topic.name for topic in topics if not topic.is_internal and settings.takes(topic.name))

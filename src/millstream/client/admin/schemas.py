@@ -142,8 +142,8 @@ _REASON: Final = re.compile(
     re.DOTALL,
 )
 _CONTEXT: Final = tuple(
-    re.compile(one, re.DOTALL)
-    for one in (r"\{oldSchemaVersion: (\d+)\}", r"\{oldSchema: '(.*)'\}", r"\{.*, compatibility: '(\w+)'\}")
+    re.compile(pattern, re.DOTALL)
+    for pattern in (r"\{oldSchemaVersion: (\d+)\}", r"\{oldSchema: '(.*)'\}", r"\{.*, compatibility: '(\w+)'\}")
 )
 """The version that the schema was compared with, its text or the beginning of it, and the compatibility level."""
 _LEVELS: Final = {
@@ -178,7 +178,7 @@ def explain_reasons(reasons: Sequence[str], new: str) -> Incompatibility:
 
 
 def _part(pattern: re.Pattern[str], reasons: Sequence[str]) -> str:
-    return next((match[1] for one in reasons if (match := pattern.fullmatch(one))), "")
+    return next((match[1] for reason in reasons if (match := pattern.fullmatch(reason))), "")
 
 
 def _explain(reason: re.Match[str], new: str, old: str, version: str) -> str:

@@ -37,7 +37,8 @@ async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
     if response.error_code:
         raise error_from_code(response.error_code, response.error_message, about="list users")
     return {
-        one.user: [SCRAM_MECHANISMS[info.mechanism - 1] for info in one.credential_infos] for one in response.results
+        result.user: [SCRAM_MECHANISMS[info.mechanism - 1] for info in result.credential_infos]
+        for result in response.results
     }
 
 
@@ -66,7 +67,8 @@ async def delete_user(client: Client, name: str) -> None:
     if not mechanisms:
         raise NotFound(f"there is no user {name!r}; see `millstream user list`")
     await _alter_users(
-        client, deletions=[{"name": name, "mechanism": SCRAM_MECHANISMS.index(one) + 1} for one in mechanisms]
+        client,
+        deletions=[{"name": name, "mechanism": SCRAM_MECHANISMS.index(mechanism) + 1} for mechanism in mechanisms],
     )
 
 

@@ -27,13 +27,13 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
 def push_problems(described: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return the subscriptions whose endpoint does not accept messages from some nodes, each with a sentence."""
     problems = []
-    for one in described:
-        failing = [row for row in one.get("push", ()) if row["state"] in _PUSH_FAILING]
+    for subscription in described:
+        failing = [row for row in subscription.get("push", ()) if row["state"] in _PUSH_FAILING]
         if failing:
             states = ", ".join(f"{row['state']} (node {row['node']})" for row in failing)
-            text = f"Push of subscription {one['name']} is {states}"
+            text = f"Push of subscription {subscription['name']} is {states}"
             reason = next((row["last_error"] for row in failing if row["last_error"]), "")
-            problems.append((one["name"], f"{text}: {reason[:200]}." if reason else f"{text}."))
+            problems.append((subscription["name"], f"{text}: {reason[:200]}." if reason else f"{text}."))
     return problems
 
 

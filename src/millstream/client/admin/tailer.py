@@ -124,7 +124,7 @@ class Tailer:
     async def follow(self) -> AsyncGenerator[Message, None]:
         async with aclosing(self.follow_fetched()) as following:
             async for fetched in following:
-                for message in (message for one in fetched for message in self._messages(one)):
+                for message in (message for response in fetched for message in self._messages(response)):
                     yield message
 
     async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
@@ -136,22 +136,22 @@ class Tailer:
         loop = asyncio.get_running_loop()
         polls: dict[NodeId, asyncio.Task[_PollResult]] = {}
         try:
-            by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
+            by_leader, checked_at = await self._retry_while_unreachable(self._by_leader), loop.time()
             while True:
                 for leader in by_leader.keys() - polls.keys():
                     polls[leader] = loop.create_task(self._poll(by_leader[leader], limits))
                 await asyncio.wait(polls.values(), return_when=asyncio.FIRST_COMPLETED)
                 ended = [leader for leader, poll in polls.items() if poll.done()]
                 polled = [polls.pop(leader).result() for leader in ended]
-                fetched = [each for one in polled for each in one.fetched]
+                fetched = [response for result in polled for response in result.fetched]
                 if fetched:
                     yield fetched
-                if any(one.has_moved for one in polled):
+                if any(result.has_moved for result in polled):
                     # The leader may not be elected yet.
                     await asyncio.sleep(_RETRY_S)
-                elif loop.time() - looked < CHECK_INTERVAL_S:
+                elif loop.time() - checked_at < CHECK_INTERVAL_S:
                     continue
-                by_leader, looked = await self._retry_while_unreachable(self._by_leader), loop.time()
+                by_leader, checked_at = await self._retry_while_unreachable(self._by_leader), loop.time()
         finally:
             await cancel_and_wait(*polls.values())
 
@@ -235,8 +235,11 @@ class Tailer:
     async def _step_over(self) -> bool:
         """Skip offsets that the broker's disk lost, and record them; return False if it reports no damage there."""
         passed = await step_over_damage(self._client, self._topic, self._positions)
-        for one in passed:
-            self._record_lost(str(one), f"{one}; continuing at {one.end}. Advice: {one.advice}.")
+        for damaged_range in passed:
+            self._record_lost(
+                str(damaged_range),
+                f"{damaged_range}; continuing at {damaged_range.end}. Advice: {damaged_range.advice}.",
+            )
         return bool(passed)
 
     async def _start_over(self) -> None:
@@ -263,9 +266,9 @@ async def step_over_damage(client: Client, topic: str, positions: dict[TopicPart
 
     topic_metadata = await find_topic(client, topic)
     passed: list[DamagedOffsets] = []
-    for one in await find_damage(client, topic_metadata, [where.partition for where in positions]) or ():
-        where = TopicPartition(one.topic, PartitionIndex(one.partition))
-        if one.start <= positions[where] < one.end and not one.is_repaired:
-            positions[where] = Offset(one.end)
-            passed.append(one)
+    for damaged_range in await find_damage(client, topic_metadata, [where.partition for where in positions]) or ():
+        where = TopicPartition(damaged_range.topic, PartitionIndex(damaged_range.partition))
+        if damaged_range.start <= positions[where] < damaged_range.end and not damaged_range.is_repaired:
+            positions[where] = Offset(damaged_range.end)
+            passed.append(damaged_range)
     return passed

@@ -48,15 +48,18 @@ async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Readin
         described_pipelines = await pipelines.describe()
         # Rules are returned only for pipelines that are named.
         routes = [described["name"] for described in described_pipelines if described["kind"] == PipelineKind.ROUTE]
-        ruled = {described["name"]: described for described in await pipelines.describe(routes)} if routes else {}
+        routes_by_name = (
+            {described["name"]: described for described in await pipelines.describe(routes)} if routes else {}
+        )
         declared = [
-            reader_of(pipeline_of(ruled.get(described["name"], described))) for described in described_pipelines
+            reader_of(pipeline_of(routes_by_name.get(described["name"], described)))
+            for described in described_pipelines
         ]
-        readers = [one for one in declared if one is not None and one.takes(topic)]
+        readers = [setting for setting in declared if setting is not None and setting.takes(topic)]
         backlogs: Mapping[str, Backlog] = {}
         with suppress(MillstreamError):
             backlogs = await Backlogs(client).in_topic(readers, topic)
-        return [ReadingPipeline(one, backlogs.get(one.name)) for one in readers]
+        return [ReadingPipeline(reader, backlogs.get(reader.name)) for reader in readers]
     return []
 
 
@@ -84,14 +87,18 @@ async def change_notes(
     if partitions is not None and partitions > len(topic.partitions):
         notes.append("New messages of a key may go to a different partition than earlier ones.")
     if not _DELETING.isdisjoint(changed):
-        waiting = [one for one in await pipelines_reading(client, topic) if one.backlog is None or one.backlog.left]
-        notes += [one.sentence(topic.name) for one in waiting]
+        waiting = [
+            pipeline
+            for pipeline in await pipelines_reading(client, topic)
+            if pipeline.backlog is None or pipeline.backlog.left
+        ]
+        notes += [pipeline.sentence(topic.name) for pipeline in waiting]
     return notes
 
 
 async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """Return the readers of a topic that is about to be deleted, and the number of messages they have not read."""
-    pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
+    pipelines = [pipeline.sentence(topic.name) for pipeline in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
 
 
@@ -99,8 +106,12 @@ async def topic_readers(client: Client, topic: str) -> list[dict[str, str]] | No
     """Return the subscriptions, pipelines and consumer groups that read a topic; None if unknown."""
     with suppress(MillstreamError, ValueError):
         topic_metadata = await find_topic(client, topic)
-        subscribed = [one["name"] for one in await SubscriptionClient(client).describe() if topic in one["topics"]]
-        pipelines = [one.reader.name for one in await pipelines_reading(client, topic_metadata)]
+        subscribed = [
+            subscription["name"]
+            for subscription in await SubscriptionClient(client).describe()
+            if topic in subscription["topics"]
+        ]
+        pipelines = [pipeline.reader.name for pipeline in await pipelines_reading(client, topic_metadata)]
         names = [name for name, _, _ in await list_groups(client)]
         committed = await committed_by_group(client, names) if names else {}
         groups = [
@@ -122,11 +133,13 @@ async def topic_writers(client: Client, topic: str) -> list[dict[str, str]] | No
         client_of = PipelineClient(client)
         names = [described["name"] for described in await client_of.describe()]
         declared = [pipeline_of(described) for described in await client_of.describe(names)] if names else []
-        pipelines = [one.name for one in declared if any(topic in targets for targets in one.flows().values())]
+        pipelines = [
+            setting.name for setting in declared if any(topic in targets for targets in setting.flows().values())
+        ]
         subscriptions = [
-            one["name"]
-            for one in await SubscriptionClient(client).describe()
-            if one["settings"].get(DEAD_LETTER_TOPIC) == topic
+            subscription["name"]
+            for subscription in await SubscriptionClient(client).describe()
+            if subscription["settings"].get(DEAD_LETTER_TOPIC) == topic
         ]
         listed = {"pipeline": pipelines, "dead letters of": subscriptions}
         return [{"kind": kind, "name": name} for kind, names in listed.items() for name in sorted(names)]
@@ -144,15 +157,17 @@ async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
     # Brokers other than Millstream return nothing readable.
     with suppress(MillstreamError, ValueError):
         described = await SubscriptionClient(client).describe()
-        shown = [one for one in described if not one["name"].startswith(OWN_PREFIX)]
-        return [_sentence(one, topic) for one in shown if topic.name in one["topics"]]
+        shown = [subscription for subscription in described if not subscription["name"].startswith(OWN_PREFIX)]
+        return [_sentence(subscription, topic) for subscription in shown if topic.name in subscription["topics"]]
     return []
 
 
 def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
     subject = f"Subscription {described['name']} reads {topic.name}"
     queues = {queue["partition"]: queue for queue in described["queues"] if queue["topic"] == topic.name}
-    left, dropped, dead = (sum(one[key] for one in queues.values()) for key in ("backlog", "dropped", "dead_lettered"))
+    left, dropped, dead = (
+        sum(queue[key] for queue in queues.values()) for key in ("backlog", "dropped", "dead_lettered")
+    )
     if len(queues) < len(topic.partitions):
         # Queues that were not used since their leader was elected are not counted.
         return f"{subject}; the number of messages that are not delivered yet is unknown."

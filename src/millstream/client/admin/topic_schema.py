@@ -112,7 +112,7 @@ async def _register(registry: SchemaClient, schemas: Iterable[_Value], places: M
             subject=str(places[value.subject]),
             schema=value.schema,
             schema_type=value.schema_type or AVRO,
-            references=[(one.name, one.subject, one.version) for one in value.references or ()],
+            references=[(reference.name, reference.subject, reference.version) for reference in value.references or ()],
             metadata=value.metadata,
             rule_set=value.rule_set,
             id=value.id,
@@ -146,9 +146,9 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
     ).schemas:
         schemas += page
     records = _settings_records(None, await registry.settings(prefix))
-    for subject in dict.fromkeys(one.subject for one in schemas):
+    for subject in dict.fromkeys(schema.subject for schema in schemas):
         records += _settings_records(subject, await registry.settings(subject))
-    records += [_schema_record(one) for one in sorted(schemas, key=lambda one: (one.id, one.version))]
+    records += [_schema_record(schema) for schema in sorted(schemas, key=lambda one: (one.id, one.version))]
     for record in records:
         await client.produce(topic, 0, encode_batch([record]))
     everything = await registry.subjects(ListSubjectsRequest(prefix=":*:", deleted=True))
@@ -226,14 +226,14 @@ def _place(subject: str, context: str) -> QualifiedSubject:
 def _settings_records(subject: str | None, settings: SettingsResponse) -> list[NewRecord]:
     # A context always has a mode; the default one is not exported.
     mode = None if subject is None and settings.mode == READWRITE else settings.mode
-    found = {"CONFIG": settings.config, "MODE": {"mode": mode} if mode else None}
+    settings_by_name = {"CONFIG": settings.config, "MODE": {"mode": mode} if mode else None}
     return [
         NewRecord(
             _compact({"keytype": kind, "subject": subject, "magic": 0}),
             _compact({"subject": subject, **value}),
             timestamp_ms=_now_ms(),
         )
-        for kind, value in found.items()
+        for kind, value in settings_by_name.items()
         if value
     ]
 

@@ -54,15 +54,15 @@ async def describe_topic(
         **{word: configs[key].value or None if key in configs else None for word, key in CARD.items()},
         "partitions": [
             {
-                "partition": one.partition,
-                "leader": one.leader_id,
-                "replicas": list(one.replicas),
-                "in_sync": list(one.in_sync),
-                "start": bounds[one.partition][0],
-                "end": bounds[one.partition][1],
-                "damage": _damage_of(lost, one.partition),
+                "partition": partition.partition,
+                "leader": partition.leader_id,
+                "replicas": list(partition.replicas),
+                "in_sync": list(partition.in_sync),
+                "start": bounds[partition.partition][0],
+                "end": bounds[partition.partition][1],
+                "damage": _damage_of(lost, partition.partition),
             }
-            for one in topic.partitions.values()
+            for partition in topic.partitions.values()
         ],
         "settings": {key: config.value for key, config in configs.items()},
         "overrides": {key: config.value for key, config in configs.items() if config.is_override},
@@ -72,7 +72,11 @@ async def describe_topic(
 def _damage_of(lost: list[DamagedOffsets] | None, partition: int) -> list[dict[str, int]] | None:
     if lost is None:
         return None
-    return [{"start": one.start, "end": one.end} for one in lost if one.partition == partition]
+    return [
+        {"start": damaged_range.start, "end": damaged_range.end}
+        for damaged_range in lost
+        if damaged_range.partition == partition
+    ]
 
 
 _SET, _DELETE = 0, 1
@@ -143,7 +147,7 @@ async def check_settings_exist(client: Client, topic: str, names: Sequence[str])
 async def node_configs(client: Client, node: NodeId, keys: Sequence[str]) -> dict[str, str | None]:
     """Return some settings of a node; nothing if the client may not see them."""
     (result,) = await describe_configs(client, NODE_RESOURCE, [str(node)], keys, node=node)
-    return {} if result.error_code else {one.name: one.value for one in result.configs}
+    return {} if result.error_code else {config.name: config.value for config in result.configs}
 
 
 async def default_replication(client: Client, node: NodeId) -> int | None:
@@ -157,11 +161,11 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
     """Return `min.insync.replicas` of those topics for which the broker reports it."""
     results = await describe_configs(client, TOPIC_RESOURCE, names, [_MIN_IN_SYNC]) if names else ()
     return {
-        result.resource_name: int(one.value)
+        result.resource_name: int(config.value)
         for result in results
         if not result.error_code
-        for one in result.configs
-        if one.name == _MIN_IN_SYNC and one.value
+        for config in result.configs
+        if config.name == _MIN_IN_SYNC and config.value
     }
 
 

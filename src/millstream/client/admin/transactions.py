@@ -56,7 +56,7 @@ class DescribedTransaction:
 
     def described(self) -> dict[str, Any]:
         started_ms = None if self.started_ms < 0 else self.started_ms
-        partitions = [(one.topic, one.partition) for one in self.partitions]
+        partitions = [(partition.topic, partition.partition) for partition in self.partitions]
         return {**asdict(self), "started_ms": started_ms, "partitions": partitions}
 
 
@@ -114,8 +114,10 @@ async def list_transactions(
                 f"a transaction is in one of {', '.join(STATES)}"
             )
         transactions += [
-            ListedTransaction(one.transactional_id, one.producer_id, one.transaction_state)
-            for one in response.transaction_states
+            ListedTransaction(
+                transaction_state.transactional_id, transaction_state.producer_id, transaction_state.transaction_state
+            )
+            for transaction_state in response.transaction_states
         ]
     return sorted(transactions, key=lambda one: one.transactional_id)
 
@@ -162,7 +164,7 @@ async def abort_transaction(client: Client, transactional_id: str) -> str:
 
 async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
     producers = await _producers(client, topics)
-    return [_opened(*one) for one in producers if one[2].current_txn_start_offset >= 0]
+    return [_opened(*producer) for producer in producers if producer[2].current_txn_start_offset >= 0]
 
 
 async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
@@ -170,13 +172,13 @@ async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
     producers = [
         ActiveProducer(
             where=where,
-            producer_id=one.producer_id,
-            epoch=one.producer_epoch,
-            last_sequence=one.last_sequence,
-            last_timestamp_ms=one.last_timestamp,
-            in_transaction=one.current_txn_start_offset >= 0,
+            producer_id=producer.producer_id,
+            epoch=producer.producer_epoch,
+            last_sequence=producer.last_sequence,
+            last_timestamp_ms=producer.last_timestamp,
+            in_transaction=producer.current_txn_start_offset >= 0,
         )
-        for where, _leader, one in await _producers(client, [topic])
+        for where, _leader, producer in await _producers(client, [topic])
     ]
     return sorted(producers, key=lambda one: -one.last_timestamp_ms)
 
@@ -189,13 +191,13 @@ async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple
                 by_leader.setdefault(partition.leader_id, {}).setdefault(name, []).append(index)
     producers: list[tuple[TopicPartition, NodeId, Any]] = []
     for leader, led in by_leader.items():
-        asked = [{"name": name, "partition_indexes": indexes} for name, indexes in led.items()]
-        for topic in (await client.send(leader, build_request("describe_producers", 0, topics=asked))).topics:
+        topic_requests = [{"name": name, "partition_indexes": indexes} for name, indexes in led.items()]
+        for topic in (await client.send(leader, build_request("describe_producers", 0, topics=topic_requests))).topics:
             for one in topic.partitions:
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 if one.error_code:
                     raise error_from_code(one.error_code, one.error_message, about=f"the producers of {where}")
-                producers += [(where, leader, each) for each in one.active_producers]
+                producers += [(where, leader, producer) for producer in one.active_producers]
     return producers
 
 
@@ -219,20 +221,24 @@ async def hanging_transactions(client: Client) -> list[OpenTransaction]:
     before = set(await open_transactions(client))
     if not before:
         return []
-    known = {one.producer_id: one for one in await list_transactions(client) if one.state in OPEN_STATES}
+    known = {
+        transaction.producer_id: transaction
+        for transaction in await list_transactions(client)
+        if transaction.state in OPEN_STATES
+    }
     held: dict[str, frozenset[TopicPartition]] = {}
-    for producer_id in {one.producer_id for one in before} & known.keys():
+    for producer_id in {transaction.producer_id for transaction in before} & known.keys():
         name = known[producer_id].transactional_id
         held[name] = await _partitions_of(client, name)
     hanging = {
-        one
-        for one in before
-        if (of := known.get(one.producer_id)) is None or one.where not in held[of.transactional_id]
+        transaction
+        for transaction in before
+        if (of := known.get(transaction.producer_id)) is None or transaction.where not in held[of.transactional_id]
     }
     if not hanging:
         return []
-    still_open = await open_transactions(client, {one.where.topic for one in hanging})
-    return [one for one in still_open if one in hanging]
+    still_open = await open_transactions(client, {transaction.where.topic for transaction in hanging})
+    return [transaction for transaction in still_open if transaction in hanging]
 
 
 async def _check_exists(client: Client, where: TopicPartition) -> None:
@@ -256,11 +262,11 @@ async def abort_on_partition(
     Without `force`, refuse if a coordinator knows the transaction: ending it on one partition alone would break it.
     """
     opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
-    found = next((one for one in opened if one.producer_id == producer_id), None)
-    if found is None:
+    transaction = next((one for one in opened if one.producer_id == producer_id), None)
+    if transaction is None:
         await _check_exists(client, where)
         raise InvalidTransactionState(f"producer {producer_id} has no open transaction on {where}")
-    if not force and found not in await hanging_transactions(client):
+    if not force and transaction not in await hanging_transactions(client):
         known = next((one for one in await list_transactions(client) if one.producer_id == producer_id), None)
         named = "its transactional id" if known is None else repr(known.transactional_id)
         raise InvalidTransactionState(
@@ -270,13 +276,13 @@ async def abort_on_partition(
         )
     marker = {
         "producer_id": producer_id,
-        "producer_epoch": found.epoch,
+        "producer_epoch": transaction.epoch,
         "transaction_result": False,
         "topics": [{"name": where.topic, "partition_indexes": [where.partition]}],
-        "coordinator_epoch": max(found.coordinator_epoch, 0),
+        "coordinator_epoch": max(transaction.coordinator_epoch, 0),
     }
-    response = await client.send(found.leader, build_request("write_txn_markers", 1, markers=[marker]))
+    response = await client.send(transaction.leader, build_request("write_txn_markers", 1, markers=[marker]))
     code = response.markers[0].topics[0].partitions[0].error_code
     if code:
         raise error_from_code(code, None, about=f"the marker for {where}")
-    return found
+    return transaction

@@ -303,9 +303,9 @@ class _Reader:
         self._query_type = route.query
         self._numbers = {name: kind for name, kind in route.names.items() if get_args(kind)[0] is int}
         self._lists = frozenset(
-            one.encode_name
-            for one in msgspec.structs.fields(route.query)
-            if isinstance(msgspec.inspect.type_info(one.type), msgspec.inspect.ListType)
+            field.encode_name
+            for field in msgspec.structs.fields(route.query)
+            if isinstance(msgspec.inspect.type_info(field.type), msgspec.inspect.ListType)
         )
         self._no_query: Any = None
         self._body = None if route.body is bytes or route.body is NoFields else msgspec.json.Decoder(route.body)
@@ -323,15 +323,15 @@ class _Reader:
             if self._no_query is None:
                 self._no_query = self._convert({})
             return self._no_query
-        given: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for name, value in parse_pairs(text, "the query string"):
             if name in self._lists:
-                given.setdefault(name, []).append(value)
-            elif name in given:
+                parameters.setdefault(name, []).append(value)
+            elif name in parameters:
                 raise invalid(f"parameter {name!r} is given twice")
             else:
-                given[name] = value
-        return self._convert(given)
+                parameters[name] = value
+        return self._convert(parameters)
 
     def body(self, headers: Mapping[bytes, bytes], data: bytes) -> Any:
         """Decode the body to the route's type."""

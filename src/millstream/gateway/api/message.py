@@ -72,7 +72,7 @@ def document_bytes(record: Record) -> int:
     """Return the largest possible size of a message as JSON: control characters are escaped, binary values encoded."""
     contents = [record.key, record.value, *(value for _, value in record.headers)]
     names = sum(_ESCAPED_BYTES * len(name) for name, _ in record.headers)
-    return _MEMBERS_BYTES + names + sum(_json_bytes(one) for one in contents if one)
+    return _MEMBERS_BYTES + names + sum(_json_bytes(content) for content in contents if content)
 
 
 def held_bytes(record: Record) -> int:

@@ -195,8 +195,8 @@ def _key(message: NewMessage) -> bytes | None:
 
 
 def _value(message: NewMessage) -> bytes | None:
-    given = (message.value is not None) + (message.json is not msgspec.UNSET) + (message.base64 is not None)
-    if given > 1:
+    count = (message.value is not None) + (message.json is not msgspec.UNSET) + (message.base64 is not None)
+    if count > 1:
         raise invalid("set one of `value`, `json` and `base64`")
     if message.value is not None:
         return message.value.encode()

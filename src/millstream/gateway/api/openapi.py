@@ -214,7 +214,7 @@ def _parameters(kind: type, where: str) -> list[dict[str, Any]]:
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     """Drop null from the schema of a parameter, which is present or absent but never null."""
-    choices = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    choices = [alternative for alternative in schema.get("anyOf", ()) if alternative != {"type": "null"}]
     kept = {name: value for name, value in schema.items() if name != "anyOf" and (name, value) != ("default", None)}
     return {**kept, **choices[0]} if len(choices) == 1 else {**kept, **({"anyOf": choices} if choices else {})}
 
@@ -256,12 +256,12 @@ def _operations(document: Mapping[str, Any]) -> Iterator[str]:
 def _parameter_rows(parameters: Any) -> Iterator[str]:
     if parameters:
         yield "<p>Parameters</p><table>"
-        for one in parameters:
-            needed = " (required)" if one["required"] else ""
-            description = escape(one.get("description", ""))
+        for parameter in parameters:
+            needed = " (required)" if parameter["required"] else ""
+            description = escape(parameter.get("description", ""))
             yield (
-                f"<tr><td><code>{escape(one['name'])}</code><td>{escape(one['in'])}{needed}"
-                f"<td>{_type(one['schema'])}<td>{description}"
+                f"<tr><td><code>{escape(parameter['name'])}</code><td>{escape(parameter['in'])}{needed}"
+                f"<td>{_type(parameter['schema'])}<td>{description}"
             )
         yield "</table>"
 
@@ -291,9 +291,9 @@ def _type(schema: Any) -> str:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#type-{name}">{name}</a>'
     if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])
+        return " or ".join(_type(alternative) for alternative in schema["anyOf"])
     if "enum" in schema:
-        return " or ".join(f"<code>{escape(json.dumps(one))}</code>" for one in schema["enum"])
+        return " or ".join(f"<code>{escape(json.dumps(choice))}</code>" for choice in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {})) or 'anything'}"
     return escape(str(schema.get("type", "")))
@@ -302,9 +302,9 @@ def _type(schema: Any) -> str:
 def _type_section(name: str, schema: Mapping[str, Any]) -> str:
     required = frozenset(schema.get("required", ()))
     rows = "".join(
-        f"<tr><td><code>{escape(key)}</code><td>{'required' if key in required else ''}<td>{_type(one)}"
-        f"<td>{escape(one.get('description', ''))}"
-        for key, one in schema.get("properties", {}).items()
+        f"<tr><td><code>{escape(key)}</code><td>{'required' if key in required else ''}<td>{_type(member)}"
+        f"<td>{escape(member.get('description', ''))}"
+        for key, member in schema.get("properties", {}).items()
     )
     description = escape(schema.get("description", ""))
     return (

@@ -138,7 +138,7 @@ class RecordReader:
                 unpacked.unreadable.append((batch.stub(start - 1), records.oversized))
             unpacked.surplus.extend(batch.remaining_leases(start))
         except CorruptBatch as error:
-            unpacked.unreadable.extend((one, str(error)) for one in batch.remaining_leases(start))
+            unpacked.unreadable.extend((lease, str(error)) for lease in batch.remaining_leases(start))
         return used
 
 
@@ -152,10 +152,10 @@ class _LeasedBatch:
         self._place = place
         self._timing = timing
         self.leases = leases
-        self._by_offset = {offset: one for one in leases for offset in range(one.start, one.end)}
+        self._by_offset = {offset: lease for lease in leases for offset in range(lease.start, lease.end)}
 
     def ranges(self, start: int) -> list[OffsetRange]:
-        return [OffsetRange(max(one.start, start), one.end) for one in self.leases if one.end > start]
+        return [OffsetRange(max(lease.start, start), lease.end) for lease in self.leases if lease.end > start]
 
     def message(self, record: Record) -> LeasedMessage:
         lease = self._by_offset[record.offset]

@@ -330,7 +330,7 @@ class ConsoleApp:
             else:
                 await self._respond(exchange, visit, signed_in, response, disconnected)
         finally:
-            await cancel_and_wait(*(one for one in (disconnected, lapsed) if one is not None))
+            await cancel_and_wait(*(task for task in (disconnected, lapsed) if task is not None))
 
     async def _until_lapsed(self, exchange: _Exchange, signed_in: SignedIn, callers: Callers) -> bytes:
         await callers.until_lapsed(self._credential_of(exchange, signed_in))
@@ -432,7 +432,9 @@ class ConsoleApp:
         self._services.pressure.count(HTTPStatus.OK)
         headers = [(b"content-type", response.content_type.encode()), *HEADERS, _NO_STORE]
         if response.file_name:
-            safe = "".join(one if one.isalnum() or one in "._-" else "_" for one in response.file_name)
+            safe = "".join(
+                character if character.isalnum() or character in "._-" else "_" for character in response.file_name
+            )
             headers.append((b"content-disposition", f'attachment; filename="{safe}"'.encode("ascii", "replace")))
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         try:

@@ -256,8 +256,10 @@ class History:
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
         responses = await gather_or_cancel(list_if_reachable(client, node, request) for node in nodes)
         summaries = await node_summaries(client)
-        self.totals.add(Counters(*(sum(getattr(one, name) for one in summaries) for name in Counters._fields)), now)
-        self._add(([one for response in responses for one in response.topics]), now, is_full=is_full)
+        self.totals.add(
+            Counters(*(sum(getattr(summary, name) for summary in summaries) for name in Counters._fields)), now
+        )
+        self._add(([topic for response in responses for topic in response.topics]), now, is_full=is_full)
         if is_full:
             await self._sample_queues(now)
             self._full_at = now
@@ -265,10 +267,10 @@ class History:
 
     def _add(self, listed: Iterable[ListedTopic], now: float, *, is_full: bool) -> None:
         counters: dict[str, Counters] = {}
-        for one in listed:
-            known = counters.get(one.name, Counters(0, 0, 0))
-            counters[one.name] = Counters(
-                known.records_in + one.records_in, known.bytes_in + one.bytes_in, known.bytes_out + one.bytes_out
+        for topic in listed:
+            known = counters.get(topic.name, Counters(0, 0, 0))
+            counters[topic.name] = Counters(
+                known.records_in + topic.records_in, known.bytes_in + topic.bytes_in, known.bytes_out + topic.bytes_out
             )
         if is_full:
             self.topics = {name: one for name, one in self.topics.items() if name in counters}
@@ -288,7 +290,9 @@ class History:
 
     async def _sample_queues(self, now: float) -> None:
         described = await self._services.subscriptions.describe(without_silent=True)
-        rows = [summary_of(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
+        rows = [
+            summary_of(subscription) for subscription in described if not subscription["name"].startswith(OWN_PREFIX)
+        ]
         self.queues = QueueSums(*(sum(row[name] for row in rows) for name in QueueSums._fields))
         since = self._full_at or now - SAMPLE_S
         self.backlog.add(float(self.queues.backlog), since, now)

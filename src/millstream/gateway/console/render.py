@@ -86,7 +86,11 @@ def text_of(value: bytes | None, *, chars_max: int = PREVIEW_CHARS) -> str:
         text = value[: 4 * chars_max].decode(errors="strict" if len(value) <= 4 * chars_max else "ignore")
     except UnicodeDecodeError:
         return hexadecimal(value[:24]) + ("…" if len(value) > 24 else "")
-    text = " ".join("".join(one if one.isprintable() else "·" if not one.isspace() else " " for one in text).split())
+    text = " ".join(
+        "".join(
+            character if character.isprintable() else "·" if not character.isspace() else " " for character in text
+        ).split()
+    )
     return text if len(text) <= chars_max else text[: chars_max - 1] + "…"
 
 
@@ -99,7 +103,7 @@ def hex_dump(value: bytes) -> str:
     lines = []
     for at in range(0, len(value), 16):
         row = value[at : at + 16]
-        shown = "".join(chr(one) if 32 <= one < 127 else "." for one in row)
+        shown = "".join(chr(cell) if 32 <= cell < 127 else "." for cell in row)
         lines.append(f"{at:08x}  {row.hex(' '):<47}  {shown}")
     return "\n".join(lines)
 
@@ -208,8 +212,8 @@ def static_file(name: str) -> tuple[bytes, str] | None:
 @cache
 def _static_files() -> dict[str, tuple[bytes, str]]:
     # All at once: names that clients send must neither stay in memory nor reach the disk.
-    found = files("millstream.gateway.console").joinpath("static").iterdir()
-    kinds = {file: _TYPES.get(file.name.rpartition(".")[2]) for file in found}
+    assets = files("millstream.gateway.console").joinpath("static").iterdir()
+    kinds = {file: _TYPES.get(file.name.rpartition(".")[2]) for file in assets}
     return {file.name: (file.read_bytes(), kind) for file, kind in kinds.items() if kind is not None}
 
 

@@ -154,8 +154,8 @@ class Searches:
     ) -> bool:
         """Skip offsets that disks lost, and record them; return False if no damage is known."""
         passed = await step_over_damage(services.reading, topic.name, positions)
-        for one in passed:
-            progress.skip(str(one))
+        for damaged_range in passed:
+            progress.skip(str(damaged_range))
         return bool(passed)
 
     async def matching(
@@ -220,7 +220,9 @@ class Searches:
                     break
                 inside.append(OffsetRange(ranges[number].start, min(ranges[number].end, header.next_offset)))
             start = int(header.base_offset)
-            while inside := [OffsetRange(max(one.start, start), one.end) for one in inside if one.end > start]:
+            while inside := [
+                OffsetRange(max(offsets.start, start), offsets.end) for offsets in inside if offsets.end > start
+            ]:
                 try:
                     check_crc(batches, header)
                     read = await services.reader.read(batches, header, inside, FOUND_BYTES_MAX - size)

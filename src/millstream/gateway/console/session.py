@@ -92,10 +92,10 @@ class Sessions:
 
     def read(self, headers: Mapping[bytes, bytes]) -> SignedIn:
         # Not by the standard library, which takes seconds for 64 KiB of quotes in some versions of Python.
-        pairs = (one.partition("=") for one in headers.get(b"cookie", b"").decode("latin-1").split(";"))
-        found = {name.strip(" \t"): value.strip(" \t") for name, _, value in pairs}
+        pairs = (part.partition("=") for part in headers.get(b"cookie", b"").decode("latin-1").split(";"))
+        cookies = {name.strip(" \t"): value.strip(" \t") for name, _, value in pairs}
         session, form_key, notice, attempt = (
-            found.get(self._prefix + name, "") for name in (_SESSION, _FORM, _NOTICE, _ATTEMPT)
+            cookies.get(self._prefix + name, "") for name in (_SESSION, _FORM, _NOTICE, _ATTEMPT)
         )
         return SignedIn(
             cookie=session if self._callers is not None else "",
@@ -279,7 +279,7 @@ class Sessions:
         query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
         verifier, state, nonce = (secrets.token_urlsafe(48), secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
-        asked = {
+        requested = {
             "response_type": "code",
             "client_id": self._settings.oidc_client_id,
             "redirect_uri": self._callback(exchange),
@@ -292,7 +292,7 @@ class Sessions:
         attempt = quote(json.dumps([state, verifier, nonce, _own_page(query.get("next", ""))]))
         # Lax, since the browser returns from the provider's site.
         cookie = self._cookie(_ATTEMPT, attempt, max_age_s=ATTEMPT_S, same_site="Lax")
-        await app.redirect(exchange, f"{provider['authorization_endpoint']}?{urlencode(asked)}", [cookie])
+        await app.redirect(exchange, f"{provider['authorization_endpoint']}?{urlencode(requested)}", [cookie])
 
     async def _finish_oidc(self, exchange: Any, signed_in: SignedIn, app: ConsoleApp) -> None:
         query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))

@@ -164,15 +164,15 @@ class Tasks:
         return task
 
     def running(self, session: str) -> list[Task]:
-        return [one for one in self._tasks.values() if one.is_running and one.session == session]
+        return [task for task in self._tasks.values() if task.is_running and task.session == session]
 
     async def close(self) -> None:
-        tasks = [one.running for one in self._tasks.values() if one.running is not None]
+        tasks = [task.running for task in self._tasks.values() if task.running is not None]
         await cancel_and_wait(*tasks)
 
     def _forget(self) -> None:
         """Drop tasks that ended long ago, and the oldest beyond the limit."""
-        ended = sorted((one.ended_s, one.id) for one in self._tasks.values() if one.ended_s is not None)
+        ended = sorted((task.ended_s, task.id) for task in self._tasks.values() if task.ended_s is not None)
         expired = [key for at, key in ended if at < time.time() - KEPT_S]
         for key in {*expired, *(key for _, key in ended[: max(0, len(ended) - KEPT_MAX)])}:
             del self._tasks[key]

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
-from millstream.client.admin.browse import Right, allowed_rights, note_reading
+from millstream.client.admin.browse import Right, allowed_rights, audit_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.setting import Setting
 from millstream.core.topic import INTERNAL_TOPICS
@@ -17,7 +17,7 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import RequestMemory
-from millstream.protocol.private.browse_messages import NoteReadingRequest
+from millstream.protocol.private.browse_messages import AuditReadingRequest
 from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
@@ -148,10 +148,10 @@ class Visit:
         """The key of the session, to which its tasks are shown; a token of the same user may have fewer rights."""
         return self.csrf if self.principal else self.host
 
-    async def note_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:
+    async def audit_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:
         """Record in the audit log, if any, that the user is shown messages; another client does so after the visit."""
         if self.principal:
-            await note_reading(client or self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
+            await audit_reading(client or self.services.client, AuditReadingRequest(topic=topic, how=how, **more))
 
     async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the data of the page: fresh when a user opens it, possibly shared when an open page refreshes."""
@@ -162,9 +162,9 @@ class Visit:
 
     # -- rights ---------------------------------------------------------------------------------------------
 
-    async def look_up(self, *asked: Right) -> None:
+    async def look_up(self, *rights: Right) -> None:
         """Look up the rights that the page depends on, in one request."""
-        unknown = [one for one in asked if one not in self._rights]
+        unknown = [right for right in rights if right not in self._rights]
         if not unknown:
             return
         if not self.principal:
@@ -180,7 +180,7 @@ class Visit:
         """Return the variables for the tabs of a topic's pages: its name, and the tabs to offer."""
         kind = ResourceType.TOPIC
         await self.look_up(
-            *((one, kind, name) for one in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS))
+            *((operation, kind, name) for operation in (Operation.READ, Operation.WRITE, Operation.DESCRIBE_CONFIGS))
         )
         return {
             "topic": name,
@@ -276,7 +276,7 @@ def command(*words: object) -> str:
 
 def _quoted(word: str) -> str:
     """Quote a word for a shell: conditions contain single quotes, so double quotes are easier to read."""
-    if "'" in word and word.isprintable() and not any(one in word for one in '"$`\\!'):
+    if "'" in word and word.isprintable() and not any(character in word for character in '"$`\\!'):
         return f'"{word}"'
     return shlex.quote(word)
 

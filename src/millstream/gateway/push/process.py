@@ -97,7 +97,7 @@ class PushProcess:
 
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
         """Push exactly these subscriptions from now on."""
-        by_id = {one.subscription_id: one for one in subscriptions}
+        by_id = {subscription.subscription_id: subscription for subscription in subscriptions}
         for known in [one for one in self._pushers if one not in by_id]:
             self._pushers.pop(known).stop()
         for known, declared in by_id.items():

@@ -376,7 +376,7 @@ class Pusher:
         self._on_change()
 
     def _is_kept(self, endpoint: Endpoint, response: EndpointResponse) -> bool:
-        """Whether this message waits here for the endpoint to recover; one of them does."""
+        """Whether this is the one message that stays leased until the endpoint recovers."""
         if response.verdict not in _OF_ENDPOINT or not endpoint.is_down:
             return False
         if self.declared.delivery == AT_MOST_ONCE:

@@ -54,8 +54,8 @@ def mark_sniffio_missing() -> None:
         sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
-class Lanes:
-    """Lends connections; borrowers bound their number."""
+class ConnectionPool:
+    """Lends connections to requests, whose number is bounded elsewhere."""
 
     def __init__(self, trust: ssl.SSLContext) -> None:
         self._trust = trust
@@ -68,17 +68,17 @@ class Lanes:
     @asynccontextmanager
     async def borrow(self) -> AsyncIterator[httpx.AsyncHTTPTransport]:
         """Lend a connection for one request; it is opened on first use."""
-        lane = self._free.pop()[1] if self._free else self._make()
+        connection = self._free.pop()[1] if self._free else self._make()
         try:
-            yield lane
+            yield connection
         except BaseException:
             # The connection may hold the rest of a response.
-            await lane.aclose()
+            await connection.aclose()
             raise
         if self._is_closed:
-            await lane.aclose()
+            await connection.aclose()
             return
-        self._free.append((asyncio.get_running_loop().time(), lane))
+        self._free.append((asyncio.get_running_loop().time(), connection))
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._close_idle)
 
@@ -149,10 +149,10 @@ class Sender:
         self._host = self._url.raw_host.decode("ascii")
         self._addresses = Addresses(self._host, private_allowed=private_allowed)
         self._placed: dict[tuple[httpx.URL, str], httpx.URL] = {}
-        self._lanes = Lanes(trust)
+        self._connections = ConnectionPool(trust)
 
     async def close(self) -> None:
-        await self._lanes.close()
+        await self._connections.close()
 
     async def post(self, content: Content) -> EndpointResponse:
         """Send a message; failures are part of the response."""
@@ -202,8 +202,8 @@ class Sender:
         raise failed or OSError(f"{url.host} has no address")
 
     async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[EndpointResponse, str | None]:
-        async with self._lanes.borrow() as lane:
-            return await _read(await lane.handle_async_request(self._request(url, address, content)))
+        async with self._connections.borrow() as connection:
+            return await _read(await connection.handle_async_request(self._request(url, address, content)))
 
     def _request(self, url: httpx.URL, address: str, content: Content) -> httpx.Request:
         now_s = int(time())
@@ -276,4 +276,4 @@ def _port(url: httpx.URL) -> int | None:
 
 
 def _line(text: str) -> str:
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())

@@ -168,7 +168,7 @@ def _sent(request: RegistryRequest) -> dict[str, Any]:
         "subject": request.subject,
         "schema": body.schema or "",
         "schema_type": body.schema_type or AVRO,
-        "references": [(one.name, one.subject, one.version) for one in body.references or ()],
+        "references": [(reference.name, reference.subject, reference.version) for reference in body.references or ()],
         "metadata": body.metadata,
         "rule_set": body.rule_set,
         "normalize": request.flag("normalize"),
@@ -267,8 +267,8 @@ async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
-    asked = LookupSchemaRequest(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
-    return _version_document(await client.lookup(asked))
+    lookup = LookupSchemaRequest(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
+    return _version_document(await client.lookup(lookup))
 
 
 async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -311,13 +311,13 @@ async def _referenced_by(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
     keys, values = request.query.get("key", ()), request.query.get("value", ())
-    asked = GetSubjectRequest(
+    query = GetSubjectRequest(
         subject=request.subject,
         metadata=dict(zip(keys, values, strict=False)),
         deleted=request.flag("deleted"),
         format=_format(request),
     )
-    schema = (await client.subject(asked)).schema
+    schema = (await client.subject(query)).schema
     if schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
     return _version_document(schema)
@@ -328,10 +328,10 @@ async def _delete_subject(client: SchemaClient, request: RegistryRequest) -> Any
 
 
 async def _delete_version(client: SchemaClient, request: RegistryRequest) -> Any:
-    asked = DeleteSubjectRequest(
+    deletion = DeleteSubjectRequest(
         subject=request.subject, version=request.names["version"], permanent=request.flag("permanent")
     )
-    return (await client.delete(asked))[0]
+    return (await client.delete(deletion))[0]
 
 
 async def _check(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -558,12 +558,12 @@ def _query(text: bytes) -> dict[str, list[str]]:
 
 def _content_type(accept: bytes) -> str | None:
     """Return the content type of a response; None if the client accepts none of those available."""
-    accepted = [one.partition(";")[0].strip().lower() for one in accept.decode("latin-1").split(",") if one.strip()]
+    accepted = [part.partition(";")[0].strip().lower() for part in accept.decode("latin-1").split(",") if part.strip()]
     if not accepted:
         return CONTENT_TYPE
-    for one in accepted:
-        if one in ("*/*", "application/*", CONTENT_TYPE, "application/vnd.schemaregistry+json"):
-            return CONTENT_TYPE if one != "application/vnd.schemaregistry+json" else one
+    for media_type in accepted:
+        if media_type in ("*/*", "application/*", CONTENT_TYPE, "application/vnd.schemaregistry+json"):
+            return CONTENT_TYPE if media_type != "application/vnd.schemaregistry+json" else media_type
     return JSON if JSON in accepted else None
 
 

@@ -32,7 +32,7 @@ from millstream.core.errors import (
     OffsetOutOfRange,
     TransactionRejected,
 )
-from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
+from millstream.core.pipeline import LATEST, SKIP, Pipeline, TopicToTopicSettings
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
 from millstream.pipelines.source.access import Access, may_read
@@ -114,7 +114,7 @@ class Plan:
         return numbers_of(spark, self.ranges)
 
     def of(self, topic: str) -> list[Range]:
-        return [one for one in self.ranges if one.topic == topic]
+        return [offset_range for offset_range in self.ranges if offset_range.topic == topic]
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def stream_of(pipeline_id: UUID) -> str:
 class BatchLoop:
     """Plans batches over topics and commits them."""
 
-    def __init__(self, pipeline: Pipeline, context: JobContext, settings: MovingSettings) -> None:
+    def __init__(self, pipeline: Pipeline, context: JobContext, settings: TopicToTopicSettings) -> None:
         self._pipeline = pipeline
         self._context = context
         self._settings = settings
@@ -222,10 +222,10 @@ class BatchLoop:
         if window is None:
             return offsets
         time_ms = window.until_ms if is_end else window.since_ms
-        found = resolver.resolve(StartingTimestamp(time_ms, or_latest=True), partitions, "starting")
+        starting = resolver.resolve(StartingTimestamp(time_ms, or_latest=True), partitions, "starting")
         choose = min if is_end else max
         return {
-            topic: {number: choose(offset, found[topic][number]) for number, offset in numbers.items()}
+            topic: {number: choose(offset, starting[topic][number]) for number, offset in numbers.items()}
             for topic, numbers in offsets.items()
         }
 
@@ -392,14 +392,14 @@ def small_batch_slot() -> Iterator[None]:
 @lru_cache(maxsize=64)
 def reading_options(brokers: str, topics: tuple[str, ...], access: Access) -> ReadOptions:
     """Return the options with which jobs read topics: unreadable batches are skipped."""
-    given = {
+    options = {
         BROKERS: brokers,
         "subscribe": ",".join(topics),
         "kafka.client.id": CLIENT_ID,
         "kafka.request.timeout.ms": f"{TIMEOUT_S * 1000:.0f}",
         "failOnUnreadable": "false",
     }
-    return read_options(given, access)
+    return read_options(options, access)
 
 
 def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
@@ -409,8 +409,8 @@ def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
     """Return the numbers of ranges as rows; few records form one task, since starting tasks costs more."""
     rows = sum(map(len, ranges))
-    wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
-    return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))
+    tasks = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
+    return spark.range(0, len(ranges), 1, max(1, min(len(ranges), tasks)))
 
 
 _JOB_PROPERTY: Final = "millstream.batch"
@@ -429,12 +429,15 @@ class JobBatch(msgspec.Struct, array_like=True):
         return Batch(self.query, self.number, self.run)
 
     def of(self, topic: str) -> list[Range]:
-        return [Range(*one) for one in self.ranges if one[0] == topic]
+        return [Range(*offset_range) for offset_range in self.ranges if offset_range[0] == topic]
 
 
 def set_job_batch(spark: SparkSession, plan: Plan) -> None:
     """Set the batch of the next job of this thread, for its tasks."""
-    ranges = [(one.topic, one.partition, one.start, one.end) for one in plan.ranges]
+    ranges = [
+        (offset_range.topic, offset_range.partition, offset_range.start, offset_range.end)
+        for offset_range in plan.ranges
+    ]
     batch = JobBatch(plan.batch.query, plan.batch.number, plan.batch.run, ranges)
     spark.sparkContext.setLocalProperty(_JOB_PROPERTY, msgspec.json.encode(batch).decode())
 

@@ -110,8 +110,8 @@ def reason_of(error: BaseException, *, name: str = "NAME") -> str:
 
 def _without_traces(text: str) -> str:
     message = MARK.sub("", text.partition(_QUERY)[0].partition(_JVM_TRACE)[0])
-    _, found, trace = message.rpartition(_TRACEBACK)
-    if not found:
+    _, separator, trace = message.rpartition(_TRACEBACK)
+    if not separator:
         return message.strip()
     # Unindented lines of a traceback are the error itself.
     lines = [line for line in trace.splitlines() if line and not line[0].isspace()]

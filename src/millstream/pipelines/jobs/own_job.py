@@ -145,10 +145,10 @@ class JobApi:
         ends: list[dict[str, dict[str, int]]] = [
             {topic: {number: both[at] for number, both in pinned[topic].items()} for topic in topics} for at in (0, 1)
         ]
-        given = {"startingOffsets": json.dumps(ends[0]), "endingOffsets": json.dumps(ends[1])}
+        range_options = {"startingOffsets": json.dumps(ends[0]), "endingOffsets": json.dumps(ends[1])}
         # Partitions that were added since are left to the next run.
-        given["assign"] = json.dumps({topic: sorted(map(int, pinned[topic])) for topic in topics})
-        return self._load(context.spark.read.format(FORMAT), (), {**options, **given})
+        range_options["assign"] = json.dumps({topic: sorted(map(int, pinned[topic])) for topic in topics})
+        return self._load(context.spark.read.format(FORMAT), (), {**options, **range_options})
 
     def table(self, topic: str) -> DataFrame:
         """Return the lake table that a topic is landed in, or the table at a folder or URL."""
@@ -173,9 +173,9 @@ class JobApi:
             raise InvalidRequest(f"this run has already written {name!r}; give each write its own name")
         self._written.names.add(name)
         known = {"txnAppId": self.application(name), "txnVersion": self._pin["batch"]}
-        given = {**self._connecting, "topic": topic, **known, **options}
+        write_options = {**self._connecting, "topic": topic, **known, **options}
         writer = frame.write.format(FORMAT).mode("append")
-        for option, value in given.items():
+        for option, value in write_options.items():
             if value is not None:
                 writer = writer.option(option, cast("Any", value))
         writer.save()
@@ -238,8 +238,8 @@ class JobApi:
         from millstream.pipelines.source.offset_resolver import OffsetResolver
 
         context = self._context
-        given = {BROKERS: context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
-        resolver = OffsetResolver(read_options(given, context.access))
+        reader_options = {BROKERS: context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
+        resolver = OffsetResolver(read_options(reader_options, context.access))
         partitions = resolver.partitions()
         committed = context.link.call(stable_offsets(context.link.client, context.group))
         latest, earliest = resolver.latest(partitions), resolver.earliest(partitions)
@@ -268,7 +268,7 @@ class JobApi:
         if "/" in topic:
             return topic, "delta"
         # A table with every message precedes one with a row per key.
-        for settings, lake in sorted(all_landings(self._context.link), key=lambda found: found[0].mode):
+        for settings, lake in sorted(all_landings(self._context.link), key=lambda landing: landing[0].mode):
             if settings.takes(topic):
                 return f"{lake}/{topic}", settings.format
         raise NotFound(

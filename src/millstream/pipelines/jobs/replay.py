@@ -111,8 +111,8 @@ class Replay:
             )
         self.order = order
         self._brokers = brokers
-        given = {BROKERS: brokers, "subscribe": order.topic, "kafka.client.id": CLIENT_ID, "columns": _COLUMNS}
-        self._read = read_options(given, access)
+        reader_options = {BROKERS: brokers, "subscribe": order.topic, "kafka.client.id": CLIENT_ID, "columns": _COLUMNS}
+        self._read = read_options(reader_options, access)
         self._write = WriteOptions(brokers=brokers, access=access, client_id=CLIENT_ID, topic=order.into)
         self._resolver = OffsetResolver(self._read)
         self._shape = shape_of(default_schema(self._read), self._read)
@@ -209,18 +209,23 @@ class Replay:
 
     def _rows(self, start: Offsets, end: Offsets) -> Iterator[pa.RecordBatch]:
         """Yield the matching messages between two positions, as they are written."""
-        for one in ranges_between(start, end):
-            row_filter = RowFilter(self.order.where, one) if self.order.where else None
+        for offset_range in ranges_between(start, end):
+            row_filter = RowFilter(self.order.where, offset_range) if self.order.where else None
             if self._table is None:
-                batches = read_range(one, self._read, self._shape)
+                batches = read_range(offset_range, self._read, self._shape)
             else:
-                batches = read_landed(Range(one.topic, one.partition, one.start, one.end, self._table), self._shape)
+                batches = read_landed(
+                    Range(
+                        offset_range.topic, offset_range.partition, offset_range.start, offset_range.end, self._table
+                    ),
+                    self._shape,
+                )
             for batch in batches:
                 kept = self._within_time(batch)
                 if row_filter is not None and kept.num_rows:
                     kept = kept.filter(row_filter.matches(from_arrow(kept)))
                 if kept.num_rows:
-                    yield self._with_origin(kept, one)
+                    yield self._with_origin(kept, offset_range)
 
     def _within_time(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         stamps = batch.column("timestamp").cast(pa.int64())

@@ -113,7 +113,7 @@ class KeyedTable(LakeTable):
         table = self.log.loaded
         if table is None:
             return []
-        found = pa.table(table.get_add_actions(flatten=True))
+        actions = pa.table(table.get_add_actions(flatten=True))
         names = set(pa.schema(table.schema().to_arrow()).names)
         if APPEND_DAY in names:
             raise InvalidSetting(
@@ -121,7 +121,9 @@ class KeyedTable(LakeTable):
                 "per key there, or give the pipeline another lake"
             )
         buckets = []
-        for path, size in zip(found.column("path").to_pylist(), found.column("size_bytes").to_pylist(), strict=True):
+        for path, size in zip(
+            actions.column("path").to_pylist(), actions.column("size_bytes").to_pylist(), strict=True
+        ):
             bucket = bucket_of(path)
             if bucket is None:
                 raise CorruptState(
@@ -205,7 +207,7 @@ class KeyedTable(LakeTable):
         new = [bucket for file in files if (bucket := bucket_of(file.path)) is not None]
         replaced = [one for one in self.stored() if any(one.bucket.holds(bucket) for bucket in new)]
         now = int(time.time() * 1000)
-        removed = [RemoveAction(one.path, True, now, one.bytes, {}) for one in replaced]
+        removed = [RemoveAction(bucket.path, True, now, bucket.bytes, {}) for bucket in replaced]
         versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}
         if mark is not None:
             # The version is the one that was read, so nothing else has changed it.
@@ -245,7 +247,7 @@ class KeyedTable(LakeTable):
         replaced = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False)
         deleted = len(replaced) + super().vacuum(grace=grace)
         self.log.refresh()
-        active = {one.path.rpartition("/")[2] for one in self.stored()}
+        active = {bucket.path.rpartition("/")[2] for bucket in self.stored()}
         old = datetime.now(UTC) - STAGED_KEPT
         deleted += _delete_old(self.storage, TOMBSTONES, old, kept=active)
         return deleted + _delete_old(self._staged, STAGED, old, kept=set())
@@ -304,9 +306,9 @@ class StagedWriter(FileWriter):
             self._writer = pa.ipc.new_file(
                 self._stream, ordered.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
             )
-        found, firsts = np.unique(numbers[order], return_index=True)
+        buckets, firsts = np.unique(numbers[order], return_index=True)
         for number, start, end in zip(
-            found.tolist(), firsts.tolist(), [*firsts.tolist()[1:], len(ordered)], strict=True
+            buckets.tolist(), firsts.tolist(), [*firsts.tolist()[1:], len(ordered)], strict=True
         ):
             (batch,) = ordered.slice(start, end - start).combine_chunks().to_batches()
             self._writer.write_batch(batch)
@@ -409,8 +411,10 @@ class BucketMerge:
                 reader = pa.ipc.open_file(opened)
                 batches += [reader.get_batch(number) for number in numbers]
         if not batches:
-            found = None if self.order is None else values_at(pa.array([], pa.struct(list(self.schema))), self.order)
-            order = pa.int64() if found is None else found.type
+            order_column = (
+                None if self.order is None else values_at(pa.array([], pa.struct(list(self.schema))), self.order)
+            )
+            order = pa.int64() if order_column is None else order_column.type
             extra = [pa.field(KEY, pa.binary()), pa.field(ORDER, order), pa.field(DELETED, pa.bool_())]
             return pa.schema([*self.schema, *extra]).empty_table()
         return pa.Table.from_batches(batches)
@@ -427,8 +431,8 @@ class BucketMerge:
         whole = pa.StructArray.from_arrays([_combine(column) for column in rows.columns], fields=list(rows.schema))
         keys = canonical_keys([_value_at(whole, place) for place in self.key])
         # Without a row, a table has no column for it yet.
-        found = None if self.order is None else values_at(whole, self.order)
-        values = pa.nulls(len(rows), order) if found is None else found.cast(order)
+        order_column = None if self.order is None else values_at(whole, self.order)
+        values = pa.nulls(len(rows), order) if order_column is None else order_column.cast(order)
         rows = rows.append_column(KEY, keys).append_column(pa.field(ORDER, order), values)
         tombstones = tombstone_schema(order).empty_table()
         if unit.stored.path.endswith(_REMEMBERS):
@@ -489,10 +493,10 @@ def _combine(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _value_at(rows: pa.StructArray, path: FieldPath) -> pa.Array:
-    found = values_at(rows, path)
-    if found is None:
+    column = values_at(rows, path)
+    if column is None:
         raise InvalidSetting(f"the table has no column {'.'.join(path)}")
-    return found
+    return column
 
 
 def _delete_old(storage: Storage, folder: str, before: datetime, *, kept: set[str]) -> int:

@@ -49,9 +49,9 @@ class ParquetTable(LakeTable):
         self._published = storage
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        found = super().next_offsets(partitions)
+        offsets = super().next_offsets(partitions)
         self._publish()
-        return found
+        return offsets
 
     def commit(
         self, files: Sequence[WrittenFile], offsets: Mapping[TopicPartition, tuple[int, int]], **more: Any

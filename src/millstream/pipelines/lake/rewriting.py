@@ -192,10 +192,10 @@ def _inexact(file: pq.ParquetFile, path: FieldPath) -> int | None:
         bounds = _bounds(group, path[0]) if pa.types.is_int64(file.schema_arrow.field(position).type) else None
         if bounds is None:
             batches = file.iter_batches(BATCH_ROWS, [index], [path[0]])
-            found = [_farthest(batch.column(0), path[1:]) for batch in batches]
+            candidates = [_farthest(batch.column(0), path[1:]) for batch in batches]
         else:
-            found = [max(bounds, key=abs)]
-        for number in found:
+            candidates = [max(bounds, key=abs)]
+        for number in candidates:
             if number is not None and abs(number) > EXACT_MAX:
                 return number
     return None

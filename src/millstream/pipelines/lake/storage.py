@@ -135,9 +135,9 @@ def _sync(path: Path) -> None:
 
 def _with_plain_http(options: Mapping[str, str]) -> dict[str, str]:
     """Allow an endpoint without TLS if the configured one has none."""
-    given = {name.lower(): value for name, value in options.items()}
+    options_by_name = {name.lower(): value for name, value in options.items()}
     names = ("aws_endpoint_url", "aws_endpoint_url_s3", "aws_endpoint", "endpoint_url", "endpoint")
-    endpoints = [given.get(name, os.environ.get(name.upper(), "")) for name in names]
-    if any(endpoint.startswith("http://") for endpoint in endpoints) and "allow_http" not in given:
+    endpoints = [options_by_name.get(name, os.environ.get(name.upper(), "")) for name in names]
+    if any(endpoint.startswith("http://") for endpoint in endpoints) and "allow_http" not in options_by_name:
         return {**options, "allow_http": "true"}
     return dict(options)

@@ -95,9 +95,9 @@ def scan(
         needed.add(TOPIC_ID)
     groups = [group for group in row_groups(files, paths) if rows.may_be_of(group)]
     for batch in ordered(files, groups, pa.schema([field for field in stored if field.name in needed])):
-        found = rows.of(batch)
-        if len(found):
-            yield found.select(selected)
+        row = rows.of(batch)
+        if len(row):
+            yield row.select(selected)
 
 
 def landed_since(
@@ -185,10 +185,10 @@ class LakeTable:
         This is where a step starts. Work that a crash left half done is completed first: a committed step is in the
         table and in its quarantine when this returns.
         """
-        asked = set(partitions)
+        requested = set(partitions)
         table = self.recover()
-        offsets_in_table = {} if table is None else next_offsets(table, asked)
-        self._known = (self._known - asked) | offsets_in_table.keys()
+        offsets_in_table = {} if table is None else next_offsets(table, requested)
+        self._known = (self._known - requested) | offsets_in_table.keys()
         return offsets_in_table
 
     def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
@@ -267,7 +267,7 @@ class LakeTable:
     def quarantine_files(self, topic_id: str) -> list[ActiveFile]:
         self.recover()
         quarantine = self.quarantine.refresh()
-        return [] if quarantine is None else [one for one in active_files(quarantine) if one.topic_id == topic_id]
+        return [] if quarantine is None else [file for file in active_files(quarantine) if file.topic_id == topic_id]
 
     def _commit_with(
         self,
@@ -423,8 +423,8 @@ def next_offset_key(partition: TopicPartition) -> str:
 
 
 def next_offsets(table: deltalake.DeltaTable, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    found = {partition: table.transaction_version(next_offset_key(partition)) for partition in partitions}
-    return {partition: offset for partition, offset in found.items() if offset is not None}
+    offsets = {partition: table.transaction_version(next_offset_key(partition)) for partition in partitions}
+    return {partition: offset for partition, offset in offsets.items() if offset is not None}
 
 
 def is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:

@@ -55,10 +55,10 @@ def stats_json(metadata: Any) -> str:
     bounds = {name: _bounds(metadata, positions[name]) for name in BOUNDED}
     stats: dict[str, Any] = {"numRecords": metadata.num_rows}
     if all(bounds.values()):
-        found = {name: both for name, both in bounds.items() if both is not None}
-        stats["minValues"] = {name: low for name, (low, _high) in found.items()}
-        stats["maxValues"] = {name: high for name, (_low, high) in found.items()}
-        stats["nullCount"] = dict.fromkeys(found, 0)
+        known = {name: both for name, both in bounds.items() if both is not None}
+        stats["minValues"] = {name: low for name, (low, _high) in known.items()}
+        stats["maxValues"] = {name: high for name, (_low, high) in known.items()}
+        stats["nullCount"] = dict.fromkeys(known, 0)
     return json.dumps(stats)
 
 
@@ -127,19 +127,19 @@ class ActiveFile:
 
 def topic_of(path: str) -> str:
     """Return the topic id in a file name; empty if another program wrote the file."""
-    topic_id, found, _rest = path.rpartition("/")[2].partition("_")
-    return topic_id if found else ""
+    topic_id, separator, _rest = path.rpartition("/")[2].partition("_")
+    return topic_id if separator else ""
 
 
 def active_files(table: deltalake.DeltaTable) -> Iterator[ActiveFile]:
     """Return the files of a table as its handle last read it."""
-    found = pa.table(table.get_add_actions(flatten=True))
-    partitioned = [name for name in found.schema.names if name.startswith(_VALUE)]
-    values = [[str(value) for value in found.column(name).to_pylist()] for name in partitioned]
-    by_file = list(zip(*values, strict=True)) if values else [()] * len(found)
+    actions = pa.table(table.get_add_actions(flatten=True))
+    partitioned = [name for name in actions.schema.names if name.startswith(_VALUE)]
+    values = [[str(value) for value in actions.column(name).to_pylist()] for name in partitioned]
+    by_file = list(zip(*values, strict=True)) if values else [()] * len(actions)
     names = [name.removeprefix(_VALUE) for name in partitioned]
-    bounds = [_column(found, f"{bound}.{name}") for name in ("partition", "offset") for bound in ("min", "max")]
-    columns = [found.column(name).to_pylist() for name in ("path", "size_bytes", "modification_time")]
+    bounds = [_column(actions, f"{bound}.{name}") for name in ("partition", "offset") for bound in ("min", "max")]
+    columns = [actions.column(name).to_pylist() for name in ("path", "size_bytes", "modification_time")]
     for path, size, added, valued, *ends in zip(*columns, by_file, *bounds, strict=True):
         yield ActiveFile(
             path=path,

@@ -455,13 +455,13 @@ class EventTimeWriter(FileWriter):
         for name, kind in ((APPEND_DAY, pa.date32()), (APPEND_HOUR, pa.int32())):
             landed = pa.array([self._landed[name]]).cast(kind)[0]
             rows = rows.append_column(name, pa.repeat(landed, len(rows)))
-        found = np.unique(hours)
-        if len(found) == 1:
-            yield int(found[0]), rows
+        distinct = np.unique(hours)
+        if len(distinct) == 1:
+            yield int(distinct[0]), rows
             return
         order = np.argsort(hours, kind="stable")
-        ends = np.searchsorted(hours[order], found, side="right").tolist()
-        for hour, start, end in zip(found.tolist(), [0, *ends[:-1]], ends, strict=True):
+        ends = np.searchsorted(hours[order], distinct, side="right").tolist()
+        for hour, start, end in zip(distinct.tolist(), [0, *ends[:-1]], ends, strict=True):
             yield hour, rows.take(pa.array(order[start:end]))
 
     def _opened(self, hour: int) -> TaskWriter:

@@ -270,7 +270,7 @@ class PipelineChild(SupervisedChild):
         with suppress(ConnectionError):
             while self._is_needed:
                 self._news.clear()
-                command = DriverCommand([self._assign(one) for one in self._due])
+                command = DriverCommand([self._assign(pipeline) for pipeline in self._due])
                 process.stdin.write(msgspec.json.encode(command) + b"\n")
                 await process.stdin.drain()
                 await self._news.wait()
@@ -290,7 +290,7 @@ class PipelineChild(SupervisedChild):
             self._driver_reports.apply(event)
             if event.has_succeeded:
                 self._stepped.add(event.ended)
-                if self._stepped.issuperset(one.name for one in self._due):
+                if self._stepped.issuperset(pipeline.name for pipeline in self._due):
                     self._settled.set()
             for report in event.reports or ():
                 if report.state == "parked":
@@ -318,13 +318,13 @@ class PipelineChild(SupervisedChild):
     def _refresh(self) -> None:
         """Follow a change of the pipelines or of their owner."""
         declared = self._declared.all()
-        self._driver_reports.forget(one.name for one in declared)
-        self._groups.take(one.name for one in declared)
+        self._driver_reports.forget(pipeline.name for pipeline in declared)
+        self._groups.take(pipeline.name for pipeline in declared)
         # Pipelines that run users' code have their own drivers: see `jobs_child.py`.
-        declared = [one for one in declared if not one.has_own_driver]
-        due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
+        declared = [pipeline for pipeline in declared if not pipeline.has_own_driver]
+        due = [pipeline for pipeline in declared if pipeline.is_due and not self._is_parked_here(pipeline)]
         if self._owner.is_this_node:
-            due = [one for one in due if not self._is_refused(one)]
+            due = [pipeline for pipeline in due if not self._is_refused(pipeline)]
         # Missing packages may have been installed since; this is only checked when there is something to run.
         self._idle_reason = self._missing() if due else ""
         if due and not self._idle_reason:
@@ -342,7 +342,7 @@ class PipelineChild(SupervisedChild):
     def _measured(self) -> list[Pipeline]:
         """Return the pipelines whose lag this node reports, stopped and parked ones included."""
         declared = self._declared.all() if self._reports_here else []
-        return [one for one in declared if one.kind is not PipelineKind.JOB]
+        return [pipeline for pipeline in declared if pipeline.kind is not PipelineKind.JOB]
 
     def _warn(self) -> None:
         """Log once why pipelines are not run."""
@@ -353,8 +353,8 @@ class PipelineChild(SupervisedChild):
 
     def _update_board(self, *, is_running: bool) -> None:
         if self._reports_here:
-            due = {one.name for one in self._due}
-            rest = [one for one in self._declared.all() if one.name not in due]
+            due = {pipeline.name for pipeline in self._due}
+            rest = [pipeline for pipeline in self._declared.all() if pipeline.name not in due]
             reports = self._driver_reports.reports(self._due, is_running=is_running, idle_reason=self._idle_reason)
             self._board.take([*reports, *self._driver_reports.last_reports(rest)])
         else:
@@ -458,7 +458,7 @@ class LagWatch:
         while declared := self._declared():
             started = time.monotonic()
             lags = await backlogs.lags(self._readers(declared))
-            names = {one.name for one in declared}
+            names = {pipeline.name for pipeline in declared}
             # Keep the last known lag of pipelines that could not be measured.
             self._lags = {name: lag for name, lag in {**self._lags, **lags}.items() if name in names}
             if self._declared():
@@ -471,9 +471,9 @@ class LagWatch:
     def _readers(self, declared: Iterable[Pipeline]) -> list[Reader]:
         known = self._read
         self._read = {}
-        for one in declared:
-            key = (one.pipeline_id, one.version)
-            self._read[key] = known[key] if key in known else reader_of(one)
+        for pipeline in declared:
+            key = (pipeline.pipeline_id, pipeline.version)
+            self._read[key] = known[key] if key in known else reader_of(pipeline)
         return [reader for reader in self._read.values() if reader is not None]
 
     async def _wait(self, seconds: float | None) -> None:
@@ -541,7 +541,7 @@ class LeftoverGroups:
             return True
         if group.members:
             # A manual run of an undeclared pipeline keeps its progress.
-            return not all(one.client_id.startswith(DRIVER_CLIENT) for one in group.members)
+            return not all(member.client_id.startswith(DRIVER_CLIENT) for member in group.members)
         await PipelineClient(client).forget_deleted(name)
         return True
 
@@ -573,7 +573,7 @@ class DriverReports:
 
     def apply(self, event: DriverEvent) -> None:
         if event.reports is not None:
-            reports = {one.name: one for one in event.reports}
+            reports = {report.name: report for report in event.reports}
             for name, known in self._reports.items():
                 if name not in reports or _was_restarted(known, reports[name]):
                     self._carry_counts(known)
@@ -621,10 +621,10 @@ class DriverReports:
 
     def blamed(self) -> list[tuple[str, str]]:
         """Return the pipelines with too many deaths, with the last reason; each once."""
-        found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
-        for name in found:
+        names = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
+        for name in names:
             del self._deaths[name]
-        return [(name, self._ended[0]) for name in found]
+        return [(name, self._ended[0]) for name in names]
 
     def forget(self, names: Iterable[str]) -> None:
         self._kept = kept = frozenset(names)
@@ -636,16 +636,18 @@ class DriverReports:
         """Return a report for each pipeline; one without a driver's report is waiting, with the reason if there is
         one.
         """
-        return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
+        return [self._report_of(pipeline, is_running=is_running, idle_reason=idle_reason) for pipeline in due]
 
     def last_reports(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
         """Return the last reports of pipelines that ran here and no longer do."""
         return [
             self._with_earlier(
-                PipelineReport(name=one.name, state="parked" if one.is_enabled else "stopped", node=self._node)
+                PipelineReport(
+                    name=pipeline.name, state="parked" if pipeline.is_enabled else "stopped", node=self._node
+                )
             )
-            for one in declared
-            if one.name in self._earlier
+            for pipeline in declared
+            if pipeline.name in self._earlier
         ]
 
     def _report_of(self, pipeline: Pipeline, *, is_running: bool, idle_reason: str) -> PipelineReport:

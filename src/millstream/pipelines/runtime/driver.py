@@ -190,7 +190,7 @@ class Driver:
 
     def declare(self, pipelines: list[AssignedPipeline]) -> None:
         """Run exactly these pipelines from now on."""
-        by_name = {one.pipeline.name: one for one in pipelines}
+        by_name = {pipeline.pipeline.name: pipeline for pipeline in pipelines}
         for name in [name for name in self._running if name not in by_name]:
             self._stop_pipeline(name)
         for name, one in by_name.items():
@@ -282,7 +282,7 @@ class Driver:
     def _runners(self) -> list[Runner]:
         """Return the running pipelines, including those that are ending."""
         known = (*list(self._running.values()), *list(self._ending.values()))
-        return [one.runner for one in known if one.thread.is_alive()]
+        return [pipeline.runner for pipeline in known if pipeline.thread.is_alive()]
 
     def _request_replacement(self, name: str, reason: str) -> None:
         _logger.error("the driver must be replaced", extra={"pipeline": name, "reason": reason})

@@ -163,7 +163,7 @@ def _mark_function(error: Exception) -> None:
 
 
 def _mark(error: Exception, fault: Fault) -> None:
-    kind = next(one for one in type(error).__mro__ if _kind_named(one.__name__) is one)
+    kind = next(base for base in type(error).__mro__ if _kind_named(base.__name__) is base)
     error.add_note(f"[millstream fault: {fault.value}, {kind.__name__}]")
 
 

@@ -71,8 +71,8 @@ async def install(lock: str, root: Path, *, needed: Collection[str] = ()) -> str
         scratch = await asyncio.to_thread(_make_scratch, root, lock)
         try:
             target = scratch / "packages"
-            given = ["--target", str(target), "-r", str(scratch / _LOCK)]
-            await _pip(["install", "--no-deps", "--require-hashes", *given])
+            arguments = ["--target", str(target), "-r", str(scratch / _LOCK)]
+            await _pip(["install", "--no-deps", "--require-hashes", *arguments])
             await asyncio.to_thread(_move_into_place, target, folder)
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
@@ -103,7 +103,9 @@ def folder_of(lock: str) -> str:
 
 def _discard_unused(root: Path, used: Path, needed: Collection[str]) -> None:
     os.utime(used)
-    unused = [one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".") and one.name not in needed]
+    unused = [
+        path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name not in needed
+    ]
     unused.sort(key=lambda one: one.stat().st_mtime, reverse=True)
     for old in unused[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)

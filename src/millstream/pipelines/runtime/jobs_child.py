@@ -184,8 +184,8 @@ class JobsChild:
         await asyncio.gather(*(job.ended.wait() for job in list(self._jobs.values())))
 
     def cancel(self, name: str) -> int | None:
-        found = next((job for job in self._jobs.values() if job.pipeline.name == name), None)
-        return None if found is None else found.cancel()
+        named = next((job for job in self._jobs.values() if job.pipeline.name == name), None)
+        return None if named is None else named.cancel()
 
     async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
         """Return the end of a run's output; None if it did not run here."""
@@ -195,8 +195,8 @@ class JobsChild:
         return _Log(self.folder / str(pipeline_id) / f"run-{run}.log")
 
     def locks(self) -> list[str]:
-        jobs = [one for one in self.declared.all() if one.has_own_driver]
-        return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
+        jobs = [pipeline for pipeline in self.declared.all() if pipeline.has_own_driver]
+        return [lock for job in jobs if (lock := job.overrides.get("lock", ""))]
 
     def changed(self) -> None:
         is_here = self._owner.is_this_node or (bool(self._idle_reason) and not self._owner.is_elsewhere)
@@ -206,14 +206,18 @@ class JobsChild:
         now = _now_ms()
         reports += [
             PipelineReport(
-                name=one.name, state="waiting", last_error=self._idle_reason, last_error_ms=now, node=self.options.node
+                name=pipeline.name,
+                state="waiting",
+                last_error=self._idle_reason,
+                last_error_ms=now,
+                node=self.options.node,
             )
-            for one in waiting
+            for pipeline in waiting
         ]
         self._board.take_jobs(reports)
 
     def _due(self) -> list[Pipeline]:
-        return [one for one in self.declared.all() if one.has_own_driver and one.is_due]
+        return [pipeline for pipeline in self.declared.all() if pipeline.has_own_driver and pipeline.is_due]
 
     def _apply_declared(self, group: asyncio.TaskGroup) -> None:
         """Start, change and end tasks after a change of the pipelines or their owner."""
@@ -242,7 +246,7 @@ class JobsChild:
         self.changed()
 
     def _forget_deleted(self) -> None:
-        declared = {one.pipeline_id: one.name for one in self.declared.all()}
+        declared = {pipeline.pipeline_id: pipeline.name for pipeline in self.declared.all()}
         for gone in self._known.keys() - declared.keys():
             loop = asyncio.get_running_loop()
             loop.run_in_executor(None, partial(shutil.rmtree, self.folder / str(gone), ignore_errors=True))

@@ -82,7 +82,7 @@ class Tally:
         """Return messages per second, over the last minute or since the start."""
         now = self._clock()
         # A copy, since the reporting thread is not the one that adds.
-        recent_steps = [one for one in list(self._recent_steps) if one[0] >= now - WINDOW_S]
+        recent_steps = [step for step in list(self._recent_steps) if step[0] >= now - WINDOW_S]
         since = max(self._began, now - WINDOW_S)
         if len(recent_steps) == _STEPS_MAX:
             since = max(since, recent_steps[0][0])

@@ -175,14 +175,14 @@ def _written_to(log: str) -> Iterator[None]:
     os.makedirs(os.path.dirname(log), exist_ok=True)
     with suppress(FileNotFoundError):
         os.replace(log, f"{log}.1")
-    kept = {stream.fileno(): os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
+    descriptors = {stream.fileno(): os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        for number in kept:
+        for number in descriptors:
             os.dup2(opened, number)
         yield
     finally:
-        for number, before in kept.items():
+        for number, before in descriptors.items():
             os.dup2(before, number)
             os.close(before)
         os.close(opened)

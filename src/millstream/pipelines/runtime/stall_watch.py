@@ -96,7 +96,9 @@ def _query_metrics(spark: SparkSession, number: Any) -> Hashable:
     if plan.isEmpty():
         return ()
     values = plans.executionMetrics(number.get())
-    metrics = [one.accumulatorId() for one in _elements(plan.get().metrics()) if one.metricType() in _COUNTED]
+    metrics = [
+        element.accumulatorId() for element in _elements(plan.get().metrics()) if element.metricType() in _COUNTED
+    ]
     return tuple((metric, values.apply(metric)) for metric in sorted(metrics) if values.contains(metric))
 
 

@@ -101,15 +101,20 @@ class Access:
         """Return the credentials of connections; files are read for each connection, since they are renewed."""
         if not (self.is_known or self.tls):
             return NO_CREDENTIALS
-        given = None
+        token_source = None
         if self.token or self.token_file:
-            given = self._read_token
+            token_source = self._read_token
         check = None
         tls: Callable[[], ssl.SSLContext] | None = self._tls_context if self.tls else None
         if self.cluster:
             tls, check = node_tls(self.cluster, self._tls_context)
         return Credentials(
-            tls=tls, user=self.user, password=self.password, token=given, mechanism=self.mechanism, check_peer=check
+            tls=tls,
+            user=self.user,
+            password=self.password,
+            token=token_source,
+            mechanism=self.mechanism,
+            check_peer=check,
         )
 
     def _tls_context(self) -> ssl.SSLContext:
@@ -139,8 +144,8 @@ class Access:
         """The options of a query of this process; only a file can be named there, since Spark keeps them in plans."""
         if self.is_known and not self.token_file:
             raise InvalidRequest("the credentials of a query must be in a token file")
-        found = {"tls": "true" if self.tls else "", _CA_TEXT: self.ca, "cluster": self.cluster}
-        return {name: text for name, text in {**found, "tokenFile": self.token_file}.items() if text}
+        options = {"tls": "true" if self.tls else "", _CA_TEXT: self.ca, "cluster": self.cluster}
+        return {name: text for name, text in {**options, "tokenFile": self.token_file}.items() if text}
 
     def without_secrets(self) -> Access:
         return Access(ca=self.ca, tls=self.tls, cluster=self.cluster)
@@ -335,7 +340,9 @@ def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
 def _parse_jaas(text: str) -> tuple[str, str, str]:
     module = _MODULE.match(text)
     options = (
-        {} if module is None else {one[1]: one[2] or one[3] or one[4] for one in _MODULE_OPTION.finditer(module[2])}
+        {}
+        if module is None
+        else {match[1]: match[2] or match[3] or match[4] for match in _MODULE_OPTION.finditer(module[2])}
     )
     if module is None or not module[1].endswith(("PlainLoginModule", "ScramLoginModule")) or "username" not in options:
         # The text itself is not repeated: it holds a password.

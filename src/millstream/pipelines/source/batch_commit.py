@@ -116,8 +116,8 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
     except (BrokerUnreachable, RequestTimedOut):
         # A node is unavailable. Fetching offsets reports those that are still blocked.
         return False
-    found = (re.fullmatch(pattern, one.transactional_id) for one in undecided)
-    for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
+    matches = (re.fullmatch(pattern, transaction.transactional_id) for transaction in undecided)
+    for batch in {Batch(each[1], int(each[2]), each[3]) for each in matches if each is not None}:
         with suppress(InvalidTransactionState):
             # Otherwise it has just been committed.
             abort_batch(options, batch)
@@ -128,9 +128,9 @@ def _last_tried(link: Link, stream: str, number: int) -> Batch | None:
     if not supports_batch_commit(link):
         return None
     pattern = rf"spark/([^/]+)/{number}/\d+/(?:([^/-]+)-)?{re.escape(stream)}\.[0-9a-f]+"
-    found = link.call(list_transactions(link.client, matching=pattern))
-    if not found:
+    transactions = link.call(list_transactions(link.client, matching=pattern))
+    if not transactions:
         return None
     # Attempts of earlier runs are known for days. Producer ids grow, so the newest one shows the current run.
-    youngest = re.fullmatch(pattern, max(found, key=lambda one: one.producer_id).transactional_id)
+    youngest = re.fullmatch(pattern, max(transactions, key=lambda one: one.producer_id).transactional_id)
     return None if youngest is None else Batch(youngest[1], number, youngest[2] or "", stream)

@@ -71,8 +71,8 @@ class LandedHistory:
                     # The log has older messages, so the table has no earlier message of the range.
                     continue
                 time_ms = _time_ms(position, topic, number)
-                found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
-                offsets[number] = offset if found is None else found
+                first_offset = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
+                offsets[number] = offset if first_offset is None else first_offset
         return lowered
 
     def _check_some(self, start: Offsets, lowered: Offsets) -> None:
@@ -154,7 +154,7 @@ def _first_in(one: Range, time_ms: int | None) -> int | None:
 
 def landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings, str]]:
     """Return the settings of the pipelines that land every message, each with its lake."""
-    return [found for found in all_landings(link, lake) if found[0].mode != UPSERT]
+    return [landing for landing in all_landings(link, lake) if landing[0].mode != UPSERT]
 
 
 def all_landings(link: Link, lake: str | None = None) -> list[tuple[LandSettings, str]]:

@@ -43,7 +43,7 @@ class Link(LoopThread):
         patience_s: float = 0.0,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        super().__init__("millstream link")
+        super().__init__()
         self._brokers = brokers
         self._credentials = credentials
         try:

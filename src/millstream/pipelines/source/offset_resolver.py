@@ -112,8 +112,8 @@ class OffsetResolver:
             for topic, offsets in position.offsets.items()
         }
         looked_up = self._look_up({topic: offsets for topic, offsets in ends.items() if offsets})
-        found = {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
-        return self._within_log(found, partitions, option)
+        by_topic = {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
+        return self._within_log(by_topic, partitions, option)
 
     def _within_log(self, requested: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         """Refuse offsets beyond the end of a log; without failOnDataLoss, lower them to it."""
@@ -148,9 +148,10 @@ class OffsetResolver:
     async def _look_up_all(
         self, times_ms: Offsets, or_latest: bool, isolation: int | None
     ) -> dict[str, dict[int, int]]:
-        found = await asyncio.gather(*(self._list(topic, times, isolation) for topic, times in times_ms.items()))
+        results = await asyncio.gather(*(self._list(topic, times, isolation) for topic, times in times_ms.items()))
         offsets = {
-            topic: {n: one.offset for n, one in listed.items()} for topic, listed in zip(times_ms, found, strict=True)
+            topic: {n: listed_offset.offset for n, listed_offset in listed.items()}
+            for topic, listed in zip(times_ms, results, strict=True)
         }
         late = {
             topic: [number for number, offset in listed.items() if offset == _NO_OFFSET_SINCE]
@@ -162,7 +163,7 @@ class OffsetResolver:
             ends = await self._list(topic, dict.fromkeys(numbers, OFFSET_LATEST))
             if not or_latest:
                 await self._check_empty(topic, ends, times_ms[topic])
-            offsets[topic] |= {number: one.offset for number, one in ends.items()}
+            offsets[topic] |= {number: listed_offset.offset for number, listed_offset in ends.items()}
         return {topic: {n: int(offset) for n, offset in listed.items()} for topic, listed in offsets.items()}
 
     async def _check_empty(self, topic: str, ends: Mapping[int, ListedOffset], times_ms: Mapping[int, int]) -> None:
@@ -198,15 +199,15 @@ class OffsetResolver:
         for other in others:
             other.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-        return any(_may_have_more(one, waits[one]) for one in done)
+        return any(_may_have_more(future, waits[future]) for future in done)
 
 
 def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchedPartition]], partitions: int) -> bool:
     """Whether a fetch returned records, or not of all partitions; an error shows when their ends are looked up."""
     if fetched.exception() is not None:
         return True
-    found = fetched.result()
-    return len(found) < partitions or any(one.records for one in found.values())
+    responses = fetched.result()
+    return len(responses) < partitions or any(response.records for response in responses.values())
 
 
 def no_messages_since_error(topic: str, number: int, time_ms: int) -> InvalidSetting:

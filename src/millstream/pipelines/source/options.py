@@ -364,10 +364,10 @@ def read_options(raw_options: Mapping[str, str], access: Access | None = None) -
 
 
 def _value_format(reader: _OptionReader) -> str:
-    given = reader.choice("valueFormat", ("bytes", "string", "json"))
+    value_format = reader.choice("valueFormat", ("bytes", "string", "json"))
     if reader.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
-        return given or "bytes"
-    if given is not None:
+        return value_format or "bytes"
+    if value_format is not None:
         raise InvalidSetting("set the option decode=schema or valueFormat, not both")
     return BY_SCHEMA
 
@@ -469,8 +469,8 @@ class _OptionReader:
         return text == "true"
 
     def number(self, name: str, default: int, *, minimum: int = 1) -> int:
-        found = self.maybe_number(name, minimum=minimum)
-        return default if found is None else found
+        value = self.maybe_number(name, minimum=minimum)
+        return default if value is None else value
 
     def maybe_number(self, name: str, *, minimum: int = 1) -> int | None:
         """Parse a whole number; None if it is missing."""
@@ -497,14 +497,14 @@ def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
             f"{', '.join(ACCESS_OPTIONS)}"
         )
     names = sorted(set(known) - {"path"})
-    meant = suggestion(name, names)
+    hint = suggestion(name, names)
     if name.lower().startswith("kafka."):
         return InvalidSetting(
             f"option {name} is not supported to {doing} the format 'millstream': Kafka's Java client is not used."
-            f" Remove it; docs/spark.md lists the options that are honoured{meant}"
+            f" Remove it; docs/spark.md lists the options that are honoured{hint}"
         )
     return InvalidSetting(
-        f"unknown option {name!r} to {doing} the format 'millstream'{meant or '; known options: ' + ', '.join(names)}"
+        f"unknown option {name!r} to {doing} the format 'millstream'{hint or '; known options: ' + ', '.join(names)}"
     )
 
 
@@ -517,18 +517,18 @@ class _Topics:
 
 def _topics(reader: _OptionReader) -> _Topics:
     names = ("subscribe", "subscribePattern", "assign")
-    given = [name for name in names if reader.text(name) is not None]
+    present = [name for name in names if reader.text(name) is not None]
     path = reader.text("path")
-    if not given and path is not None:
+    if not present and path is not None:
         # `.load("orders")` and `SELECT * FROM millstream.orders` name the topic this way.
         return _Topics(subscribe=_names(path))
-    if len(given) != 1:
-        choice = f"{' and '.join(given)} were given" if given else "none was given"
+    if len(present) != 1:
+        choice = f"{' and '.join(present)} were given" if present else "none was given"
         raise InvalidSetting(f"set exactly one of the options {', '.join(names)}: {choice}")
-    text = reader.text(given[0]) or ""
-    if given[0] == "subscribe":
+    text = reader.text(present[0]) or ""
+    if present[0] == "subscribe":
         return _Topics(subscribe=_names(text))
-    if given[0] == "subscribePattern":
+    if present[0] == "subscribePattern":
         try:
             re.compile(text)
         except re.error as error:
@@ -592,12 +592,12 @@ def _columns(text: str | None) -> dict[str, bool] | None:
     if text is None:
         return None
     found: dict[str, bool] = {}
-    for given in filter(None, map(str.strip, text.split(","))):
-        name, _, kind = given.partition(" ")
+    for column in filter(None, map(str.strip, text.split(","))):
+        name, _, kind = column.partition(" ")
         if name not in NAMES:
-            meant = suggestion(name, NAMES) or f"; there are: {', '.join(NAMES)}"
-            raise InvalidSetting(f"option columns names {name!r}, which rows do not have{meant}")
+            hint = suggestion(name, NAMES) or f"; there are: {', '.join(NAMES)}"
+            raise InvalidSetting(f"option columns names {name!r}, which rows do not have{hint}")
         if kind and (kind.strip().lower() != "string" or name not in ("key", "value")):
-            raise InvalidSetting(f"option columns has {given!r}: only key and value take a type, and it is string")
+            raise InvalidSetting(f"option columns has {column!r}: only key and value take a type, and it is string")
         found[name] = bool(kind)
     return found

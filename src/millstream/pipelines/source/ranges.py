@@ -56,11 +56,13 @@ def admit_tasks(ranges: Sequence[Range], options: ReadOptions) -> list[Range]:
     """Give the tasks of a query their credentials; in a dry run, limit each range to its last messages."""
     size = sample_size()
     if size is not None:
-        ranges = [replace(one, start=max(one.start, one.end - size)) for one in ranges]
+        ranges = [
+            replace(offset_range, start=max(offset_range.start, offset_range.end - size)) for offset_range in ranges
+        ]
     if not options.access.is_known or options.ranges:
         return list(ranges)
-    access = options.access.for_tasks(options.brokers, may_read({one.topic for one in ranges}))
-    return [replace(one, access=access) for one in ranges]
+    access = options.access.for_tasks(options.brokers, may_read({offset_range.topic for offset_range in ranges}))
+    return [replace(offset_range, access=access) for offset_range in ranges]
 
 
 def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: int | None) -> list[Range]:
@@ -69,7 +71,9 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     As in Spark, `min_partitions` is met approximately, by dividing each range in proportion to its size.
     """
     pieces = [
-        piece for one in ranges for piece in _split(one, 1 if records_max is None else ceil(len(one) / records_max))
+        piece
+        for offset_range in ranges
+        for piece in _split(offset_range, 1 if records_max is None else ceil(len(offset_range) / records_max))
     ]
     if min_partitions is None or len(pieces) >= min_partitions:
         return pieces
@@ -77,12 +81,12 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     # Small ranges stay whole; the others share the remaining tasks.
     whole = [piece for piece in pieces if len(piece) * min_partitions < total]
     large_total = total - sum(map(len, whole))
-    wished = max(1, min_partitions - len(whole))
+    ranges_min = max(1, min_partitions - len(whole))
     kept = set(map(id, whole))
     return [
         part
         for piece in pieces
-        for part in _split(piece, 1 if id(piece) in kept else max(1, round(len(piece) / large_total * wished)))
+        for part in _split(piece, 1 if id(piece) in kept else max(1, round(len(piece) / large_total * ranges_min)))
     ]
 
 

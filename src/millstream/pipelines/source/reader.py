@@ -135,7 +135,7 @@ class PushDown:
 
     def __call__(self, filters: list[Filter]) -> Iterable[Filter]:
         """Return the conditions that Spark has to check itself."""
-        return [one for one in filters if not self._bounds.take(one)]
+        return [condition for condition in filters if not self._bounds.take(condition)]
 
 
 class TopicReader(DataSourceReader):
@@ -169,7 +169,11 @@ class TopicReader(DataSourceReader):
                 topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
                 for topic, offsets in start.items()
             }
-        ranges = [narrowed for one in (*landed, *ranges_between(start, end)) for narrowed in self._narrowed(one)]
+        ranges = [
+            narrowed
+            for offset_range in (*landed, *ranges_between(start, end))
+            for narrowed in self._narrowed(offset_range)
+        ]
         pieces = split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
         return admit_tasks(pieces, options)
 
@@ -322,16 +326,16 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options, resolver = self._options, OffsetResolver(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
-        asked: dict[str, dict[int, int]] = {}
-        for one in ranges_between(starts, ends):
-            asked.setdefault(one.topic, {})[one.partition] = one.start
+        requested: dict[str, dict[int, int]] = {}
+        for offset_range in ranges_between(starts, ends):
+            requested.setdefault(offset_range.topic, {})[offset_range.partition] = offset_range.start
         landed: list[Range] = []
-        if asked and options.reaches_lake:
+        if requested and options.reaches_lake:
             from millstream.pipelines.source.landed_history import LandedHistory
 
-            landed, asked = LandedHistory(resolver, options).split(asked, ends)
-        there = {topic: list(offsets) for topic, offsets in asked.items()}
-        found = check_start(resolver, asked, there, options, named=True, end=ends) if asked else asked
+            landed, requested = LandedHistory(resolver, options).split(requested, ends)
+        there = {topic: list(offsets) for topic, offsets in requested.items()}
+        found = check_start(resolver, requested, there, options, named=True, end=ends) if requested else requested
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
         pieces = split(
             [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
@@ -399,12 +403,12 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _waits_for_more(self, start: StreamOffsets, end: StreamOffsets) -> bool:
         """Whether a batch would be too small to be worth it and may still wait."""
-        wished = self._options.offsets_min
-        if wished is None or self._until is not None:
+        offsets_min = self._options.offsets_min
+        if offsets_min is None or self._until is not None:
             return False
         waited_ms = (time.monotonic() - self._waited_since) * 1000
         size = sum(map(len, ranges_between(start, end)))
-        return size < wished and waited_ms < self._options.trigger_delay_ms
+        return size < offsets_min and waited_ms < self._options.trigger_delay_ms
 
     def _commit_to_group(self, end: dict[str, Any]) -> None:
         """Commit progress to a consumer group, for tools that show lag; Spark never reads it."""

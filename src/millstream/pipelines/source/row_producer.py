@@ -138,8 +138,8 @@ class RowProducer:
         known = self._partitions.get(topic)
         if known is None:
             known = self._partitions[topic] = count_partitions(self._link, topic)
-            wished = min(known * GATHERED_BYTES_PER_PARTITION, GATHERED_BYTES_MAX)
-            self._gather_bytes = max(self._gather_bytes, wished)
+            bytes_max = min(known * GATHERED_BYTES_PER_PARTITION, GATHERED_BYTES_MAX)
+            self._gather_bytes = max(self._gather_bytes, bytes_max)
         return known
 
     def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:
@@ -184,12 +184,12 @@ class RowProducer:
     def _settle(self, bytes_max: int) -> None:
         while self._pending and (not bytes_max or sum(self._pending.values()) > bytes_max):
             done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
-            for one in done:
-                del self._pending[one]
-                one.result()
-        for one in [one for one in self._pending if one.done()]:
-            del self._pending[one]
-            one.result()
+            for future in done:
+                del self._pending[future]
+                future.result()
+        for future in [one for one in self._pending if one.done()]:
+            del self._pending[future]
+            future.result()
 
 
 def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
@@ -260,8 +260,8 @@ def write_with_offsets(
     producer = RowProducer(link, options, identity, transactional=True, partitions=partitions)
     offsets = link.start(transactions.commit_offsets(identity, source.group, source.offsets, source.member))
     try:
-        for one in rows:
-            producer.write(one)
+        for row in rows:
+            producer.write(row)
         producer.flush()
         offsets.result()
         link.call(transactions.prepare(identity))

@@ -165,7 +165,7 @@ class SchemaRows:
 
 
 def _schema_header(headers: Sequence[Mapping[str, Any]]) -> bytes | None:
-    contents: list[bytes] = [one["value"] for one in headers if one["key"] == HEADERS[VALUE]]
+    contents: list[bytes] = [header["value"] for header in headers if header["key"] == HEADERS[VALUE]]
     return contents[-1] if contents else None
 
 
@@ -220,7 +220,7 @@ def encode_values(link: Link, subject: str, batch: pa.RecordBatch) -> pa.RecordB
     structs = batch.column(VALUE).to_pylist(maps_as_pydicts="strict")
 
     async def encode() -> list[bytes | None]:
-        return [None if one is None else await codecs.encode(subject, one) for one in structs]
+        return [None if struct is None else await codecs.encode(subject, struct) for struct in structs]
 
     encoded: list[bytes | None] = link.call(encode())
     return batch.set_column(batch.schema.get_field_index(VALUE), VALUE, pa.array(encoded, pa.binary()))
@@ -254,7 +254,7 @@ def _refuse(value: Any, kind: pa.DataType, path: str) -> ValueMismatch:
 def _fitter(kind: pa.DataType, path: str) -> Convert:
     """Return a function that converts decoded values to values for a column of this type."""
     if pa.types.is_struct(kind):
-        parts = [(one.name, one.name.lower(), _fitter(one.type, _join(path, one.name))) for one in kind]
+        parts = [(branch.name, branch.name.lower(), _fitter(branch.type, _join(path, branch.name))) for branch in kind]
 
         def fit_struct(value: Any) -> Any:
             if value is None:
@@ -266,7 +266,7 @@ def _fitter(kind: pa.DataType, path: str) -> Convert:
             for name, other, fit in parts:
                 field_value = value.get(name)
                 if field_value is None and name not in value:
-                    lower = {key.lower(): one for key, one in value.items()} if lower is None else lower
+                    lower = {key.lower(): element for key, element in value.items()} if lower is None else lower
                     field_value = lower.get(other)
                 fitted[name] = None if field_value is None else fit(field_value)
             return fitted
@@ -278,7 +278,7 @@ def _fitter(kind: pa.DataType, path: str) -> Convert:
         def fit_list(value: Any) -> Any:
             if not isinstance(value, list | tuple):
                 raise _refuse(value, kind, path)
-            return [None if one is None else fit_item(one) for one in value]
+            return [None if element is None else fit_item(element) for element in value]
 
         return fit_list
     if pa.types.is_map(kind):
@@ -287,7 +287,7 @@ def _fitter(kind: pa.DataType, path: str) -> Convert:
         def fit_map(value: Any) -> Any:
             if not isinstance(value, dict):
                 raise _refuse(value, kind, path)
-            return [(str(key), None if one is None else fit_value(one)) for key, one in value.items()]
+            return [(str(key), None if element is None else fit_value(element)) for key, element in value.items()]
 
         return fit_map
     return _scalar_fitter(kind, path)
@@ -468,10 +468,10 @@ class _AvroTypes:
             if source == "null":
                 return ConvertedType(pa.null())
             name = source if "." in source or not space else f"{space}.{source}"
-            found = self._named.get(name, self._named.get(source))
-            if found is None or name in self._open or source in self._open or depth > DEPTH_MAX:
+            child = self._named.get(name, self._named.get(source))
+            if child is None or name in self._open or source in self._open or depth > DEPTH_MAX:
                 return ConvertedType(pa.string(), _untagged)
-            return self.type(found, name.rpartition(".")[0], depth)
+            return self.type(child, name.rpartition(".")[0], depth)
         kind = source["type"]
         if isinstance(kind, list | dict):
             return self.type(kind, space, depth)
@@ -528,7 +528,7 @@ class _AvroTypes:
         return ConvertedType(kind, convert)
 
     def _union(self, branches: Sequence[Any], space: str, depth: int) -> ConvertedType:
-        kept = [one for one in branches if one != "null"]
+        kept = [branch for branch in branches if branch != "null"]
         if not kept:
             return ConvertedType(pa.null())
         typed = [self.type(one, space, depth if len(kept) == 1 else depth + 1) for one in kept]
@@ -579,11 +579,11 @@ class _AvroTypes:
 
 
 def _each_item(convert: Convert) -> Convert:
-    return lambda value: [convert(one) for one in value]
+    return lambda value: [convert(element) for element in value]
 
 
 def _each_value(convert: Convert) -> Convert:
-    return lambda value: {key: convert(one) for key, one in value.items()}
+    return lambda value: {key: convert(element) for key, element in value.items()}
 
 
 def _or_none(convert: Convert, value: Any) -> Any:
@@ -599,8 +599,8 @@ def _untagged(value: Any) -> Any:
     if isinstance(value, tuple):
         return _untagged(value[1])
     if isinstance(value, dict):
-        return {key: _untagged(one) for key, one in value.items()}
-    return [_untagged(one) for one in value] if isinstance(value, list) else value
+        return {key: _untagged(element) for key, element in value.items()}
+    return [_untagged(element) for element in value] if isinstance(value, list) else value
 
 
 # -- JSON Schema --------------------------------------------------------------------------------------------
@@ -629,11 +629,11 @@ class _JsonTypes:
             if reference in self._open:
                 return pa.string()
             self._open.add(reference)
-            found = self.type(self._codec.referred(reference), depth + 1)
+            field_type = self.type(self._codec.referred(reference), depth + 1)
             self._open.discard(reference)
-            return found
+            return field_type
         kinds = raw.get("type")
-        listed = [kinds] if isinstance(kinds, str) else [one for one in kinds or () if one != "null"]
+        listed = [kinds] if isinstance(kinds, str) else [kind for kind in kinds or () if kind != "null"]
         if not listed:
             return self._combined(raw, depth)
         if set(listed) == {"integer", "number"}:
@@ -667,13 +667,13 @@ class _JsonTypes:
                 if len(kinds) == 1:
                     return kinds[0]
                 if name == "allOf" and kinds and all(pa.types.is_struct(kind) for kind in kinds):
-                    merged = {one.name: one for kind in kinds for one in kind}
+                    merged = {branch.name: branch for kind in kinds for branch in kind}
                     return pa.struct(list(merged.values()))
                 return pa.string()
         if isinstance(raw.get("properties"), dict):
             return self._object(raw, depth)
         values = raw.get("enum", [raw["const"]] if "const" in raw else [])
-        kinds_of_values = {type(one) for one in values if one is not None}
+        kinds_of_values = {type(value) for value in values if value is not None}
         if len(kinds_of_values) == 1:
             named = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
             return named.get(kinds_of_values.pop(), pa.string())

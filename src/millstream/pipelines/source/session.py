@@ -59,9 +59,9 @@ def version_of(home: Path) -> int:
 def _installed(environment: Mapping[str, str]) -> Iterator[Path]:
     if environment.get("JAVA_HOME"):
         yield Path(environment["JAVA_HOME"])
-    found = shutil.which("java", path=environment.get("PATH"))
-    if found is not None:
-        yield Path(found).resolve().parents[1]
+    java = shutil.which("java", path=environment.get("PATH"))
+    if java is not None:
+        yield Path(java).resolve().parents[1]
     yield from sorted(Path("/usr/lib/jvm").glob("*"), reverse=True)
 
 
@@ -156,17 +156,17 @@ def session(
     from pyspark.sql import SparkSession
 
     named = {"spark.app.name": name, "spark.master": master}
-    asked = {key: value for key, value in named.items() if value is not None} | dict(settings or {})
-    chosen = dict(asked)
+    options = {key: value for key, value in named.items() if value is not None} | dict(settings or {})
+    chosen = dict(options)
     if SparkContext._active_spark_context is None:
         # Java's memory and options take effect only when it starts, so it starts with the requested ones.
-        launch = list(launch_settings(asked).items())
+        launch = list(launch_settings(options).items())
         SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(launch))
-        given = dict(SparkConf().getAll())
+        conf = dict(SparkConf().getAll())
         if not _SUBMITTED & os.environ.keys():
-            given = dict(given.items() - _FILLED_IN)
+            conf = dict(conf.items() - _FILLED_IN)
             chosen.setdefault("spark.app.name", "millstream")
-        chosen |= default_settings(given | asked)
+        chosen |= default_settings(conf | options)
     return SparkSession.builder.config(map=dict[str, Any](chosen)).getOrCreate()
 
 
@@ -176,11 +176,11 @@ class NoConnectClient(MillstreamError):
 
 def _connected(remote: str, name: str | None, settings: Mapping[str, str]) -> SparkSession:
     """Return a session of a Spark Connect server, which has its own configuration."""
-    given = {**({} if name is None else {"spark.app.name": name}), **settings}
+    all_settings = {**({} if name is None else {"spark.app.name": name}), **settings}
     try:
         from pyspark.sql import SparkSession
 
-        return SparkSession.builder.remote(remote).config(map=dict[str, Any](given)).getOrCreate()
+        return SparkSession.builder.remote(remote).config(map=dict[str, Any](all_settings)).getOrCreate()
     except ImportError as error:
         raise NoConnectClient(
             f"{remote} is a Spark Connect server, which needs another package here: {str(error).rstrip('.')}; "

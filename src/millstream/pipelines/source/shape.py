@@ -140,9 +140,9 @@ def _column(field: StructField, options: ReadOptions) -> Column:
         return Column(ERROR, pa.string(), is_payload=True)
     if field.name not in TYPES:
         if options.value_format not in ("json", BY_SCHEMA):
-            meant = suggestion(field.name, NAMES) or f"; there are: {', '.join(NAMES)}"
+            hint = suggestion(field.name, NAMES) or f"; there are: {', '.join(NAMES)}"
             raise InvalidSetting(
-                f"the schema names {field.name!r}, which records do not have{meant} (fields of a payload need the "
+                f"the schema names {field.name!r}, which records do not have{hint} (fields of a payload need the "
                 "option valueFormat=json or decode=schema)"
             )
         return Column(field.name, to_arrow_type(field.dataType, timezone="UTC"), is_payload=True)

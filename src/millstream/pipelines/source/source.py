@@ -34,8 +34,8 @@ class MillstreamSource(DataSource):
             return dict(self.__dict__)
         from millstream.pipelines.source.access import SECRET_OPTIONS
 
-        kept = {name: text for name, text in self.options.items() if name.lower() not in SECRET_OPTIONS}
-        return {**self.__dict__, "options": kept}
+        public_options = {name: text for name, text in self.options.items() if name.lower() not in SECRET_OPTIONS}
+        return {**self.__dict__, "options": public_options}
 
     @classmethod
     def name(cls) -> str:
@@ -72,9 +72,9 @@ class MillstreamSource(DataSource):
         from millstream.pipelines.source.shape import shape_of
         from millstream.pipelines.source.sql_table import options_to_read
 
-        given = options_to_read(schema, self.options)
-        refuse_ending(given)
-        options = read_options(given)
+        reader_options = options_to_read(schema, self.options)
+        refuse_ending(reader_options)
+        options = read_options(reader_options)
         _check_filter(options.filter)
         self._is_planned = True
         return TopicStreamReader(options, shape_of(schema, options))
@@ -92,7 +92,7 @@ class MillstreamSource(DataSource):
         inserted = options_to_insert(schema, self.options)
         options = write_options(self.options if inserted is None else inserted)
         left_out = () if inserted is None else ASSIGNED_BY_BROKER
-        check_columns(StructType([one for one in schema.fields if one.name not in left_out]), options)
+        check_columns(StructType([field for field in schema.fields if field.name not in left_out]), options)
         check_target(options)
         return TopicWriter(options, left_out=left_out)
 

@@ -61,7 +61,7 @@ def with_options(schema: StructType, declared: Mapping[str, str]) -> StructType:
     text of limited length, with a limit that is large and different for each table: no other rows have that column.
     """
     kept = json.dumps({"options": dict(declared), "columns": schema.names})
-    limited = next((one.name for one in schema.fields if isinstance(one.dataType, StringType)), None)
+    limited = next((field.name for field in schema.fields if isinstance(field.dataType, StringType)), None)
     if limited is None:
         raise InvalidSetting(
             "a table needs a column of text, by which Spark recognizes its rows: add topic to the "
@@ -71,21 +71,21 @@ def with_options(schema: StructType, declared: Mapping[str, str]) -> StructType:
     return StructType(
         [
             StructField(
-                one.name,
-                one.dataType,
-                one.nullable,
-                {METADATA: kept, **({_LIMITED: limit} if one.name == limited else {})},
+                field.name,
+                field.dataType,
+                field.nullable,
+                {METADATA: kept, **({_LIMITED: limit} if field.name == limited else {})},
             )
-            for one in schema.fields
+            for field in schema.fields
         ]
     )
 
 
 def stored_options(schema: StructType) -> dict[str, str] | None:
     """Return the options of the table that these columns belong to; None if they belong to none."""
-    for one in schema.fields:
-        if METADATA in one.metadata:
-            document = json.loads(one.metadata[METADATA])["options"]
+    for field in schema.fields:
+        if METADATA in field.metadata:
+            document = json.loads(field.metadata[METADATA])["options"]
             return {str(name): str(text) for name, text in document.items()}
     return None
 
@@ -111,11 +111,11 @@ def options_to_insert(schema: StructType, options: Mapping[str, str]) -> Mapping
     as text without a limit; or as they are, if the rows are those of the table itself. Any write of such rows goes to
     the topic of the table, unless it names another.
     """
-    kept = {one.metadata.get(METADATA) for one in schema.fields}
+    kept = {field.metadata.get(METADATA) for field in schema.fields}
     text = kept.pop() if kept else None
     if kept or text is None or json.loads(text)["columns"] != schema.names:
         return None
-    is_read = any(_LIMITED in one.metadata for one in schema.fields)
+    is_read = any(_LIMITED in field.metadata for field in schema.fields)
     if is_read and _names(options, ("topic", BROKERS)):
         return None
     return _merge_options(stored_options(schema), options, READ_ONLY)
@@ -136,5 +136,7 @@ def _merge_options(
     if stored is None:
         return options
     named = {name.lower() for name in options}
-    kept = {name: text for name, text in stored.items() if name.lower() not in left_out and name.lower() not in named}
-    return {**kept, **options}
+    remaining = {
+        name: text for name, text in stored.items() if name.lower() not in left_out and name.lower() not in named
+    }
+    return {**remaining, **options}

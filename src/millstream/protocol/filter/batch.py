@@ -166,8 +166,8 @@ def read_fields(payloads: Sequence[bytes | None], paths: Collection[Path]) -> di
     for chunk in _payload_chunks(payloads):
         walked: dict[Path, list[Any]] = {(): _parse_all(chunk)}
         for path, column in fields.items():
-            found = _walk_path(walked, path)
-            column += found if len(chunk) == len(payloads) else _without_trees(found)
+            value = _walk_path(walked, path)
+            column += value if len(chunk) == len(payloads) else _without_trees(value)
     return fields
 
 
@@ -277,14 +277,14 @@ def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
 
     encoded_name = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)
     starts = headers.keys.offsets[:-1]
-    found = np.flatnonzero(np.diff(headers.keys.offsets) == encoded_name.size)
+    matches = np.flatnonzero(np.diff(headers.keys.offsets) == encoded_name.size)
     for at, byte in enumerate(encoded_name.tolist()):
-        found = found[headers.keys.data[starts[found] + at] == byte]
+        matches = matches[headers.keys.data[starts[matches] + at] == byte]
     texts: list[str | None] = [None] * len(headers)
-    rows = np.searchsorted(headers.offsets, found, side="right") - 1
+    rows = np.searchsorted(headers.offsets, matches, side="right") - 1
     values = headers.values
     data = values.data.tobytes()
-    starts, ends, valid = values.offsets[found], values.offsets[found + 1], values.is_valid()[found]
+    starts, ends, valid = values.offsets[matches], values.offsets[matches + 1], values.is_valid()[matches]
     bounds = zip(rows.tolist(), starts.tolist(), ends.tolist(), valid.tolist(), strict=True)
     for row, start, end, is_valid in bounds:
         texts[row] = data[start:end].decode("utf-8", "replace") if is_valid else None

@@ -330,13 +330,13 @@ class _Coder:
         kinds = {choice.kind for choice in node.choices if choice.kind is not Kind.NULL}
         first, again = self._bound(self.value(node.operand))
         known = self._constant(choices.values)
-        found = ast.Compare(again, [ast.In() if expected else ast.NotIn()], [known])
+        comparison = ast.Compare(again, [ast.In() if expected else ast.NotIn()], [known])
         if kinds == {kind}:
-            return ast.BoolOp(ast.And(), [_is_none(first, False), found])
+            return ast.BoolOp(ast.And(), [_is_none(first, False), comparison])
         held = _is(_call(self._constant(choices.contain), again), expected)
         if kind is Kind.ANY and len(kinds) == 1:
             return ast.IfExp(
-                self._has_kind(first, kinds.pop()), found, ast.BoolOp(ast.And(), [_is_none(again, False), held])
+                self._has_kind(first, kinds.pop()), comparison, ast.BoolOp(ast.And(), [_is_none(again, False), held])
             )
         return ast.BoolOp(ast.And(), [_is_none(first, False), held])
 
@@ -353,10 +353,10 @@ class _Coder:
 
     def _has_kind(self, operand: ast.expr, kind: Kind) -> ast.expr:
         """Return whether a value is of a literal's kind."""
-        found = ast.Attribute(operand, "__class__", ast.Load())
+        type_of = ast.Attribute(operand, "__class__", ast.Load())
         if kind is Kind.NUMBER:
-            return ast.Compare(found, [ast.In()], [self._constant(value.NUMBERS)])
-        return ast.Compare(found, [ast.Is()], [self._constant(str if kind is Kind.TEXT else bool)])
+            return ast.Compare(type_of, [ast.In()], [self._constant(value.NUMBERS)])
+        return ast.Compare(type_of, [ast.Is()], [self._constant(str if kind is Kind.TEXT else bool)])
 
     def _bound(self, expression: ast.expr) -> tuple[ast.expr, ast.expr]:
         """Return an expression for the first use and one for later ones, so that it is evaluated once."""

@@ -44,8 +44,8 @@ class _Part:
         if self.plain is not None:
             at = text.find(self.plain, start, end)
             return at if at < 0 else at + self.width
-        found = self._compiled.search(text, start, end)
-        return -1 if found is None else found.end()
+        match = self._compiled.search(text, start, end)
+        return -1 if match is None else match.end()
 
     def matches_at(self, text: str, at: int) -> bool:
         """Return whether it occurs at a position."""

@@ -471,15 +471,15 @@ def build_request(api: str, version: int, **values: Any) -> Any:
 def build_message(entity: Any, values: Mapping[str, Any]) -> Any:
     """Build a message from plain values, as `build_request` does."""
     known = {field.name: field for field in fields(entity)}
-    given = {name: _build_value(known[name].type, value) for name, value in values.items()}
-    return entity(**{name: default_of(field) for name, field in known.items() if name not in given}, **given)
+    built = {name: _build_value(known[name].type, value) for name, value in values.items()}
+    return entity(**{name: default_of(field) for name, field in known.items() if name not in built}, **built)
 
 
 def _build_value(field_type: Any, value: Any) -> Any:
     kind, _ = unwrapped(field_type)
     item = item_of(kind)
     if item is not None and value is not None:
-        return tuple(_build_value(item, one) for one in value)
+        return tuple(_build_value(item, element) for element in value)
     return build_message(kind, value) if isinstance(value, dict) else value
 
 

@@ -72,7 +72,7 @@ class ListRightsRequest(Request[ListRightsResponse], frozen=True, kw_only=True):
     rights: list[tuple[int, int, str]]
 
 
-class NoteReadingRequest(Request[Response], frozen=True, kw_only=True):
+class AuditReadingRequest(Request[Response], frozen=True, kw_only=True):
     """Records in the audit log that the client shows messages of a topic to a user."""
 
     KEY: ClassVar = 32193

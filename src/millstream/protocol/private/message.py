@@ -39,8 +39,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
 
 
-class HasError(Protocol):
-    """Any response: some are encoded as arrays, and are no `Response`."""
+class AnyResponse(Protocol):
+    """Any response, including those that are encoded as arrays and do not extend `Response`."""
 
     @property
     def error(self) -> int: ...
@@ -49,7 +49,7 @@ class HasError(Protocol):
     def message(self) -> str | None: ...
 
 
-R = TypeVar("R", bound=HasError)
+R = TypeVar("R", bound=AnyResponse)
 
 
 class Request(msgspec.Struct, Generic[R], frozen=True):

@@ -79,7 +79,7 @@ async def mark_ledger(client: Client, mark: str, names: list[str] | None = None)
     request = LedgerMarkRequest(mark, names)
     for node in (await client.metadata(())).nodes:
         response = await request_private(client, node, request, about=f"the ledger on node {node}")
-        marked |= {(one.subscription_id, one.topic_id, one.partition): one for one in response.queues}
+        marked |= {(queue.subscription_id, queue.topic_id, queue.partition): queue for queue in response.queues}
     return list(marked.values())
 
 
@@ -363,9 +363,9 @@ class SubscriptionClient:
     async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
         """Return the held leases of a subscription."""
         (described,) = await self.describe([name], leases_max=limit)
-        held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
+        held = sorted(HeldLease(**lease) for lease in described["leases"])[:limit]
         leased: int = sum(queue["leased"] for queue in described["queues"])
-        return HeldLeases(held, max(0, leased - sum(one.end - one.start for one in held)))
+        return HeldLeases(held, max(0, leased - sum(lease.end - lease.start for lease in held)))
 
     async def _describe_all(
         self, request: ListSubscriptionsRequest, *, without_silent: bool = False
@@ -410,8 +410,8 @@ class SubscriptionClient:
         """Lease messages, from any node that has some."""
         nodes = await self._nodes()
         if len(nodes) == 1:
-            asked = ReceiveRequest(name, worker, max_records, max_bytes, wait_ms)
-            return await self.confirmed(name, worker, await self._receive_from(nodes[0], asked))
+            receive_request = ReceiveRequest(name, worker, max_records, max_bytes, wait_ms)
+            return await self.confirmed(name, worker, await self._receive_from(nodes[0], receive_request))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
@@ -495,9 +495,9 @@ class SubscriptionClient:
         results: list[MillstreamError | None],
     ) -> list[range]:
         """Settle ranges of one node's messages; return rejected ranges of several messages."""
-        asked: dict[tuple[str, int], list[range]] = {}
+        own_ranges: dict[tuple[str, int], list[range]] = {}
         for run in runs:
-            asked.setdefault((listed[run.start].topic, listed[run.start].partition), []).append(run)
+            own_ranges.setdefault((listed[run.start].topic, listed[run.start].partition), []).append(run)
         settles = [
             PartitionSettles(
                 topic,
@@ -512,7 +512,7 @@ class SubscriptionClient:
                     for run in own
                 ],
             )
-            for (topic, partition), own in asked.items()
+            for (topic, partition), own in own_ranges.items()
         ]
         body = encode(SettleRequest(name, worker, settles))
         try:
@@ -523,7 +523,7 @@ class SubscriptionClient:
                 results[run.start : run.stop] = [error] * len(run)
             return []
         refused: list[range] = []
-        for own, outcomes in zip(asked.values(), response.results, strict=True):
+        for own, outcomes in zip(own_ranges.values(), response.results, strict=True):
             for run, (code, text) in zip(own, outcomes, strict=True):
                 if not code:
                     results[run.start : run.stop] = [None] * len(run)
@@ -584,7 +584,7 @@ def remaining(request: ReceiveRequest, messages: Sequence[LeasedMessage]) -> Rec
     if not messages:
         return request
     records_left = request.max_records - len(messages)
-    left_bytes = request.max_bytes - sum(one.size for one in messages)
+    left_bytes = request.max_bytes - sum(message.size for message in messages)
     if records_left <= 0 or left_bytes <= 0:
         return None
     return msgspec.structs.replace(

@@ -164,8 +164,10 @@ class Transactions:
         async def attempt(node: NodeId) -> None:
             response = await self._client.send(node, request)
             for topic in response.topics:
-                for one in topic.partitions:
-                    _check(one.error_code, f"offset of group {group!r} in {topic.name}-{one.partition_index}")
+                for partition in topic.partitions:
+                    _check(
+                        partition.error_code, f"offset of group {group!r} in {topic.name}-{partition.partition_index}"
+                    )
 
         await self._client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 

@@ -84,9 +84,9 @@ def set_limits(decompressed_bytes_max: int, ratio_max: int) -> Callable[[], None
 
 
 def _limits_of_environment() -> tuple[int, int]:
-    given = (os.environ.get(DECOMPRESSED_BYTES_VARIABLE, ""), os.environ.get(RATIO_VARIABLE, ""))
-    bytes_max = int(given[0]) if given[0].isdigit() else DECOMPRESSED_BYTES_MAX
-    return bytes_max, int(given[1]) if given[1].isdigit() else COMPRESSION_RATIO_MAX
+    texts = (os.environ.get(DECOMPRESSED_BYTES_VARIABLE, ""), os.environ.get(RATIO_VARIABLE, ""))
+    bytes_max = int(texts[0]) if texts[0].isdigit() else DECOMPRESSED_BYTES_MAX
+    return bytes_max, int(texts[1]) if texts[1].isdigit() else COMPRESSION_RATIO_MAX
 
 
 _limits = _limits_of_environment()

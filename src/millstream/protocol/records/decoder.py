@@ -252,9 +252,9 @@ def _gather_headers(data: Bytes, records: Table) -> HeaderColumn:
     offsets = np.zeros(records.size + 1, np.int32)
     np.cumsum(records["header_count"], out=offsets[1:])
     headers = np.empty(offsets[-1], HEADERS)
-    found = parse.find_headers(data, records, headers)
-    if found != headers.size:
-        raise CorruptBatch(f"records declare {headers.size} headers, but hold {found}")
+    header_count = parse.find_headers(data, records, headers)
+    if header_count != headers.size:
+        raise CorruptBatch(f"records declare {headers.size} headers, but hold {header_count}")
     return HeaderColumn(
         offsets=offsets,
         keys=_as_text(_gather(data, headers["key_at"], headers["key_length"])),

@@ -171,11 +171,11 @@ class _Parser:
         return AvroType(kind, inner=self.parse(source[key], space, depth + 1), properties=_properties(kind, source))
 
     def _declare(self, kind: str, source: dict[str, Any], space: str, depth: int) -> AvroType:
-        given = source.get("name")
-        if not isinstance(given, str):
+        declared_name = source.get("name")
+        if not isinstance(declared_name, str):
             raise InvalidSchema(f"the {kind} has no name: {_excerpt(source)}")
         own_space = source.get("namespace", space)
-        name = _full_name(given, own_space if isinstance(own_space, str) else space)
+        name = _full_name(declared_name, own_space if isinstance(own_space, str) else space)
         _check_name(name)
         if name in self._names:
             raise InvalidSchema(f"can't redefine: {name}")
@@ -288,9 +288,11 @@ def _is_value(kind: AvroType, value: Any, depth: int) -> bool:
         case "bytes" | "string" | "enum" | "fixed":
             return isinstance(value, str)
         case "array":
-            return isinstance(value, list) and all(_is_value(_inner(kind), one, depth + 1) for one in value)
+            return isinstance(value, list) and all(_is_value(_inner(kind), element, depth + 1) for element in value)
         case "map":
-            return isinstance(value, dict) and all(_is_value(_inner(kind), one, depth + 1) for one in value.values())
+            return isinstance(value, dict) and all(
+                _is_value(_inner(kind), element, depth + 1) for element in value.values()
+            )
         case "union":
             return any(_is_value(branch, value, depth + 1) for branch in kind.branches)
     return isinstance(value, dict) and all(

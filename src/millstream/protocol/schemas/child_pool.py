@@ -159,10 +159,10 @@ class ChildPool:
                 return worker, False
             self._discard(worker)
         folder = tempfile.mkdtemp(prefix="millstream-schemas-")
-        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         # Without the secrets that the broker's environment may hold.
         try:
-            process = await spawn_module(self._module, folder, env=kept)
+            process = await spawn_module(self._module, folder, env=environment)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise

@@ -102,8 +102,8 @@ def _with_named_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _with_named_floats(one) for key, one in value.items()}
-    return [_with_named_floats(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _with_named_floats(element) for key, element in value.items()}
+    return [_with_named_floats(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def _mismatch(what: str, error: BaseException) -> SchemaMismatch:
@@ -232,7 +232,7 @@ class _AvroShape:
         if isinstance(schema, list):
             branches = self._examine_within(schema)
             # The number of the branch takes a byte.
-            return _AvroSize(1, max((one.excess for one in branches), default=0) - _EMPTY_VALUES_MAX)
+            return _AvroSize(1, max((branch.excess for branch in branches), default=0) - _EMPTY_VALUES_MAX)
         kind = schema["type"]
         if kind in ("record", "error"):
             return self._examine_record(schema)
@@ -258,9 +258,9 @@ class _AvroShape:
     def _examine_within(self, schemas: Sequence[Any]) -> list[_AvroSize]:
         """Examine the schemas of values that a byte or more precedes."""
         self._depth += 1
-        found = [self._examine(one) for one in schemas]
+        examined = [self._examine(schema) for schema in schemas]
         self._depth -= 1
-        return found
+        return examined
 
     def _examine_record(self, schema: Mapping[str, Any]) -> _AvroSize:
         name = schema["name"]
@@ -284,16 +284,16 @@ def _parse_avro(source: Any) -> Any:
 
 def _without_logical_types(source: Any) -> Any:
     if isinstance(source, list):
-        return [_without_logical_types(one) for one in source]
+        return [_without_logical_types(schema) for schema in source]
     if not isinstance(source, dict):
         return source
-    kept = {key: value for key, value in source.items() if key != "logicalType"}
+    plain = {key: value for key, value in source.items() if key != "logicalType"}
     for key in ("type", "items", "values"):
-        if key in kept:
-            kept[key] = _without_logical_types(kept[key])
-    if isinstance(kept.get("fields"), list):
-        kept["fields"] = [_without_logical_types(field) for field in kept["fields"]]
-    return kept
+        if key in plain:
+            plain[key] = _without_logical_types(plain[key])
+    if isinstance(plain.get("fields"), list):
+        plain["fields"] = [_without_logical_types(field) for field in plain["fields"]]
+    return plain
 
 
 def _as_bytes(value: Any) -> Any:
@@ -367,10 +367,12 @@ class _AvroFromJson:
             return self._record(source, space)
         if kind == "array":
             inner = self.converter(source["items"], space)
-            return lambda value: [inner(one) for one in value] if isinstance(value, list) else value
+            return lambda value: [inner(element) for element in value] if isinstance(value, list) else value
         if kind == "map":
             inner = self.converter(source["values"], space)
-            return lambda value: {key: inner(one) for key, one in value.items()} if isinstance(value, dict) else value
+            return lambda value: (
+                {key: inner(element) for key, element in value.items()} if isinstance(value, dict) else value
+            )
         if kind in ("enum", "fixed"):
             self._name(source, space, _as_bytes if kind == "fixed" else _identity)
             return _as_bytes if kind == "fixed" else _identity
@@ -390,14 +392,14 @@ class _AvroFromJson:
         def convert(value: Any) -> Any:
             if not isinstance(value, dict):
                 return value
-            return {key: fields.get(key, _identity)(one) for key, one in value.items()}
+            return {key: fields.get(key, _identity)(element) for key, element in value.items()}
 
         inside = self._name(source, space, convert)
-        fields.update({each["name"]: self.converter(each["type"], inside) for each in source["fields"]})
+        fields.update({field["name"]: self.converter(field["type"], inside) for field in source["fields"]})
         return convert
 
     def _union(self, branches: Sequence[Any], space: str) -> Callable[[Any], Any]:
-        converters = [self.converter(one, space) for one in branches if one != "null"]
+        converters = [self.converter(branch, space) for branch in branches if branch != "null"]
         if len(converters) == 1:
             return lambda value: None if value is None else converters[0](value)
         # Which branch is meant is decided by fastavro, by the value's type.
@@ -453,11 +455,11 @@ class JsonCodec(Codec):
     def referred(self, reference: str) -> Any:
         """Return the schema that a `$ref` names; true, which allows everything, if it is not found."""
         target, _, pointer = reference.partition("#")
-        found: Any = self.source if not target else _documents_by_uri(self.source, self.documents).get(target, True)
+        document: Any = self.source if not target else _documents_by_uri(self.source, self.documents).get(target, True)
         for step in filter(None, pointer.split("/")):
             name = unquote(step).replace("~1", "/").replace("~0", "~")
-            found = found.get(name, True) if isinstance(found, dict) else True
-        return found
+            document = document.get(name, True) if isinstance(document, dict) else True
+        return document
 
     def check(self, framed: Framed) -> None:
         self.decode(framed)
@@ -527,8 +529,8 @@ class ProtobufCodec(Codec):
 
     def message_class(self, indexes: tuple[int, ...] = (0,)) -> Any:
         """Return the class of a message; raise `SchemaMismatch` if the file has none there."""
-        found = self._classes.get(indexes)
-        if found is None:
+        known_class = self._classes.get(indexes)
+        if known_class is None:
             from google.protobuf.message_factory import GetMessageClass
 
             declared: Any = self.file.message_type
@@ -538,8 +540,8 @@ class ProtobufCodec(Codec):
                     raise SchemaMismatch(f"the Protobuf file has no message at index {list(indexes)}")
                 name = f"{name}.{declared[index].name}" if name else declared[index].name
                 declared = declared[index].nested_type
-            found = self._classes[indexes] = GetMessageClass(self._pool.FindMessageTypeByName(name))
-        return found
+            known_class = self._classes[indexes] = GetMessageClass(self._pool.FindMessageTypeByName(name))
+        return known_class
 
     def message_indexes(self) -> dict[str, tuple[int, ...]]:
         """Return the path of each message by full name; nested messages follow those that contain them."""
@@ -635,7 +637,7 @@ def _field_value(message: Any, field: Any) -> Any:
         inner = field.message_type.fields_by_name["value"]
         return {key: _single_value(value[key], inner) for key in value}
     if is_repeated(field):
-        return [_single_value(one, field) for one in value]
+        return [_single_value(element, field) for element in value]
     if field.has_presence and not message.HasField(field.name):
         return None
     return _single_value(value, field)

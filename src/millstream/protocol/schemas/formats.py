@@ -140,9 +140,11 @@ def _differences(new: SchemaText, old: SchemaText, direction: str) -> list[str]:
         return ["Incompatible because of different schema type"]
     messages: list[str] = []
     if direction in ("BACKWARD", "FULL"):
-        messages += [one.render(reader_is_new=True) for one in _compare(reader=new, writer=old)]
+        messages += [incompatibility.render(reader_is_new=True) for incompatibility in _compare(reader=new, writer=old)]
     if direction in ("FORWARD", "FULL"):
-        messages += [one.render(reader_is_new=False) for one in _compare(reader=old, writer=new)]
+        messages += [
+            incompatibility.render(reader_is_new=False) for incompatibility in _compare(reader=old, writer=new)
+        ]
     return messages
 
 

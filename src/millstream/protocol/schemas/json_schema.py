@@ -278,7 +278,7 @@ class _Builder:
         if "const" in raw:
             parts.append(Node("const", raw))
         parts += [
-            Node(name, raw, parts=[self._build(one) for one in _listed(raw, name)])
+            Node(name, raw, parts=[self._build(subschema) for subschema in _listed(raw, name)])
             for name in _COMBINATIONS
             if name in raw
         ]
@@ -304,8 +304,10 @@ class _Builder:
 
     def _object(self, raw: dict[str, Any]) -> Node:
         node = Node("object", raw)
-        node.properties = {name: self._build(one) for name, one in _mapped(raw, "properties").items()}
-        node.patterns = [(name, self._build(one)) for name, one in _mapped(raw, "patternProperties").items()]
+        node.properties = {name: self._build(subschema) for name, subschema in _mapped(raw, "properties").items()}
+        node.patterns = [
+            (name, self._build(subschema)) for name, subschema in _mapped(raw, "patternProperties").items()
+        ]
         for key in ("dependencies", "dependentSchemas"):
             for name, one in _mapped(raw, key).items():
                 if not isinstance(one, list):
@@ -320,7 +322,7 @@ class _Builder:
             node.items = [self._build(one) for one in first]
             self._set_rest(node, raw.get("items", raw.get("unevaluatedItems", True)))
         elif isinstance(items, list):
-            node.items = [self._build(one) for one in items]
+            node.items = [self._build(item) for item in items]
             self._set_rest(node, raw.get("additionalItems", raw.get("unevaluatedItems", True)))
         elif items is not None:
             node.every_item = self._build(items)
@@ -649,7 +651,7 @@ def _family(node: Node) -> str:
 
 
 def _distinct(parts: Iterable[Node]) -> list[Node]:
-    return list({write_json([one.kind, one.raw], is_sorted=True): one for one in parts}.values())
+    return list({write_json([part.kind, part.raw], is_sorted=True): part for part in parts}.values())
 
 
 def _match(edges: Sequence[Mapping[int, Differences]]) -> dict[int, int]:
@@ -734,7 +736,7 @@ def _compare_pattern(original: Node, update: Node, path: str) -> Differences:
 def _compare_values(original: Node, update: Node, path: str) -> Differences:
     key = original.kind
     before, after = (
-        frozenset(write_json(one, is_sorted=True) for one in (values if key == "enum" else [values]))
+        frozenset(write_json(value, is_sorted=True) for value in (values if key == "enum" else [values]))
         for values in (original.keyword(key), update.keyword(key))
     )
     return [] if before == after else [(f"ENUM_ARRAY_{_change_of(before, after)}", _join(path, key))]

@@ -77,7 +77,7 @@ class ProtobufSchema:
     def __init__(self, files: Sequence[FileDescriptorProto]) -> None:
         self._files = files
         self.file = files[-1]
-        self.types = {name: found for file in files for name, found in _types(file)}
+        self.types = {name: definition for file in files for name, definition in _types(file)}
         """Every message and enum by its full name, with a leading dot."""
 
     @classmethod
@@ -121,10 +121,10 @@ def _decode_descriptor(text: str) -> FileDescriptorProto | None:
     """Decode a FileDescriptorProto in base 64; None if the text is not one."""
     try:
         content = base64.b64decode(text.strip(), validate=True)
-        found = FileDescriptorProto.FromString(content)
+        descriptor = FileDescriptorProto.FromString(content)
     except (binascii.Error, ValueError, DecodeError):
         return None
-    return found if found.message_type or found.enum_type or found.dependency else None
+    return descriptor if descriptor.message_type or descriptor.enum_type or descriptor.dependency else None
 
 
 def _checked_path(name: str) -> str:
@@ -165,13 +165,13 @@ def _compile(text: str, others: Mapping[str, str]) -> list[FileDescriptorProto]:
 def _with_errors(work: Callable[[], int]) -> tuple[int, str]:
     """Run native code and capture its standard error."""
     with tempfile.TemporaryFile() as caught:
-        kept = os.dup(2)
+        stderr_copy = os.dup(2)
         os.dup2(caught.fileno(), 2)
         try:
             code = work()
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
         caught.seek(0)
         return code, caught.read(64 * 1024).decode(errors="replace")
 
@@ -374,10 +374,10 @@ class _Printer:
             self._add(1, f"option {option};")
         for method in service.method:
             taken = ("stream " if method.client_streaming else "") + self._relative(method.input_type, scope)
-            given = ("stream " if method.server_streaming else "") + self._relative(method.output_type, scope)
+            output = ("stream " if method.server_streaming else "") + self._relative(method.output_type, scope)
             options = _options(method.options)
             end = ";" if not options else " {"
-            self._add(1, f"rpc {method.name} ({taken}) returns ({given}){end}")
+            self._add(1, f"rpc {method.name} ({taken}) returns ({output}){end}")
             for option in options:
                 self._add(2, f"option {option};")
             if options:
@@ -576,10 +576,10 @@ class _Comparison:
 
 
 def _message(field: FieldDescriptorProto, schema: ProtobufSchema) -> DescriptorProto:
-    found = schema.types.get(field.type_name)
-    if not isinstance(found, DescriptorProto):
+    definition = schema.types.get(field.type_name)
+    if not isinstance(definition, DescriptorProto):
         raise InvalidSchema(f"the type {field.type_name} is not defined")
-    return found
+    return definition
 
 
 def _local_name(name: str, schema: ProtobufSchema) -> str:

@@ -37,7 +37,9 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     (described,) = await describe_configs(client, TOPIC_RESOURCE, [name])
     if described.error_code:
         raise error_from_code(described.error_code, described.error_message, about=f"settings of topic {name!r}")
-    return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
+    return {
+        config.name: TopicConfig(config.value, config.config_source == _SOURCE_TOPIC) for config in described.configs
+    }
 
 
 async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
@@ -49,13 +51,13 @@ async def describe_acls(client: Client, selected: AclFilter) -> list[Acl]:
             resource_type=ResourceType(resource.resource_type),
             resource_name=resource.resource_name,
             pattern=PatternType(resource.pattern_type),
-            principal=one.principal,
-            host=one.host,
-            operation=Operation(one.operation),
-            permission=Permission(one.permission_type),
+            principal=acl.principal,
+            host=acl.host,
+            operation=Operation(acl.operation),
+            permission=Permission(acl.permission_type),
         )
         for resource in response.resources
-        for one in resource.acls
+        for acl in resource.acls
     ]
 
 

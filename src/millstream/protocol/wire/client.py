@@ -449,8 +449,8 @@ class Client:
                 by_leader.setdefault(self._leaders[where], {})[where] = time_ms
         for offsets in await gather_or_cancel(self._list_or_fail(*one, isolation) for one in by_leader.items()):
             listed.update(offsets)
-        for where, one in listed.items():
-            if isinstance(one, MillstreamError):
+        for where, listed_offset in listed.items():
+            if isinstance(listed_offset, MillstreamError):
                 self._leaders.pop(where, None)
         return listed
 
@@ -660,11 +660,11 @@ class Client:
 
     def _cache_metadata(self, response: ClusterMetadata, requested: Collection[str] | None) -> None:
         self._nodes = dict(response.nodes)
-        asked = None if requested is None else set(requested)
+        requested_names = None if requested is None else set(requested)
         self._leaders = {
             partition: leader
             for partition, leader in self._leaders.items()
-            if asked is not None and partition.topic not in asked
+            if requested_names is not None and partition.topic not in requested_names
         }
         for topic in response.topics.values():
             for partition in topic.partitions.values():

@@ -76,7 +76,7 @@ def _topic(topic: Any) -> TopicMetadata:
         name=topic.name,
         topic_id=topic.topic_id or UUID(int=0),
         is_internal=topic.is_internal,
-        partitions={PartitionIndex(one.partition_index): _partition(one) for one in topic.partitions},
+        partitions={PartitionIndex(partition.partition_index): _partition(partition) for partition in topic.partitions},
     )
 
 

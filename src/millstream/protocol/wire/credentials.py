@@ -114,7 +114,7 @@ def client_tls(
         if certificate is not None:
             context.load_cert_chain(str(certificate), None if key is None else str(key))
     except OSError as error:
-        files = [str(one) for one in (ca, certificate, key) if one is not None]
+        files = [str(path) for path in (ca, certificate, key) if path is not None]
         raise InvalidRequest(f"TLS cannot be set up: {tls_file_problem(error, files)}") from error
     return context
 

@@ -84,8 +84,8 @@ async def stable_offsets(client: Client, name: str) -> Committed:
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
     """Return the committed offsets of several groups; one that could not be read has an error instead."""
-    found = await commits_by_group(client, names)
-    return {name: one if isinstance(one, MillstreamError) else _offsets(one) for name, one in found.items()}
+    by_group = await commits_by_group(client, names)
+    return {name: one if isinstance(one, MillstreamError) else _offsets(one) for name, one in by_group.items()}
 
 
 def _offsets(commits: Commits) -> Committed:
@@ -104,8 +104,8 @@ async def commits_by_group(client: Client, names: Sequence[str]) -> dict[str, Co
             commits[name] = where
         else:
             by_node.setdefault(where, []).append(name)
-    asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
-    for responses in await gather_or_cancel(_commits_or_errors(client, *one) for one in asked):
+    requests = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
+    for responses in await gather_or_cancel(_commits_or_errors(client, *request) for request in requests):
         commits.update(responses)
     return commits
 
@@ -114,9 +114,13 @@ async def _find_coordinators(client: Client, names: Sequence[str]) -> dict[str, 
     coordinators: dict[str, NodeId | MillstreamError] = {}
     for part in _parts(names):
         request = build_request("find_coordinator", 6, key_type=GROUP_COORDINATOR, coordinator_keys=part)
-        for one in (await client.send(None, request)).coordinators:
-            refused = no_coordinator_error(one.error_code, one.error_message, one.key) if one.error_code else None
-            coordinators[one.key] = refused or NodeId(one.node_id)
+        for coordinator in (await client.send(None, request)).coordinators:
+            refused = (
+                no_coordinator_error(coordinator.error_code, coordinator.error_message, coordinator.key)
+                if coordinator.error_code
+                else None
+            )
+            coordinators[coordinator.key] = refused or NodeId(coordinator.node_id)
     return coordinators
 
 
@@ -146,7 +150,7 @@ async def _send_offset_fetch(
     groups = [{"group_id": name} for name in names]
     request = build_request("offset_fetch", 9, groups=groups, require_stable=is_stable)
     response = await client.send(node, request)
-    return {one.group_id: one for one in response.groups}
+    return {group.group_id: group for group in response.groups}
 
 
 def _commits(responses: Mapping[str, Any], name: str) -> Commits:
@@ -156,12 +160,12 @@ def _commits(responses: Mapping[str, Any], name: str) -> Commits:
     if response.error_code:
         raise error_from_code(response.error_code, None, about=f"offsets of group {name!r}")
     return {
-        TopicPartition(topic.name, PartitionIndex(one.partition_index)): Commit(
-            one.committed_offset, one.metadata or ""
+        TopicPartition(topic.name, PartitionIndex(partition.partition_index)): Commit(
+            partition.committed_offset, partition.metadata or ""
         )
         for topic in response.topics
-        for one in topic.partitions
-        if one.committed_offset >= 0
+        for partition in topic.partitions
+        if partition.committed_offset >= 0
     }
 
 
@@ -192,12 +196,12 @@ async def commit_offsets(
     async def attempt(node: NodeId) -> None:
         response = await client.send(node, request)
         for topic in response.topics:
-            for one in topic.partitions:
-                if member is None and one.error_code == _UNKNOWN_MEMBER_ID:
+            for partition in topic.partitions:
+                if member is None and partition.error_code == _UNKNOWN_MEMBER_ID:
                     raise GroupNotEmpty(busy_sentence(name))
-                if one.error_code:
-                    about = f"offset of group {name!r} in {topic.name}-{one.partition_index}"
-                    raise error_from_code(one.error_code, None, about=about)
+                if partition.error_code:
+                    about = f"offset of group {name!r} in {topic.name}-{partition.partition_index}"
+                    raise error_from_code(partition.error_code, None, about=about)
 
     await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
 

@@ -148,7 +148,7 @@ class BrokerStatus:
         others = [NodeId(node) for node in status["machine"] if node != status["node_id"]]
         if others:
             responses = await asyncio.gather(*(self._fetch_other(client, node) for node in others))
-            status["metrics"] = of_all_nodes([status, *(one for one in responses if one is not None)])
+            status["metrics"] = of_all_nodes([status, *(response for response in responses if response is not None)])
         return status
 
     async def _fetch_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:

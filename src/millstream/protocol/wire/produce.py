@@ -88,10 +88,10 @@ def write_produce_many(
 
 def read_produce_response(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
     """Decode the response for the one partition, and for how many milliseconds the broker throttles the client."""
-    found, throttle_ms = read_produce_responses(version, frame, about=about)
-    if len(found) != 1:
+    responses, throttle_ms = read_produce_responses(version, frame, about=about)
+    if len(responses) != 1:
         raise ProtocolViolation("the response to a produce request does not name its one partition")
-    return found[0].response, throttle_ms
+    return responses[0].response, throttle_ms
 
 
 def read_produce_responses(

@@ -48,9 +48,9 @@ class TopicView(Protocol):
 
 
 def with_names(view: TopicView, assignment: Assignment) -> NamedPartitions:
-    found = [(view.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
+    topics = [(view.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
     return sorted(
-        (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in found if topic is not None
+        (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in topics if topic is not None
     )
 
 
@@ -249,7 +249,7 @@ def _balance_by_topic(
     allocations: _Allocations, free: Free, members: Sequence[MemberSubscription], partitions: Partitions
 ) -> None:
     subscribers = {
-        topic_id: [member.member_id for member in found] for topic_id, found in members_by_topic(members).items()
+        topic_id: [member.member_id for member in of_topic] for topic_id, of_topic in members_by_topic(members).items()
     }
     # Topics with few members for their partitions come first: the others can still balance the result.
     order = sorted(subscribers, key=lambda topic_id: (-partitions[topic_id] / len(subscribers[topic_id]), topic_id))

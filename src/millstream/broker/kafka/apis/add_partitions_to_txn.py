@@ -85,7 +85,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
 
     async def handle(self, request: AddPartitionsCall, client: ClientInfo) -> AddPartitionsToTxnResponse:
         results = await asyncio.gather(
-            *(self._transaction_result(request.version, one, client) for one in request.transactions)
+            *(self._transaction_result(request.version, transaction, client) for transaction in request.transactions)
         )
         return AddPartitionsToTxnResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results_by_transaction=tuple(results)

@@ -63,8 +63,8 @@ class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]
 
     async def handle(self, request: CompleteBatchRequest) -> CompleteBatchResponse:
         members = tuple(
-            ProducerRef(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch)
-            for one in request.members
+            ProducerRef(member.transactional_id, ProducerId(member.producer_id), member.producer_epoch)
+            for member in request.members
         )
         done_now = await self._transactions.complete_batch(request.query, request.batch, members)
         return CompleteBatchResponse(done_now=done_now)

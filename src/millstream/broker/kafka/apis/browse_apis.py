@@ -26,6 +26,7 @@ from millstream.protocol.private.browse_messages import (
     ORDERS,
     PAGE_MAX,
     RIGHTS_MAX,
+    AuditReadingRequest,
     ListedTopic,
     ListRightsRequest,
     ListRightsResponse,
@@ -33,7 +34,6 @@ from millstream.protocol.private.browse_messages import (
     ListTopicsResponse,
     NodeSummaryRequest,
     NodeSummaryResponse,
-    NoteReadingRequest,
 )
 from millstream.protocol.private.message import Response
 
@@ -109,15 +109,15 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         sizes: dict[int, int] = {}
         records = size = records_in = bytes_in = bytes_out = 0
         # It may have been changed or deleted while other tasks ran.
-        for one in self._topics.partitions_of(topic) if self._topics.get(topic.name) is topic else ():
-            if one.is_leader:
-                records += max(0, one.high_watermark - one.log.start_offset)
-                size += one.size_bytes
-                records_in += one.records_in
-                bytes_in += one.bytes_in
-                bytes_out += one.bytes_out
+        for partition in self._topics.partitions_of(topic) if self._topics.get(topic.name) is topic else ():
+            if partition.is_leader:
+                records += max(0, partition.high_watermark - partition.log.start_offset)
+                size += partition.size_bytes
+                records_in += partition.records_in
+                bytes_in += partition.bytes_in
+                bytes_out += partition.bytes_out
                 if request.partitions:
-                    sizes[one.index] = one.size_bytes
+                    sizes[partition.index] = partition.size_bytes
         return ListedTopic(
             topic.name,
             str(topic.topic_id),
@@ -171,16 +171,16 @@ class NodeSummary(PrivateApi[NodeSummaryRequest, NodeSummaryResponse]):
 
     async def handle(self, request: NodeSummaryRequest) -> NodeSummaryResponse:
         records_in = bytes_in = bytes_out = stored = leads = replicas = 0
-        for at, one in enumerate(list(self._topics.hosted())):
+        for at, partition in enumerate(list(self._topics.hosted())):
             if at % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
             replicas += 1
-            stored += one.size_bytes
-            if one.is_leader:
+            stored += partition.size_bytes
+            if partition.is_leader:
                 leads += 1
-                records_in += one.records_in
-                bytes_in += one.bytes_in
-                bytes_out += one.bytes_out
+                records_in += partition.records_in
+                bytes_in += partition.bytes_in
+                bytes_out += partition.bytes_out
         counted = await self._partitions()
         disk_bytes = disk_free_bytes = 0
         with suppress(OSError):
@@ -255,18 +255,18 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return ListRightsResponse(allowed=allowed, principal=rights.principal)
 
 
-class NoteReading(PrivateApi[NoteReadingRequest, Response]):
+class AuditReading(PrivateApi[AuditReadingRequest, Response]):
     """Records in the audit log that a user views messages; the console sends it before it shows them."""
 
-    async def needs(self, request: NoteReadingRequest) -> Sequence[Need]:
+    async def needs(self, request: AuditReadingRequest) -> Sequence[Need]:
         return [(Operation.READ, ResourceType.TOPIC, request.topic)]
 
-    async def handle(self, request: NoteReadingRequest) -> Response:
+    async def handle(self, request: AuditReadingRequest) -> Response:
         """Do nothing: `changes` records the request."""
         return Response()
 
     @staticmethod
-    def changes(request: NoteReadingRequest, response: Response, _users: Users) -> Iterator[Change]:
+    def changes(request: AuditReadingRequest, response: Response, _users: Users) -> Iterator[Change]:
         if response.error == 0:
             data: dict[str, Any] = {"how": request.how}
             if request.offset >= 0:

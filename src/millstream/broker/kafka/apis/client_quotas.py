@@ -100,7 +100,7 @@ def _check_component(component: ComponentData) -> None:
     if component.match_type not in (EXACT, THE_DEFAULT, ANY_NAME):
         raise _Refused(ErrorCode.invalid_request, f"the match type {component.match_type} is unknown")
     if (component.match is not None) != (component.match_type == EXACT):
-        raise _Refused(ErrorCode.invalid_request, f"the {kind} needs a name to match only for an exact match")
+        raise _Refused(ErrorCode.invalid_request, f"{kind}: an exact match needs a name, any other match has none")
 
 
 class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]):
@@ -139,8 +139,10 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
     ) -> Iterator[Change]:
         for entry, result in zip(request.entries, response.entries, strict=True):
             if result.error_code in (0, TIMED_OUT):
-                name = ", ".join(f"{one.entity_type} {one.entity_name or '(default)'}" for one in entry.entity)
-                data = {one.key: None if one.remove else float(one.value) for one in entry.ops}
+                name = ", ".join(
+                    f"{component.entity_type} {component.entity_name or '(default)'}" for component in entry.entity
+                )
+                data = {operation.key: None if operation.remove else float(operation.value) for operation in entry.ops}
                 yield change_of(result, UPDATE, "quota", name, data)
 
 

@@ -158,9 +158,9 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
 
     @staticmethod
     def changes(request: CreateTopicsRequest, response: CreateTopicsResponse, _users: Users) -> Iterator[Change]:
-        asked = {topic.name: topic for topic in request.topics}
+        requested = {topic.name: topic for topic in request.topics}
         for topic in carried_out(response.topics):
-            settings = {config.name: config.value for config in asked[topic.name].configs}
+            settings = {config.name: config.value for config in requested[topic.name].configs}
             yield change_of(topic, CREATE, "topic", topic.name, settings)
 
 

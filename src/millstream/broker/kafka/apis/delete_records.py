@@ -82,6 +82,6 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
     @staticmethod
     def changes(_request: DeleteRecordsRequest, response: DeleteRecordsResponse, _users: Users) -> Iterator[Change]:
         for topic in response.topics:
-            for one in carried_out(topic.partitions):
-                data = {"log start offset": int(one.low_watermark)}
-                yield change_of(one, DELETE, "records", f"{topic.name}-{one.partition_index}", data)
+            for partition in carried_out(topic.partitions):
+                data = {"log start offset": int(partition.low_watermark)}
+                yield change_of(partition, DELETE, "records", f"{topic.name}-{partition.partition_index}", data)

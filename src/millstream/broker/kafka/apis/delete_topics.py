@@ -91,7 +91,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
             deleted = await self._topics.delete_all([*topics], timeout_s=timeout_s)
         except MillstreamError as error:
             return [error] * len(topics)
-        return [await self._forget_letters(one) if isinstance(one, Topic) else one for one in deleted]
+        return [await self._forget_letters(topic) if isinstance(topic, Topic) else topic for topic in deleted]
 
     async def _forget_letters(self, topic: Topic) -> Topic | MillstreamError:
         try:

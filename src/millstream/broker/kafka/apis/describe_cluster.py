@@ -38,7 +38,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
             return _error_response(
                 ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown"
             )
-        asked = request.include_cluster_authorized_operations
+        with_operations = request.include_cluster_authorized_operations
         return DescribeClusterResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
@@ -55,7 +55,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
                 )
                 for node, host, port in self._membership.nodes_of(client.listener, client.reached_at)
             ),
-            cluster_authorized_operations=cluster_operations(client) if asked else NOT_REQUESTED,
+            cluster_authorized_operations=cluster_operations(client) if with_operations else NOT_REQUESTED,
         )
 
 

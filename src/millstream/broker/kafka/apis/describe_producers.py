@@ -61,9 +61,9 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
             partition = self._topics.partition(topic, index)
             partition.check_leader_epoch(NO_EPOCH)
             producers = (
-                [_pending_state(one) for one in await self._groups.pending_producers(index)]
+                [_pending_state(producer) for producer in await self._groups.pending_producers(index)]
                 if topic == CONSUMER_OFFSETS
-                else [_producer_state(one) for one in partition.log.producers]
+                else [_producer_state(producer) for producer in partition.log.producers]
             )
         except MillstreamError as error:
             return PartitionResponse(

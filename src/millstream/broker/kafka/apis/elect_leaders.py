@@ -59,9 +59,9 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         for topic, indexes in self._requested_partitions(request):
             elections = (self._elect(topic, index, unclean, room, deadline) for index in indexes)
             responses = [
-                one
-                for one in await asyncio.gather(*elections)
-                if named or one.error_code is not ErrorCode.election_not_needed
+                election
+                for election in await asyncio.gather(*elections)
+                if named or election.error_code is not ErrorCode.election_not_needed
             ]
             if responses or named:
                 results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(responses)))
@@ -71,7 +71,10 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
 
     def _requested_partitions(self, request: ElectLeadersRequest) -> _RequestedPartitions:
         if request.topic_partitions is not None:
-            return [(one.topic, list(one.partitions)) for one in request.topic_partitions]
+            return [
+                (topic_partition.topic, list(topic_partition.partitions))
+                for topic_partition in request.topic_partitions
+            ]
         return [
             (TopicName(topic.name), [i32(index) for index in range(topic.partitions)]) for topic in self._topics.all()
         ]
@@ -90,5 +93,5 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
     @staticmethod
     def changes(_request: ElectLeadersRequest, response: ElectLeadersResponse, _users: Users) -> Iterator[Change]:
         for topic in response.replica_election_results:
-            for one in carried_out(topic.partition_result):
-                yield change_of(one, UPDATE, "partition", f"{topic.topic}-{one.partition_id}")
+            for result in carried_out(topic.partition_result):
+                yield change_of(result, UPDATE, "partition", f"{topic.topic}-{result.partition_id}")

@@ -604,9 +604,9 @@ def _is_follower(replica_id: int) -> bool:
 def _release_large(results: _ResultsByKey) -> None:
     """Drop large verified records during a wait; they are read again when they are sent."""
     for result in results.values():
-        found = result.records_slice
-        if found is not None and len(found.data) > READ_BYTES_MAX:
-            found.data = b""
+        records_slice = result.records_slice
+        if records_slice is not None and len(records_slice.data) > READ_BYTES_MAX:
+            records_slice.data = b""
 
 
 def _new_session_id() -> int:

@@ -217,10 +217,10 @@ def _new_value(config: AlterableConfig, declared: Setting, now: str) -> str | No
     if not is_list(declared):
         verb = "appended to" if config.config_operation == APPEND else "subtracted from"
         raise InvalidSetting(f"{config.name} takes one value and cannot be {verb}; set it")
-    values, given = now.split(","), [part.strip() for part in config.value.split(",")]
+    values, items = now.split(","), [part.strip() for part in config.value.split(",")]
     if config.config_operation == SUBTRACT:
-        return ",".join(value for value in values if value not in given)
-    return ",".join(dict.fromkeys([*values, *given]))
+        return ",".join(value for value in values if value not in items)
+    return ",".join(dict.fromkeys([*values, *items]))
 
 
 def check_alterable(resource_type: int, names: Iterable[str]) -> None:

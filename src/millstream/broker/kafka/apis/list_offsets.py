@@ -78,7 +78,9 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         self._topics = topics
 
     async def handle(self, request: ListOffsetsRequest, client: ClientInfo) -> ListOffsetsResponse:
-        named = Counter((topic.name, one.partition_index) for topic in request.topics for one in topic.partitions)
+        named = Counter(
+            (topic.name, partition.partition_index) for topic in request.topics for partition in topic.partitions
+        )
         responses: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
         for topic in request.topics:
             of_topic = responses.setdefault(topic.name, {})
@@ -107,7 +109,9 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         """Mark the times that the version does not know, since `handle` does not see the version."""
         upgraded = super().upgrade(version, request)
         topics = tuple(
-            dataclasses.replace(topic, partitions=tuple(_mark_unsupported(version, one) for one in topic.partitions))
+            dataclasses.replace(
+                topic, partitions=tuple(_mark_unsupported(version, partition) for partition in topic.partitions)
+            )
             for topic in upgraded.topics
         )
         return dataclasses.replace(upgraded, topics=topics)

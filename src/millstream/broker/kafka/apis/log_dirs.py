@@ -65,7 +65,7 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
         if requested is None:
             by_topic = {topic.name: self._topics.partitions_of(topic) for topic in self._topics.all()}
         else:
-            by_topic = {one.topic: self._find_partitions(one) for one in requested}
+            by_topic = {topic.topic: self._find_partitions(topic) for topic in requested}
         return tuple(
             DescribeLogDirsTopic(
                 name=TopicName(name), partitions=tuple(_build_partition(partition) for partition in partitions)

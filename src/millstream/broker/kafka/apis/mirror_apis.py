@@ -170,7 +170,7 @@ class MirrorList(_MirrorApi[ListMirrorsRequest, ListMirrorsResponse]):
     async def handle(self, request: ListMirrorsRequest) -> ListMirrorsResponse:
         mirrors = self._mirrors.mirrors
         named = mirrors.all() if request.names is None else [await mirrors.find(name) for name in request.names]
-        return ListMirrorsResponse(mirrors=[self._mirrors.describe(one) for one in named])
+        return ListMirrorsResponse(mirrors=[self._mirrors.describe(mirror) for mirror in named])
 
 
 class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
@@ -240,12 +240,14 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
 
         subscriptions = [
             msgspec.structs.replace(
-                one,
-                topics=list(filter(sees, one.topics)),
-                starts={start: offsets for start, offsets in one.starts.items() if sees(topic_of_start(start))},
+                subscription,
+                topics=list(filter(sees, subscription.topics)),
+                starts={
+                    start: offsets for start, offsets in subscription.starts.items() if sees(topic_of_start(start))
+                },
             )
-            for one in response.subscriptions
-            if any(map(sees, one.topics))
+            for subscription in response.subscriptions
+            if any(map(sees, subscription.topics))
         ]
         return msgspec.structs.replace(
             response,

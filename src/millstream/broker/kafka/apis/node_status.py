@@ -188,7 +188,7 @@ class NodeStatus:
             "data": node.data,
             "machine": list(node.machine),
             "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
-            "behind": [_describe_lag(one) for one in islice(self._behind(), BEHIND_MAX)],
+            "behind": [_describe_lag(partition) for partition in islice(self._behind(), BEHIND_MAX)],
             "metrics": [self._describe_metric(metric) for source in self._sources for metric in source.metrics()],
         }
 

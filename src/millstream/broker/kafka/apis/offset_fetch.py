@@ -104,7 +104,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
         """Convert every version to one form."""
-        asked = request.groups if version >= _FIRST_WITH_MANY else (request,)
+        groups = request.groups if version >= _FIRST_WITH_MANY else (request,)
         return tuple(
             GroupQuery(
                 version=version,
@@ -114,7 +114,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
                 require_stable=getattr(request, "require_stable", False),
                 topics=None if group.topics is None else tuple(_topic_query(topic) for topic in group.topics),
             )
-            for group in asked
+            for group in groups
         )
 
     def downgrade(self, version: int, response: tuple[GroupResponse, ...]) -> Any:
@@ -134,10 +134,10 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
         except MillstreamError as error:
             return self.refuse(query, error_code(error))
 
-    async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicResponse, ...]:
-        names = [self._name_of(query.version, topic) for topic in asked]
+    async def _fetch_topics(self, query: GroupQuery, topics: tuple[TopicQuery, ...]) -> tuple[TopicResponse, ...]:
+        names = [self._name_of(query.version, topic) for topic in topics]
         requested: dict[str, list[int]] = {}
-        for name, topic in zip(names, asked, strict=True):
+        for name, topic in zip(names, topics, strict=True):
             if name is not None:
                 requested.setdefault(name, []).extend(topic.partitions)
         fetched = await self._fetch_offsets(query, requested)
@@ -145,7 +145,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupResponse, ...]]):
             self.refuse_topic(topic, ErrorCode.unknown_topic_id)
             if name is None
             else _topic_response(topic, fetched[name])
-            for name, topic in zip(names, asked, strict=True)
+            for name, topic in zip(names, topics, strict=True)
         )
 
     async def _fetch_offsets(self, query: GroupQuery, requested: dict[str, list[int]] | None) -> FetchedOffsets:

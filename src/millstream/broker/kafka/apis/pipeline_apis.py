@@ -216,15 +216,15 @@ class PipelineList(PrivateApi[ListPipelinesRequest, ListPipelinesResponse]):
         return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{name}") for name in request.names or ()]
 
     def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
-        visible = [one for one in response.pipelines if rights.group(Operation.DESCRIBE, one["group"])]
+        visible = [pipeline for pipeline in response.pipelines if rights.group(Operation.DESCRIBE, pipeline["group"])]
         return msgspec.structs.replace(response, pipelines=visible)
 
     async def handle(self, request: ListPipelinesRequest) -> ListPipelinesResponse:
         if request.names is None:
-            listed = [self._describe(one, ()) for one in self._pipelines.all()]
-            return ListPipelinesResponse(pipelines=[_without_long_texts(one) for one in listed])
+            listed = [self._describe(pipeline, ()) for pipeline in self._pipelines.all()]
+            return ListPipelinesResponse(pipelines=[_without_long_texts(pipeline) for pipeline in listed])
         selected = [await self._pipelines.find(name) for name in request.names]
-        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in selected])
+        return ListPipelinesResponse(pipelines=[self._describe(pipeline, pipeline.rules) for pipeline in selected])
 
     def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {

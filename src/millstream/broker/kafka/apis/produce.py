@@ -8,7 +8,7 @@ one connection are appended in the order they were sent, and the response is a p
 partition is acknowledged as `acks` and the topic's `flush` require.
 
 A batch that starts a transaction on a partition is appended once the coordinator of the transaction knows of it
-(`Opening`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
+(`TransactionStart`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
 
 Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 
@@ -141,7 +141,7 @@ def _partition(topics: Topics, portion: Portion) -> Partition:
     )
 
 
-class _Beginning(NamedTuple):
+class _PartitionStart(NamedTuple):
     """A partition where the transaction is not open yet."""
 
     portion: Portion
@@ -150,7 +150,7 @@ class _Beginning(NamedTuple):
     guard: Guard
 
 
-class Opening:
+class TransactionStart:
     """The partitions of one request on which a transaction starts, and the producer.
 
     Each partition issues a guard before the request to the coordinator and accepts the batch only under it, so that
@@ -166,7 +166,7 @@ class Opening:
         """The guards under which batches may be written."""
         self._version = version
         self._request = request
-        self._beginnings: list[_Beginning] = []
+        self._partition_starts: list[_PartitionStart] = []
         self._producer = (-1, -1)
         heads = [
             (portion, header) for portion in request.portions if (header := _transactional_header(portion)) is not None
@@ -185,7 +185,7 @@ class Opening:
 
     def __bool__(self) -> bool:
         """Whether the coordinator has to be asked."""
-        return bool(self._beginnings)
+        return bool(self._partition_starts)
 
     def _begin(self, topics: Topics, portion: Portion, header: BatchHeader) -> None:
         partition = _partition(topics, portion)
@@ -194,7 +194,7 @@ class Opening:
             return
         guard = self._guard(partition, header)
         if guard is not None:
-            self._beginnings.append(_Beginning(portion, partition, header, guard))
+            self._partition_starts.append(_PartitionStart(portion, partition, header, guard))
 
     def _guard(self, partition: Partition, header: BatchHeader) -> Guard | None:
         return partition.start_transaction(
@@ -207,23 +207,23 @@ class Opening:
     async def request_admission(self, gate: TransactionGate) -> None:
         """Ask the coordinator; portions that it does not admit have failed on return."""
         errors = await self._admission_errors(gate)
-        for beginning in self._beginnings:
-            error = errors.get(beginning.partition.log.partition)
+        for partition_start in self._partition_starts:
+            error = errors.get(partition_start.partition.log.partition)
             if error is None:
-                self._admit(beginning)
+                self._admit(partition_start)
             else:
-                _refuse(beginning.portion, producer_error(error, self._version))
+                _refuse(partition_start.portion, producer_error(error, self._version))
 
-    def _admit(self, beginning: _Beginning) -> None:
-        guard: Guard | None = beginning.guard
+    def _admit(self, partition_start: _PartitionStart) -> None:
+        guard: Guard | None = partition_start.guard
         if self._version >= FIRST_THAT_ADDS:
             try:
-                guard = self._guard(beginning.partition, beginning.header)
+                guard = self._guard(partition_start.partition, partition_start.header)
             except MillstreamError as error:
-                _refuse(beginning.portion, error)
+                _refuse(partition_start.portion, error)
                 return
         if guard is not None:
-            self.guards[beginning.portion] = guard
+            self.guards[partition_start.portion] = guard
 
     async def _admission_errors(self, gate: TransactionGate) -> _PartitionErrors:
         for attempt in range(OPENING_RETRIES_MAX + 1):
@@ -235,7 +235,7 @@ class Opening:
         return errors
 
     async def _try_admission(self, gate: TransactionGate) -> _PartitionErrors:
-        partitions = [beginning.partition.log.partition for beginning in self._beginnings]
+        partitions = [partition_start.partition.log.partition for partition_start in self._partition_starts]
         add = self._version >= FIRST_THAT_ADDS
         try:
             async with asyncio.timeout(OPENING_TIMEOUT_S):
@@ -455,21 +455,21 @@ class Produce:
             responses = self._append_pipelined(frame, header, request, client)
             if responses is not None:
                 return responses
-        opening = None
+        transaction_start = None
         if request.transactional_id is not None and not is_open(self._topics, request):
-            opening = Opening(self._topics, request, header.version)
+            transaction_start = TransactionStart(self._topics, request, header.version)
         is_large = len(frame) >= _MANY_RECORDS_BYTES
         heavy = [
             portion
             for portion in request.portions
             if (is_large or portion.flags & COMPRESSION_MASK) and self._is_heavy(portion)
         ]
-        ruled: list[Portion] = []
+        doubtful: list[Portion] = []
         if self._rules and self._topics.with_schema_rules:
-            ruled = [portion for portion in request.portions if self._is_doubtful(portion)]
-        if opening or heavy or ruled:
+            doubtful = [portion for portion in request.portions if self._is_doubtful(portion)]
+        if transaction_start or heavy or doubtful:
             request.keep_records()
-            return self._prepare(header, request, client, opening or None, heavy, ruled, len(frame))
+            return self._prepare(header, request, client, transaction_start or None, heavy, doubtful, len(frame))
         return self._respond(header, request, client, len(frame), None)
 
     def _append_pipelined(
@@ -546,7 +546,7 @@ class Produce:
         header: RequestHeader,
         request: Request,
         client: ClientInfo,
-        opening: Opening | None,
+        transaction_start: TransactionStart | None,
         heavy: list[Portion],
         ruled: list[Portion],
         size: int,
@@ -567,9 +567,11 @@ class Produce:
                 self._reject(portion, _client_error(error, portion.records))
             except MillstreamError as error:
                 self._reject(portion, error)
-        if opening is not None and self._gate is not None:
-            await opening.request_admission(self._gate)
-        response = self._respond(header, request, client, size, None if opening is None else opening.guards)
+        if transaction_start is not None and self._gate is not None:
+            await transaction_start.request_admission(self._gate)
+        response = self._respond(
+            header, request, client, size, None if transaction_start is None else transaction_start.guards
+        )
         return await response if isinstance(response, Promise) else response
 
     def _is_heavy(self, portion: Portion) -> bool:

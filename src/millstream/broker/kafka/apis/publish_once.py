@@ -165,14 +165,14 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
 
     def _ids_of(self, partition: Partition) -> PublishedIds:
         window_ms = partition.log.settings.deduplication_window_ms
-        found = self._ids.get(partition)
-        if found is None or not found.is_current or found.window_ms < window_ms:
+        published_ids = self._ids.get(partition)
+        if published_ids is None or not published_ids.is_current or published_ids.window_ms < window_ms:
             self._drop_ids(partition)
             if not partition.is_leader:
                 # Raises the error for clients.
                 partition.check_leader_epoch(-1)
-            found = self._ids[partition] = PublishedIds(partition, window_ms)
-        found.window_ms = window_ms
+            published_ids = self._ids[partition] = PublishedIds(partition, window_ms)
+        published_ids.window_ms = window_ms
         self._ids.move_to_end(partition)
         self._requests += 1
         if self._requests % COUNT_EVERY == 0:
@@ -181,7 +181,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
                 self._drop_ids(known)
             while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
                 self._drop_ids(next(iter(self._ids)))
-        return found
+        return published_ids
 
     def _topic_deleted(self, topic: Topic) -> None:
         for known in [one for one in self._ids if one.topic.topic_id == topic.topic_id]:

@@ -135,7 +135,7 @@ class RegistryApi(PrivateApi[RequestT, RegistryResponseT]):
 
 def references_of(body: SchemaBody[Any]) -> tuple[SchemaReference, ...]:
     """Return the references of a schema that a client sends."""
-    return tuple(SchemaReference(*one) for one in body.references)
+    return tuple(SchemaReference(*reference) for reference in body.references)
 
 
 def new_schema(body: SchemaBody[Any], *, schema_id: int | None = None, version: int | None = None) -> NewSchema:
@@ -279,8 +279,8 @@ class SchemaList(RegistryApi[ListSubjectsRequest, SubjectsResponse]):
             if not number % LISTED_AT_ONCE:
                 # Let other tasks run between the parts of a long list.
                 await asyncio.sleep(0)
-            found = self._registry.exact_versions(subject)
-            versions = found.select(deleted=request.deleted, deleted_only=request.deleted_only)
+            known = self._registry.exact_versions(subject)
+            versions = known.select(deleted=request.deleted, deleted_only=request.deleted_only)
             if versions:
                 subjects.append(str(subject))
                 listed += versions[-1:] if request.latest_only else versions

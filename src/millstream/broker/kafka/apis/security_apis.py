@@ -121,7 +121,7 @@ class TokenList(_TokenApi[ListTokensRequest, ListTokensResponse]):
     def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
         if rights.cluster(Operation.DESCRIBE):
             return response
-        own = [one for one in response.tokens if rights.has_token(self._state.tokens.get(one.token_id))]
+        own = [token for token in response.tokens if rights.has_token(self._state.tokens.get(token.token_id))]
         return ListTokensResponse(tokens=own)
 
     async def handle(self, request: ListTokensRequest) -> ListTokensResponse:
@@ -176,8 +176,10 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
     async def handle(self, request: SecretsRequest) -> SecretsResponse:
         resealed = await self._secrets.reseal() if request.reseal else 0
         listed = [
-            ListedSecret(noun=one.noun, name=one.name, setting=one.setting, key=one.key_id, problem=one.problem)
-            for one in await self._secrets.list()
+            ListedSecret(
+                noun=secret.noun, name=secret.name, setting=secret.setting, key=secret.key_id, problem=secret.problem
+            )
+            for secret in await self._secrets.list()
         ]
         return SecretsResponse(newest=self._secrets.newest_key_id(), resealed=resealed, secrets=listed)
 

@@ -105,10 +105,10 @@ class _Results:
         """How long the leases were granted for, the shortest of them."""
 
     def add(self, grants: Sequence[Grant]) -> None:
-        for one in grants:
-            place = one.delivery.key.topic_id, int(one.delivery.key.partition)
-            self.leases[place] = one.received.leases
-            self.records[place] = b"".join(one.received.batches)
+        for grant in grants:
+            place = grant.delivery.key.topic_id, int(grant.delivery.key.partition)
+            self.leases[place] = grant.received.leases
+            self.records[place] = b"".join(grant.received.batches)
         self.lease_ms = min((one.lease_ms for one in grants if one.lease_ms is not None), default=None)
 
     async def pause_if_retried(self) -> None:
@@ -146,7 +146,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         deliveries = consumers.ready(subscription, member, request.epoch, request.partitions)
         if not deliveries or len({topic for topic, _ in deliveries}) > 1:
             return None
-        if any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries.values()):
+        if any(delivery.settings.delivery != AT_LEAST_ONCE for delivery in deliveries.values()):
             return None
         session = consumers.session(member, request.epoch, client.presence, partitions=request.partitions)
         if isinstance(session, ErrorCode):
@@ -279,7 +279,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         )
         # As in Kafka, topics that may not be read any more stay in the session, and do not hasten the response.
         failures = results.failed.values()
-        is_hasty = bool(failures) and not (deliveries and all(isinstance(one, TopicNotAuthorized) for one in failures))
+        is_hasty = bool(failures) and not (
+            deliveries and all(isinstance(failure, TopicNotAuthorized) for failure in failures)
+        )
         patience_ms = 0 if is_hasty else _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
         if is_hasty:

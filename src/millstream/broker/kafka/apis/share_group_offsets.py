@@ -68,22 +68,22 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
         return DescribeShareGroupOffsetsResponse(throttle_time=NO_THROTTLE, groups=tuple(groups))
 
     async def _describe_group(
-        self, asked: DescribeShareGroupOffsetsRequestGroup
+        self, group: DescribeShareGroupOffsetsRequestGroup
     ) -> DescribeShareGroupOffsetsResponseGroup:
         try:
-            known = await self._offsets.of_group(asked.group_id)
+            known = await self._offsets.of_group(group.group_id)
         except MillstreamError as error:
             return DescribeShareGroupOffsetsResponseGroup(
-                group_id=asked.group_id, topics=(), error_code=error_code(error), error_message=error_message(error)
+                group_id=group.group_id, topics=(), error_code=error_code(error), error_message=error_message(error)
             )
-        if asked.topics is None:
+        if group.topics is None:
             requested: dict[str, list[int]] = {}
             for topic, partition in sorted(known):
                 requested.setdefault(topic, []).append(partition)
         else:
-            requested = {topic.topic_name: list(topic.partitions) for topic in asked.topics}
+            requested = {topic.topic_name: list(topic.partitions) for topic in group.topics}
         return DescribeShareGroupOffsetsResponseGroup(
-            group_id=asked.group_id,
+            group_id=group.group_id,
             topics=tuple(self._build_topic(name, partitions, known) for name, partitions in requested.items()),
             error_code=ErrorCode.none,
         )
@@ -142,11 +142,11 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         )
 
     async def _alter_offsets(
-        self, group_id: str, asked: AlterShareGroupOffsetsRequestTopic
+        self, group_id: str, requested: AlterShareGroupOffsetsRequestTopic
     ) -> AlterShareGroupOffsetsResponseTopic:
-        topic = self._topics.get(asked.topic_name)
+        topic = self._topics.get(requested.topic_name)
         responses = []
-        for partition in asked.partitions:
+        for partition in requested.partitions:
             error = await self._move_one(group_id, topic, partition.partition_index, partition.start_offset)
             responses.append(
                 AlterShareGroupOffsetsResponsePartition(
@@ -156,7 +156,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
                 )
             )
         return AlterShareGroupOffsetsResponseTopic(
-            topic_name=asked.topic_name,
+            topic_name=requested.topic_name,
             topic_id=None if topic is None else topic.topic_id,
             partitions=tuple(responses),
         )

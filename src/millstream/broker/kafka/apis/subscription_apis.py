@@ -265,9 +265,9 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
         """Omit subscriptions that the client may not describe, and such topics of the others."""
         visible = [
-            _without_hidden_settings(_without_hidden_topics(one, rights), rights)
-            for one in response.subscriptions
-            if rights.group(Operation.DESCRIBE, one["name"])
+            _without_hidden_settings(_without_hidden_topics(subscription, rights), rights)
+            for subscription in response.subscriptions
+            if rights.group(Operation.DESCRIBE, subscription["name"])
         ]
         return msgspec.structs.replace(response, subscriptions=visible)
 
@@ -284,9 +284,9 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
         described = []
         # Before other work gets its turn, which may delete some.
-        settings = [self._subscriptions.settings_of(one) for one in selected]
+        settings = [self._subscriptions.settings_of(subscription) for subscription in selected]
         copied = await self._copied_queues(
-            {one.subscription_id: settings[at].isolation for at, one in enumerate(selected)}
+            {subscription.subscription_id: settings[at].isolation for at, subscription in enumerate(selected)}
         )
         for at, one in enumerate(selected):
             if at % _TURN == _TURN - 1:
@@ -394,7 +394,7 @@ def _without_hidden_topics(described: dict[str, Any], rights: Rights) -> dict[st
         "stored_queues": [place for place in described["stored_queues"] if is_visible(place[0])],
     }
     for part in described.keys() & {"queues", "leases"}:
-        shown[part] = [one for one in described[part] if is_visible(one["topic"])]
+        shown[part] = [queue for queue in described[part] if is_visible(queue["topic"])]
     if len(shown["topics"]) < len(described["topics"]):
         # The counts of push are of all topics.
         shown |= {"has_hidden_topics": True, "push": []}
@@ -743,7 +743,11 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
 
     def redact(self, response: MessageTrace, rights: Rights) -> MessageTrace:
         """Omit subscriptions that the client may not describe, and letters in such topics."""
-        visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one.subscription)]
+        visible = [
+            subscription
+            for subscription in response.subscriptions
+            if rights.group(Operation.DESCRIBE, subscription.subscription)
+        ]
         for at, one in enumerate(visible):
             if one.dead_letter is not None and not rights.topic(Operation.DESCRIBE, one.dead_letter.topic):
                 visible[at] = msgspec.structs.replace(one, dead_letter=None)

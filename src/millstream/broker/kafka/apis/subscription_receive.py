@@ -91,7 +91,7 @@ class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
             check_needs((*needs, *_named_needs(request)), client.rights)
         _check(request)
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
-        if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
+        if not deliveries or any(delivery.settings.delivery != AT_LEAST_ONCE for delivery in deliveries):
             return None
         from millstream.broker.subscriptions.receiving import ParkedLease
 
@@ -147,7 +147,7 @@ class SubscriptionReceive(PrivateApi[ReceiveRequest, ReceiveResponse]):
     def _build_for(self, client: ClientInfo, grants: list[Grant], arrived: float) -> ReceiveResponse:
         """Build the response to a client, which counts towards its quota."""
         response = build_response(grants, arrived)
-        size = sum(len(one.batches) for one in response.partitions)
+        size = sum(len(partition.batches) for partition in response.partitions)
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
@@ -209,7 +209,9 @@ def _give_back(grants: list[Grant], worker: str) -> None:
 def _check_readable(subscription: str, grants: list[Grant], client: ClientInfo) -> None:
     """Raise if the client may not read its messages any more: it may have waited for minutes."""
     if grants and client.rights is not None:
-        check_needs(_needed_rights(subscription, {one.delivery.partition.topic.name for one in grants}), client.rights)
+        check_needs(
+            _needed_rights(subscription, {grant.delivery.partition.topic.name for grant in grants}), client.rights
+        )
 
 
 def _needed_rights(subscription: str, topics: Iterable[str]) -> list[Need]:
@@ -250,9 +252,9 @@ def _check(request: ReceiveRequest) -> None:
 
 def build_response(grants: list[Grant], arrived: float) -> ReceiveResponse:
     """Build the response to a request that arrived at this monotonic time."""
-    waited_s = min((one.granted_at for one in grants), default=arrived) - arrived
+    waited_s = min((grant.granted_at for grant in grants), default=arrived) - arrived
     return ReceiveResponse(
-        0, None, [_partition_messages(one) for one in grants], waited_ms=max(0, int(waited_s * 1000))
+        0, None, [_partition_messages(grant) for grant in grants], waited_ms=max(0, int(waited_s * 1000))
     )
 
 

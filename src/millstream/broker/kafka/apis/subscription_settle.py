@@ -70,11 +70,11 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             return None
         if client.rights is not None:
             client.rights.require(Operation.READ, ResourceType.GROUP, request.subscription)
-        asked = request.partitions[0]
+        settles = request.partitions[0]
         try:
-            _check_readable(client, asked)
-            verbs = [_parse_settlement(one) for one in asked.verbs]
-            ready = engine.ready(subscription, [self._topics.partition(asked.topic, asked.partition)])
+            _check_readable(client, settles)
+            verbs = [_parse_settlement(verb) for verb in settles.verbs]
+            ready = engine.ready(subscription, [self._topics.partition(settles.topic, settles.partition)])
             if ready is None:
                 return None
             (delivery,) = ready
@@ -83,13 +83,13 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
             results = _to_results(delivery.settle_now(worker, verbs))
             written = delivery.pending_write()
         except MillstreamError as error:
-            return _encode_results(header, _error_results(error, asked))
+            return _encode_results(header, _error_results(error, settles))
         if written is None:
             return _encode_results(header, results)
         promise = Promise()
         written.listen(
             lambda error: promise.resolve(
-                _encode_results(header, results if error is None else _error_results(error, asked))
+                _encode_results(header, results if error is None else _error_results(error, settles))
             )
         )
         return promise
@@ -103,59 +103,61 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleResponse]):
 
     async def _settle_all(self, request: SettleRequest, client: ClientInfo | None) -> SettleResponse:
         subscription = await self._subscriptions.find(request.subscription)
-        settles = [self._settle(subscription, request.worker, client, one) for one in request.partitions]
+        settles = [self._settle(subscription, request.worker, client, partition) for partition in request.partitions]
         if len(settles) == 1:
             # Nearly every request: without its own task.
             return SettleResponse(0, None, [await settles[0]])
         return SettleResponse(0, None, await asyncio.gather(*settles))
 
     async def _settle(
-        self, subscription: Subscription, worker: str, client: ClientInfo | None, asked: PartitionSettles
+        self, subscription: Subscription, worker: str, client: ClientInfo | None, settles: PartitionSettles
     ) -> Results:
         origin = Origin() if client is None else Origin(client.client_id, client.address)
         try:
-            _check_readable(client, asked)
-            verbs = [_parse_settlement(one) for one in asked.verbs]
-            partition = self._topics.partition(asked.topic, asked.partition)
+            _check_readable(client, settles)
+            verbs = [_parse_settlement(verb) for verb in settles.verbs]
+            partition = self._topics.partition(settles.topic, settles.partition)
             delivery = await self._service.delivery(subscription, partition)
             delivery.record_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
-            return _error_results(error, asked)
+            return _error_results(error, settles)
         return _to_results(results)
 
 
-def _check_readable(client: ClientInfo | None, asked: PartitionSettles) -> None:
+def _check_readable(client: ClientInfo | None, settles: PartitionSettles) -> None:
     """Require READ on the topic, too: a rejected message goes to a topic that the client may be able to read."""
     if client is not None and client.rights is not None:
-        client.rights.require(Operation.READ, ResourceType.TOPIC, asked.topic)
+        client.rights.require(Operation.READ, ResourceType.TOPIC, settles.topic)
 
 
 def _to_results(errors: Iterable[MillstreamError | None]) -> Results:
     return [(int(error_code(error)), error_message(error)) for error in errors]
 
 
-def _error_results(error: MillstreamError, asked: PartitionSettles) -> Results:
-    return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
+def _error_results(error: MillstreamError, settles: PartitionSettles) -> Results:
+    return [(int(error_code(error)), error_message(error))] * len(settles.verbs)
 
 
 def _encode_results(header: RequestHeader, results: Results) -> Buffers:
     return encode_private(header, SettleResponse(0, None, [results]))
 
 
-def _parse_settlement(asked: SettledRange) -> Settlement:
-    if asked.verb not in _VERBS:
+def _parse_settlement(settled_range: SettledRange) -> Settlement:
+    if settled_range.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
-        raise InvalidRequest(f"verb {asked.verb} is unknown; use {known}")
-    if not 0 <= asked.start < asked.end <= OFFSET_MAX:
-        raise InvalidRequest(f"offsets {asked.start} to {asked.end}, end exclusive, are not a valid range")
-    if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
-        raise InvalidRequest(f"a delay must be 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
+        raise InvalidRequest(f"verb {settled_range.verb} is unknown; use {known}")
+    if not 0 <= settled_range.start < settled_range.end <= OFFSET_MAX:
+        raise InvalidRequest(
+            f"offsets {settled_range.start} to {settled_range.end}, end exclusive, are not a valid range"
+        )
+    if settled_range.delay_ms is not None and not 0 <= settled_range.delay_ms <= DELAY_MS_MAX:
+        raise InvalidRequest(f"a delay must be 0 to {DELAY_MS_MAX} ms, not {settled_range.delay_ms}")
     return Settlement(
-        Offset(asked.start),
-        Offset(asked.end - 1),
-        Verb(asked.verb),
-        asked.delay_ms,
-        asked.reason[:REASON_LENGTH_MAX],
-        asked.attempt,
+        Offset(settled_range.start),
+        Offset(settled_range.end - 1),
+        Verb(settled_range.verb),
+        settled_range.delay_ms,
+        settled_range.reason[:REASON_LENGTH_MAX],
+        settled_range.attempt,
     )

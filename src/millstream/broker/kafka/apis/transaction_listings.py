@@ -63,12 +63,12 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
             unknown_state_filters=unknown,
             transaction_states=tuple(
                 listed.TransactionState(
-                    transactional_id=TransactionalId(one.transactional_id),
-                    producer_id=ProducerId(one.producer_id),
-                    transaction_state=one.state.value,
+                    transactional_id=TransactionalId(transaction.transactional_id),
+                    producer_id=ProducerId(transaction.producer_id),
+                    transaction_state=transaction.state.value,
                 )
-                for one in found
-                if expression is None or expression.fullmatch(one.transactional_id)
+                for transaction in found
+                if expression is None or expression.fullmatch(transaction.transactional_id)
             ),
         )
 
@@ -89,7 +89,9 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         self._transactions = transactions
 
     async def handle(self, request: DescribeTransactionsRequest, client: ClientInfo) -> DescribeTransactionsResponse:
-        states = await asyncio.gather(*(self._describe(one) for one in request.transactional_ids))
+        states = await asyncio.gather(
+            *(self._describe(transactional_id) for transactional_id in request.transactional_ids)
+        )
         return DescribeTransactionsResponse(throttle_time=NO_THROTTLE, transaction_states=tuple(states))
 
     async def _describe(self, transactional_id: str) -> TransactionState:

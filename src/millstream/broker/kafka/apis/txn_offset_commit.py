@@ -62,11 +62,11 @@ class TxnOffsetCommit(VersionedApi[TxnOffsetCommitRequest, TxnOffsetCommitRespon
         valid: dict[str, list[PartitionCommit]] = {}
         codes: Codes = {}
         for topic in message.topics:
-            for one in topic.partitions:
-                if partition_exists(self._topics, topic.name, one.partition_index):
-                    valid.setdefault(topic.name, []).append(_commit(one))
+            for partition in topic.partitions:
+                if partition_exists(self._topics, topic.name, partition.partition_index):
+                    valid.setdefault(topic.name, []).append(_commit(partition))
                 else:
-                    codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
+                    codes[topic.name, partition.partition_index] = ErrorCode.unknown_topic_or_partition
         if valid:
             codes.update(await self._commit(version, message, valid, client))
         return TxnOffsetCommitResponse(
@@ -122,7 +122,7 @@ class TxnOffsetCommit(VersionedApi[TxnOffsetCommitRequest, TxnOffsetCommitRespon
         except MillstreamError as error:
             code = _client_code(error_code(error), version)
             log_fenced(code, str(error), client, transactional_id=message.transactional_id)
-            return {(name, one.partition): code for name, commits in valid.items() for one in commits}
+            return {(name, commit.partition): code for name, commits in valid.items() for commit in commits}
         return {(name, index): error_code(error) for name, errors in result.items() for index, error in errors.items()}
 
 

@@ -52,14 +52,14 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
         self, request: DescribeUserScramCredentialsRequest, client: ClientInfo
     ) -> DescribeUserScramCredentialsResponse:
         if request.users:
-            asked = Counter(user.name for user in request.users)
+            counts = Counter(user.name for user in request.users)
         else:
-            asked = Counter({user: 1 for user, _ in self._security.credentials})
+            counts = Counter({user: 1 for user, _ in self._security.credentials})
         return DescribeUserScramCredentialsResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
             error_message=None,
-            results=tuple(self._describe(user, times) for user, times in sorted(asked.items())),
+            results=tuple(self._describe(user, times) for user, times in sorted(counts.items())),
         )
 
     def _describe(self, user: str, times: int) -> DescribeUserScramCredentialsResult:
@@ -115,14 +115,14 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
                 deletes.append(key)
         failed = {user for user, result in results.items() if result != _DONE}
         await self._security.change_users(
-            [one for one in puts if one.user not in failed], [one for one in deletes if one[0] not in failed]
+            [put for put in puts if put.user not in failed], [delete for delete in deletes if delete[0] not in failed]
         )
         return _response(results)
 
     def failure(
         self, error: MillstreamError, request: AlterUserScramCredentialsRequest
     ) -> AlterUserScramCredentialsResponse:
-        users = {one.name for one in request.deletions} | {one.name for one in request.upsertions}
+        users = {deletion.name for deletion in request.deletions} | {upsertion.name for upsertion in request.upsertions}
         return _response(dict.fromkeys(users, (error_code(error), error_message(error))))
 
     def _parse_upsertion(self, upsertion: ScramCredentialUpsertion, puts: list[ScramCredential]) -> Refusal:
@@ -148,12 +148,14 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
         request: AlterUserScramCredentialsRequest, response: AlterUserScramCredentialsResponse, users: Users
     ) -> Iterator[Change]:
         known = {user for user, _mechanism in users}
-        put = {one.name for one in request.upsertions}
+        put = {upsertion.name for upsertion in request.upsertions}
         for result in carried_out(response.results):
             if result.user in put:
                 activity = UPDATE if result.user in known else CREATE
             else:
-                deleted_mechanisms = {one.mechanism for one in request.deletions if one.name == result.user}
+                deleted_mechanisms = {
+                    deletion.mechanism for deletion in request.deletions if deletion.name == result.user
+                }
                 held = sum(user == result.user for user, _mechanism in users)
                 activity = DELETE if len(deleted_mechanisms) >= held else UPDATE
             yield change_of(result, activity, "user", result.user)

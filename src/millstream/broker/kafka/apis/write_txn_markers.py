@@ -43,7 +43,7 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
         self._markers = markers
 
     async def handle(self, request: WriteTxnMarkersRequest, client: ClientInfo) -> WriteTxnMarkersResponse:
-        results = await asyncio.gather(*(self._write_all(one) for one in request.markers))
+        results = await asyncio.gather(*(self._write_all(marker) for marker in request.markers))
         return WriteTxnMarkersResponse(markers=tuple(results))
 
     async def _write_all(self, one: WritableTxnMarker) -> WritableTxnMarkerResult:

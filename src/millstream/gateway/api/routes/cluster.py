@@ -19,7 +19,7 @@ from millstream.client.admin.cluster_plans import (
     propose_plan,
     undrain,
 )
-from millstream.client.admin.cluster_status import ClusterNode, ReplicaBehind, TroubledPartition, cluster_status
+from millstream.client.admin.cluster_status import ClusterNode, ReplicaBehind, UnhealthyPartition, cluster_status
 from millstream.core.cluster_plan import BALANCE, THROTTLE_BYTES
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.route import NoFields, Request, Route
@@ -33,8 +33,8 @@ class ClusterDescription(msgspec.Struct, frozen=True):
     controller: int | None
     nodes: list[ClusterNode]
     partitions: int
-    without_leader: list[TroubledPartition]
-    under_replicated: list[TroubledPartition]
+    without_leader: list[UnhealthyPartition]
+    under_replicated: list[UnhealthyPartition]
     behind: list[ReplicaBehind]
     warnings: list[str]
 
@@ -143,7 +143,7 @@ async def status(services: Services, request: Request[NoFields, NoFields]) -> Cl
 
 async def clients(services: Services, request: Request[ClientQuery, NoFields]) -> ClientList:
     connected = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
-    return ClientList([one for one in connected.clients if request.query.all or one.roles], connected.omitted)
+    return ClientList([client for client in connected.clients if request.query.all or client.roles], connected.omitted)
 
 
 async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:

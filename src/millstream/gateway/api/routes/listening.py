@@ -120,13 +120,13 @@ async def _published(
     places = dict(starts)
     async with aclosing(tailer.follow_fetched(READ_BYTES)) as following:
         async for fetched in following:
-            for one in fetched:
-                async with aclosing(_records(services, topic, one, memory, notes)) as reading:
+            for response in fetched:
+                async with aclosing(_records(services, topic, response, memory, notes)) as reading:
                     async for records in reading:
                         for note in notes:
                             yield event("note", _encode({"detail": note}))
                         notes.clear()
-                        async for piece in _sent(services, topic, one.partition, records, places, memory, decode):
+                        async for piece in _sent(services, topic, response.partition, records, places, memory, decode):
                             yield piece
 
 
@@ -145,16 +145,16 @@ async def _sent(
         return
     held = READ_BYTES + sum(map(held_bytes, records))
     # One at a time: a decoded value may be a hundred times as long as the stored one.
-    for count, each in enumerate(records, 1):
+    for count, record in enumerate(records, 1):
         for _ in range(DECODE_TRIES):
             with suppress(Refused, QuotaExceeded):
-                more = await _decoded(services, decode, topic.name, each, memory, held)
+                more = await _decoded(services, decode, topic.name, record, memory, held)
                 break
             # Decoded again once others need less of the memory, or of the processes that decode.
             await asyncio.sleep(RETRY_S)
         else:
             raise QuotaExceeded("other requests use all that may decode values; resume the stream later")
-        for piece in _pieces(_events(topic, partition, [each], places, more, is_end=count == len(records))):
+        for piece in _pieces(_events(topic, partition, [record], places, more, is_end=count == len(records))):
             yield piece
 
 
@@ -170,7 +170,7 @@ async def _records(
         while start <= header.last_offset:
             try:
                 check_crc(batches, header)
-                found = await services.reader.read(
+                read = await services.reader.read(
                     batches,
                     header,
                     [OffsetRange(start, header.next_offset)],
@@ -178,18 +178,18 @@ async def _records(
                     large_bytes_max=SLICE_BYTES,
                 )
             except CorruptBatch as error:
-                found = Slice([], header.next_offset, str(error))
+                read = Slice([], header.next_offset, str(error))
             try:
-                memory.resize(READ_BYTES + sum(map(held_bytes, found.records)))
+                memory.resize(READ_BYTES + sum(map(held_bytes, read.records)))
             except Refused:
                 # Read again once the memory that other streams hold is free.
-                del found
+                del read
                 await asyncio.sleep(RETRY_S)
                 continue
-            if found.oversized:
-                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; skipped")
-            yield found.records
-            start = found.next_offset
+            if read.oversized:
+                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {read.oversized}; skipped")
+            yield read.records
+            start = read.next_offset
             memory.resize(READ_BYTES)
 
 

@@ -152,7 +152,7 @@ class ReversalReport(msgspec.Struct, frozen=True):
 
 
 async def list_mirrors(services: Services, request: Request[NoFields, NoFields]) -> MirrorList:
-    rows = [summary_of(one) for one in await MirrorClient(services.client).describe()]
+    rows = [summary_of(mirror) for mirror in await MirrorClient(services.client).describe()]
     return MirrorList(msgspec.convert([{**row, "source": row["from"]} for row in rows], list[MirrorSummary]))
 
 
@@ -203,18 +203,18 @@ async def switch(services: Services, request: Request[NoFields, Reversal]) -> Re
 
 async def _reverse(services: Services, request: Request[NoFields, Reversal], *, is_planned: bool) -> ReversalReport:
     name, body = request.path["mirror"], request.body
-    asked = ReverseRequest(
+    reversal = ReverseRequest(
         name=name, address=body.address, settings=texts_of(body.settings), save_to=body.save_to, timeout_ms=10_000
     )
     mirrors = MirrorClient(services.client)
-    report = await (mirrors.switch(asked) if is_planned else mirrors.reverse(asked))
+    report = await (mirrors.switch(reversal) if is_planned else mirrors.reverse(reversal))
     removed, recreated, cuts = list(report.removed), list(report.recreated), _cuts(report.partitions)
     return ReversalReport(name, removed, report.saved_to, recreated, cuts, report.waited_ms)
 
 
 def _cuts(cuts: Iterable[CutPartition]) -> list[Cut]:
     return [
-        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, len(one.aborted), one.missing) for one in cuts
+        Cut(cut.topic, cut.partition, cut.offset, cut.epoch, cut.dropped, len(cut.aborted), cut.missing) for cut in cuts
     ]
 
 

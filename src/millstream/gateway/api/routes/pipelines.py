@@ -180,7 +180,7 @@ class PipelineEnabled(msgspec.Struct, frozen=True):
 
 async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
     pipelines = await PipelineClient(services.client).describe()
-    return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in pipelines])
+    return PipelineList([msgspec.convert(summary_of(pipeline), PipelineSummary) for pipeline in pipelines])
 
 
 async def create(services: Services, request: Request[NoFields, NewPipeline]) -> PipelineCreated:
@@ -199,7 +199,7 @@ async def describe(services: Services, request: Request[Any, Any]) -> PipelineDe
 async def _describe(services: Services, name: str, notes: list[str]) -> PipelineDescription:
     (described,) = await PipelineClient(services.client).describe([name])
     landed_tables = await tables_of(services.client, described)
-    tables = [asdict(one) for one in landed_tables.tables]
+    tables = [asdict(table) for table in landed_tables.tables]
     notes = [*notes, *described["notes"], *landed_tables.notes]
     return msgspec.convert({**described, "tables": tables, "notes": notes}, PipelineDescription)
 
@@ -235,8 +235,8 @@ async def read_log(services: Services, request: Request[NoFields, NoFields]) -> 
     number = request.path["run"]
     if not number.isdecimal() or len(number) > 15:
         raise invalid(f"the number of a run must be a whole number, not {number!r}; 0 is the last run")
-    found = await PipelineClient(services.client).run_log(request.path["pipeline"], int(number))
-    return msgspec.convert(found, RunLog)
+    log = await PipelineClient(services.client).run_log(request.path["pipeline"], int(number))
+    return msgspec.convert(log, RunLog)
 
 
 async def request_run(services: Services, request: Request[NoFields, NoFields]) -> RunRequested:

@@ -120,7 +120,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         published = await _publish_once(services, topic, placed_messages)
     else:
         published = await publish_messages(services, topic, placed_messages)
-    is_old = all(one.duplicate for one in published)
+    is_old = all(receipt.duplicate for receipt in published)
     content: Any = published[0] if reader is None or reader is _read_event else PublishedBatch(published)
     return Response(HTTPStatus.OK, content) if is_old else content
 
@@ -159,7 +159,9 @@ async def publish_messages(
             outcomes[at] = receipt
 
     await _publish_concurrently(publish_some, by_partition)
-    return _all_published([one if isinstance(one, MillstreamError) else _to_published(one) for one in outcomes])
+    return _all_published(
+        [outcome if isinstance(outcome, MillstreamError) else _to_published(outcome) for outcome in outcomes]
+    )
 
 
 async def _publish_once(services: Services, topic: str, placed_messages: Sequence[RecordToPublish]) -> list[Published]:
@@ -179,13 +181,13 @@ async def _publish_once(services: Services, topic: str, placed_messages: Sequenc
 
     async def publish_some(partition: int, places: list[int]) -> None:
         records = [placed_messages[at].record._replace(timestamp_ms=now_ms) for at in places]
-        for at, one in zip(places, await _publish_to(services, topic, partition, records), strict=True):
-            if isinstance(one, MillstreamError):
-                outcomes[at] = one
+        for at, receipt in zip(places, await _publish_to(services, topic, partition, records), strict=True):
+            if isinstance(receipt, MillstreamError):
+                outcomes[at] = receipt
                 continue
             name = (placed_messages[at].id or b"").decode(errors="replace")
             outcomes[at] = Published(
-                name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
+                name, topic, partition, receipt.offset, utc(receipt.timestamp_ms) or "", duplicate=not receipt.is_new
             )
 
     await _publish_concurrently(publish_some, by_partition)
@@ -227,8 +229,8 @@ async def _publish_concurrently(
 
 def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Published]:
     """Return the receipts if everything was stored; otherwise raise a problem that lists both."""
-    failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, MillstreamError)]
-    stored = [one for one in outcomes if isinstance(one, Published)]
+    failed = [(at, outcome) for at, outcome in enumerate(outcomes) if isinstance(outcome, MillstreamError)]
+    stored = [outcome for outcome in outcomes if isinstance(outcome, Published)]
     if not failed:
         return stored
     at, first = failed[0]
@@ -238,7 +240,7 @@ def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Publ
         status_of(first),
         f"{len(failed)} of {len(outcomes)} messages were not published; number {at}: {first}",
         headers=retry_after(first),
-        messages=[one if isinstance(one, Published) else {"error": str(one)} for one in outcomes],
+        messages=[outcome if isinstance(outcome, Published) else {"error": str(outcome)} for outcome in outcomes],
     )
 
 

@@ -276,27 +276,27 @@ def leased(message: LeasedMessage, worker: str, **more: Any) -> LeasedDocument:
 async def settle_leases(services: Services, request: Request[NoFields, Settle]) -> SettledLeases:
     """Settle each lease at its partition's leader; a failure does not affect the other leases."""
     body = request.body
-    accept = [Accepted(one) if isinstance(one, str) else one for one in body.accept]
-    release = [Released(one) if isinstance(one, str) else one for one in body.release]
-    reject = [Rejected(one) if isinstance(one, str) else one for one in body.reject]
-    extend = [Extended(one) if isinstance(one, str) else one for one in body.extend]
-    tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
+    accept = [Accepted(lease) if isinstance(lease, str) else lease for lease in body.accept]
+    release = [Released(lease) if isinstance(lease, str) else lease for lease in body.release]
+    reject = [Rejected(lease) if isinstance(lease, str) else lease for lease in body.reject]
+    extend = [Extended(lease) if isinstance(lease, str) else lease for lease in body.extend]
+    tokens = [lease.lease for listed in (accept, release, reject, extend) for lease in listed]
     if not 0 < len(tokens) <= SETTLE_MAX:
         raise invalid(f"send 1 to {SETTLE_MAX} leases, not {len(tokens)}")
     if len(set(tokens)) != len(tokens):
         raise invalid("a lease is given twice; settle it once per request")
     verdicts = [
-        *(Verdict(read_token(one.lease), Verb.ACCEPT) for one in accept),
-        *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in release),
-        *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in reject),
-        *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in extend),
+        *(Verdict(read_token(lease.lease), Verb.ACCEPT) for lease in accept),
+        *(Verdict(read_token(lease.lease), Verb.RELEASE, lease.delay_ms, lease.reason) for lease in release),
+        *(Verdict(read_token(lease.lease), Verb.REJECT, None, lease.reason) for lease in reject),
+        *(Verdict(read_token(lease.lease), Verb.EXTEND, lease.delay_ms) for lease in extend),
     ]
     outcomes = await settle(services.client, request.path["subscription"], verdicts)
     results = [
         Settled(token) if error is None else Settled(token, str(error), int(status_of(error)))
         for token, error in zip(tokens, outcomes, strict=True)
     ]
-    return SettledLeases(results, sum(one.error is not None for one in results))
+    return SettledLeases(results, sum(result.error is not None for result in results))
 
 
 ROUTES: Final = (

@@ -234,8 +234,12 @@ class SubscriptionPaused(msgspec.Struct, frozen=True):
 
 async def list_subscriptions(services: Services, request: Request[Listing, NoFields]) -> SubscriptionList:
     subscriptions = await services.subscriptions.describe()
-    shown = [one for one in subscriptions if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
-    return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
+    shown = [
+        subscription
+        for subscription in subscriptions
+        if request.query.internal or not subscription["name"].startswith(OWN_PREFIX)
+    ]
+    return SubscriptionList([msgspec.convert(summary_of(subscription), SubscriptionSummary) for subscription in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewSubscription]) -> Created:
@@ -259,7 +263,7 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 
 async def leases(services: Services, request: Request[ListedLeases, NoFields]) -> Leases:
     held = await services.subscriptions.leases(request.path["subscription"], limit=request.query.limit)
-    return Leases([_lease_document(one) for one in held.leases], held.omitted)
+    return Leases([_lease_document(lease) for lease in held.leases], held.omitted)
 
 
 def _lease_document(held: HeldLease) -> HeldLeaseDocument:
@@ -308,14 +312,14 @@ async def _set_paused(services: Services, name: str, value: str | None) -> Subsc
 
 def _parse_options(body: Options) -> dict[str, str | None]:
     """Return the given settings by full name, as text."""
-    given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
-    return {name: None if value is None else value_text(value) for name, value in given.items() if value is not UNSET}
+    options = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
+    return {name: None if value is None else value_text(value) for name, value in options.items() if value is not UNSET}
 
 
 def _option_fields(body: NewSubscription | SubscriptionChanges) -> dict[str, str]:
     """Return the given fields by setting, but for settings that were also given by their full names."""
-    given = _parse_options(body).keys() - body.settings.keys()
-    return {one.name: attribute for attribute, one in _OPTIONS.items() if one.name in given}
+    names = _parse_options(body).keys() - body.settings.keys()
+    return {option.name: attribute for attribute, option in _OPTIONS.items() if option.name in names}
 
 
 _ONE: Final = "/subscriptions/{subscription}"

@@ -171,7 +171,9 @@ class TopicDeleted(msgspec.Struct, frozen=True):
 
 async def list_topics(services: Services, request: Request[Listing, NoFields]) -> TopicList:
     topics = (await services.client.metadata()).topics.values()
-    shown = sorted((one for one in topics if request.query.internal or not one.is_internal), key=lambda one: one.name)
+    shown = sorted(
+        (topic for topic in topics if request.query.internal or not topic.is_internal), key=lambda one: one.name
+    )
     return TopicList([_summary(one) for one in shown])
 
 
@@ -228,8 +230,8 @@ async def delete(services: Services, request: Request[Deletion, NoFields]) -> To
 
 
 def _card(body: NewTopic | TopicChanges) -> dict[str, str]:
-    given = {key: getattr(body, word) for word, key in CARD.items()}
-    return {key: text for key, text in given.items() if text is not None}
+    card = {key: getattr(body, word) for word, key in CARD.items()}
+    return {key: text for key, text in card.items() if text is not None}
 
 
 def _summary(topic: TopicMetadata) -> TopicSummary:

@@ -102,7 +102,7 @@ async def abort(services: Services, request: Request[NoFields, NoFields]) -> Abo
 
 async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
     transactions = await hanging_transactions(services.client)
-    return msgspec.convert({"transactions": [one.described() for one in transactions]}, HangingList)
+    return msgspec.convert({"transactions": [transaction.described() for transaction in transactions]}, HangingList)
 
 
 async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:

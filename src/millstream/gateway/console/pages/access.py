@@ -39,7 +39,7 @@ from millstream.protocol.wire.admin_requests import describe_acls
 
 SHOWN: Final = 200
 _TYPES: Final = (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER, ResourceType.TRANSACTIONAL_ID)
-_OPERATIONS: Final = tuple(one for one in Operation if one is not Operation.ANY)
+_OPERATIONS: Final = tuple(operation for operation in Operation if operation is not Operation.ANY)
 
 
 async def show(visit: Visit) -> Response:
@@ -48,9 +48,9 @@ async def show(visit: Visit) -> Response:
     problems: list[str] = []
     hidden: set[str] = set()
 
-    async def seen(what: str, asked: Awaitable[Any], empty: Any) -> Any:
+    async def seen(what: str, request: Awaitable[Any], empty: Any) -> Any:
         try:
-            return await asked
+            return await request
         except NotAuthorized:
             hidden.add(what)
         except MillstreamError as error:
@@ -58,8 +58,8 @@ async def show(visit: Visit) -> Response:
         return empty
 
     rules = sorted(await seen("rules", describe_acls(client, AclFilter()), []))
-    found = [(one, _words(one)) for one in rules]
-    matching = [(one, words) for one, words in found if visit.search.lower() in " ".join(words).lower()]
+    described = [(rule, _words(rule)) for rule in rules]
+    matching = [(rule, words) for rule, words in described if visit.search.lower() in " ".join(words).lower()]
     quotas: dict[QuotaEntity, dict[str, float]] = await seen("quotas", list_quotas(client), {})
     context = {
         "users": sorted((await seen("users", list_users(client), {})).items())[:SHOWN],
@@ -73,8 +73,8 @@ async def show(visit: Visit) -> Response:
         ][:SHOWN],
         "problems": sorted(set(problems)),
         "hidden": hidden,
-        "types": [name_of(one) for one in _TYPES],
-        "operations": [name_of(one) for one in _OPERATIONS],
+        "types": [name_of(resource_type) for resource_type in _TYPES],
+        "operations": [name_of(operation) for operation in _OPERATIONS],
         "may_alter": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
         "may_set_quotas": await visit.may_change(Operation.ALTER_CONFIGS, ResourceType.CLUSTER),
         "is_guarded": bool(visit.principal),
@@ -157,7 +157,7 @@ async def allow(visit: Visit) -> Response:
 
 async def remove(visit: Visit) -> Response:
     text = visit.text("rule", length_max=8192)
-    rule = next((one for one in await describe_acls(visit.services.client, AclFilter()) if str(one) == text), None)
+    rule = next((acl for acl in await describe_acls(visit.services.client, AclFilter()) if str(acl) == text), None)
     if rule is None:
         raise invalid("there is no such rule any more; nothing was changed")
     visit.confirm(rule.principal)

@@ -40,14 +40,14 @@ async def cluster(visit: Visit) -> Response:
     known = (await client.metadata([])).nodes
     places = {int(node_id): f"{node.host}:{node.port}" for node_id, node in known.items()}
     status: ClusterStatus | None = None
-    if any(one.without_leader or one.under_replicated or one.state == UNREACHABLE for one in nodes):
+    if any(node.without_leader or node.under_replicated or node.state == UNREACHABLE for node in nodes):
         status = await cluster_status(client)
     context = {
         "nodes": nodes,
         "places": places,
         "racks": {int(node_id): node.rack for node_id, node in known.items()},
-        "partitions": max((one.partitions for one in nodes), default=0),
-        "warnings": sorted({text for one in nodes for text in one.warnings}),
+        "partitions": max((node.partitions for node in nodes), default=0),
+        "warnings": sorted({text for node in nodes for text in node.warnings}),
         "away": [] if status is None else [node for node in status.nodes if node.state == AWAY],
         "troubled": [] if status is None else status.troubled[:SHOWN],
         "behind": [] if status is None else status.behind[:SHOWN],
@@ -134,20 +134,20 @@ async def transactions(visit: Visit) -> Response:
     only_open = visit.text("all") != "1"
     listed = await list_transactions(client, states=sorted(OPEN_STATES) if only_open else ())
     rows = []
-    for one in visit.on_page(listed):
+    for node in visit.on_page(listed):
         try:
             rows.append(
-                (one, await describe_transaction(client, one.transactional_id) if one.state in OPEN_STATES else None)
+                (node, await describe_transaction(client, node.transactional_id) if node.state in OPEN_STATES else None)
             )
         except MillstreamError:
             # It ended meanwhile.
-            rows.append((one, None))
+            rows.append((node, None))
     kind = ResourceType.TRANSACTIONAL_ID
     names = [one.transactional_id for one, described in rows if described is not None]
     await visit.look_up(*((Operation.WRITE, kind, name) for name in names))
-    hanging, problem, looked = [], "", visit.text("hanging") == "1"
+    hanging, problem, with_hanging = [], "", visit.text("hanging") == "1"
     try:
-        hanging = await hanging_transactions(client) if looked else []
+        hanging = await hanging_transactions(client) if with_hanging else []
     except NotAuthorized as error:
         problem = str(error)
     context = {
@@ -155,7 +155,7 @@ async def transactions(visit: Visit) -> Response:
         "transactions": rows,
         "only_open": only_open,
         "hanging": hanging[:SHOWN],
-        "looked": looked,
+        "looked": with_hanging,
         "problem": problem,
         "may_abort": {name for name in names if await visit.may_change(Operation.WRITE, kind, name)},
         "may_end": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
@@ -183,7 +183,7 @@ async def abort(visit: Visit) -> Response:
 async def clients(visit: Visit) -> Response:
     connected = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"
-    shown = [one for one in connected.clients if every or one.roles]
+    shown = [client for client in connected.clients if every or client.roles]
     context = {
         **visit.paging(len(shown)),
         "clients": visit.on_page(shown),

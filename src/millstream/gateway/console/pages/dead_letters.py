@@ -72,7 +72,7 @@ async def show(visit: Visit) -> Response:
     """Show the open letters of a topic; they stay open."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
-    await visit.note_reading(topic, "letters", filter=condition)
+    await visit.audit_reading(topic, "letters", filter=condition)
     selected, outcome, problem = _LetterSelection(visit), Outcome(), ""
     try:
         matches = await compile_letter_filter(condition or None)
@@ -81,7 +81,14 @@ async def show(visit: Visit) -> Response:
         )
     except InvalidRequest as error:
         problem = str(error)
-    known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
+    known = next(
+        (
+            dead_letter_topic
+            for dead_letter_topic in await dead_letter_topics(visit.services.client)
+            if dead_letter_topic.topic == topic
+        ),
+        None,
+    )
     names = [] if known is None else known.subscriptions
     await visit.look_up(*((Operation.READ, ResourceType.GROUP, name) for name in names))
     may = [await visit.may_change(Operation.READ, ResourceType.GROUP, name) for name in names]
@@ -167,7 +174,14 @@ async def _task(
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
     matches = await compile_letter_filter(condition or None)
-    known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
+    known = next(
+        (
+            dead_letter_topic
+            for dead_letter_topic in await dead_letter_topics(visit.services.client)
+            if dead_letter_topic.topic == topic
+        ),
+        None,
+    )
     outcome, total = Outcome(), 0 if known is None else known.letters
     is_redrive = words == ("redrive",)
 

@@ -25,7 +25,7 @@ _GROUP: Final = ResourceType.GROUP
 async def list_all(visit: Visit) -> Response:
     """List groups; lag is looked up for those on the page."""
     search = visit.search.lower()
-    listed = [one for one in await list_groups(visit.services.client) if search in one[0].lower()]
+    listed = [group for group in await list_groups(visit.services.client) if search in group[0].lower()]
     shown = await group_summaries(visit.services.client, visit.on_page(listed))
     return Page("groups.html", {**visit.paging(len(listed)), "groups": shown})
 

@@ -124,7 +124,7 @@ async def _forward(visit: Visit, form: _SearchForm) -> dict[int, OffsetRange]:
 
 def _parse_places(text: str) -> dict[int, int]:
     try:
-        return {int(index): int(offset) for index, _, offset in (one.partition(":") for one in text.split(","))}
+        return {int(index): int(offset) for index, _, offset in (part.partition(":") for part in text.split(","))}
     except ValueError:
         raise invalid("at is not a list of partition:offset") from None
 
@@ -196,7 +196,7 @@ async def _newest(visit: Visit, form: _SearchForm) -> _ReadStep:
                 reading.rows += await rows_of(visit, form.topic.name, step)
                 if len(reading.rows) > KEPT_ROWS:
                     _keep_newest(reading.rows)
-        is_whole = all(ranges[index].start == one.start for index, one in bounds.items())
+        is_whole = all(ranges[index].start == bound.start for index, bound in bounds.items())
         if len(reading.rows) >= ROWS or is_whole or loop.time() > deadline:
             break
         # Offsets without messages: transaction markers, and gaps that compaction left.
@@ -204,8 +204,8 @@ async def _newest(visit: Visit, form: _SearchForm) -> _ReadStep:
     _keep_newest(reading.rows)
     # Without rows, older pages continue before what was searched.
     oldest = {index: end if reading.rows else ranges[index].start for index, (_, end) in bounds.items()}
-    for one in reading.rows:
-        oldest[one.partition] = min(oldest[one.partition], one.offset)
+    for row in reading.rows:
+        oldest[row.partition] = min(oldest[row.partition], row.offset)
     reading.older = oldest if any(oldest[index] > bounds[index].start for index in oldest) else {}
     return reading
 
@@ -255,7 +255,7 @@ async def browse(visit: Visit) -> Response:
     reading = _ReadStep()
     is_forward = form.is_search or bool(form.starts_at) or bool(visit.text("at", length_max=200_000))
     if not form.problem:
-        await visit.note_reading(name, "browse", filter=form.selects)
+        await visit.audit_reading(name, "browse", filter=form.selects)
         reading = await _search(visit, form, ROWS) if is_forward else await _newest(visit, form)
     context = {
         **await visit.topic_tabs(name),
@@ -284,8 +284,8 @@ def _words(form: _SearchForm) -> str:
 
 
 def _describe_progress(progress: Progress, *, is_done: bool) -> str:
-    looked = f"{number(progress.matched)} found in {number(progress.read)} of {number(progress.total)} messages"
-    return f"{looked}." if is_done else f"{looked} so far."
+    summary = f"{number(progress.matched)} found in {number(progress.read)} of {number(progress.total)} messages"
+    return f"{summary}." if is_done else f"{summary} so far."
 
 
 async def search(visit: Visit) -> Response:
@@ -293,7 +293,7 @@ async def search(visit: Visit) -> Response:
     if form.problem:
         raise invalid(form.problem)
     ranges = await _forward(visit, form)
-    await visit.note_reading(form.topic.name, "search", filter=form.selects)
+    await visit.audit_reading(form.topic.name, "search", filter=form.selects)
     return Download(_search_events(visit, form, ranges), EVENT_STREAM)
 
 
@@ -330,7 +330,7 @@ async def tail(visit: Visit) -> Response:
     if form.problem:
         raise invalid(form.problem)
     bounds = await _bounds(visit, form)
-    await visit.note_reading(form.topic.name, "tail", filter=form.selects)
+    await visit.audit_reading(form.topic.name, "tail", filter=form.selects)
     return Download(_tail_events(visit, form, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
 
 
@@ -343,8 +343,8 @@ async def _tail_events(visit: Visit, form: _SearchForm, starts: dict[int, int]) 
     try:
         async with visit.searches.following(visit.user), aclosing(tailer.follow_fetched()) as following:
             async for fetched in following:
-                for one in fetched:
-                    step = await visit.searches.matching(visit.services, form.topic, one, form.condition, progress)
+                for response in fetched:
+                    step = await visit.searches.matching(visit.services, form.topic, response, form.condition, progress)
                     messages = step.matches
                     shown = await rows_of(visit, form.topic.name, messages[-TAIL_ROWS_MAX:])
                     progress.matched += len(messages)
@@ -369,7 +369,7 @@ async def download(visit: Visit) -> Response:
     if form.problem:
         raise invalid(form.problem)
     ranges = await _forward(visit, form)
-    await visit.note_reading(form.topic.name, "download", filter=form.selects)
+    await visit.audit_reading(form.topic.name, "download", filter=form.selects)
     return Download(_lines(visit, form, ranges), NDJSON, f"{form.topic.name}.jsonl")
 
 
@@ -377,7 +377,7 @@ async def _lines(visit: Visit, form: _SearchForm, ranges: dict[int, OffsetRange]
     topic = form.topic
     async with _matches(visit, form, ranges, Progress(), limit=DOWNLOAD_MAX) as steps:
         async for step in steps:
-            documents = (received(topic.name, topic.topic_id, one.partition, one.record) for one in step)
+            documents = (received(topic.name, topic.topic_id, message.partition, message.record) for message in step)
             lines = [msgspec.json.encode(document).replace(b"\n", b" ") for document in documents]
             yield b"".join(line + b"\n" for line in lines)
 
@@ -386,7 +386,7 @@ async def show(visit: Visit) -> Response:
     """Show one message: its contents, its batch, and its state in every subscription."""
     topic = await find_topic(visit.services.client, visit.names["topic"])
     partition, offset = _index(visit.names["partition"]), _index(visit.names["offset"])
-    await visit.note_reading(topic.name, "message", partition=partition, offset=offset)
+    await visit.audit_reading(topic.name, "message", partition=partition, offset=offset)
     stored = await find_message(
         visit.services.reading, topic, partition, offset, read_record=visit.services.reader.read_one
     )
@@ -458,11 +458,13 @@ def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str,
     value, key = _text(record.value or b""), _text(record.key or b"")
     if value is None or key is None or len(record.value or b"") > 16 * 1024:
         return []
-    headers = {name: _text(one or b"") or "" for name, one in record.headers if name.isascii() and name.isprintable()}
+    headers = {
+        name: _text(content or b"") or "" for name, content in record.headers if name.isascii() and name.isprintable()
+    }
     curl = ["curl", "-s", f"{visit.site}/v1/topics/{topic}/messages"]
     for name, one in {
         **({"Message-Key": key} if record.key is not None else {}),
-        **{f"Message-Header-{name}": one for name, one in headers.items()},
+        **{f"Message-Header-{name}": header for name, header in headers.items()},
     }.items():
         curl += ["-H", f"{name}: {one}"]
     curl += ["--data-binary", value]
@@ -471,13 +473,13 @@ def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str,
         words += ["--key", key]
     for name, one in headers.items():
         words += ["--header", f"{name}={one}"]
-    given = [repr(topic), repr(record.value or b"")]
+    arguments = [repr(topic), repr(record.value or b"")]
     if record.key is not None:
-        given.append(f"key={key!r}")
+        arguments.append(f"key={key!r}")
     if headers:
-        given.append(f"headers={json.dumps(headers, ensure_ascii=False)}")
+        arguments.append(f"headers={json.dumps(headers, ensure_ascii=False)}")
     opened = f"with millstream.connect_sync({json.dumps(visit.kafka)}) as ms:"
-    python = f"import millstream\n\n{opened}\n    ms.publish({', '.join(given)})"
+    python = f"import millstream\n\n{opened}\n    ms.publish({', '.join(arguments)})"
     return [
         ("curl", shlex.join(curl)),
         ("Python", python),

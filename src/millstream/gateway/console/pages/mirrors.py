@@ -13,7 +13,7 @@ PARTITIONS_SHOWN: Final = 200
 
 async def list_all(visit: Visit) -> Response:
     mirrors = await MirrorClient(visit.services.client).describe()
-    return Page("mirrors.html", {"mirrors": [summary_of(one) for one in mirrors]})
+    return Page("mirrors.html", {"mirrors": [summary_of(mirror) for mirror in mirrors]})
 
 
 async def show(visit: Visit) -> Response:

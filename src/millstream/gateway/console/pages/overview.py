@@ -55,16 +55,16 @@ async def _state(visit: Visit) -> dict[str, Any]:
     return {
         "may_describe": may_describe,
         "nodes": nodes,
-        "partitions": max((one.partitions for one in nodes), default=0),
+        "partitions": max((node.partitions for node in nodes), default=0),
         "history": visit.history if may_describe else None,
-        "stored": sum(one.stored_bytes for one in nodes),
-        "disk_free": min((one.disk_free_bytes for one in nodes if one.disk_bytes), default=None),
+        "stored": sum(node.stored_bytes for node in nodes),
+        "disk_free": min((node.disk_free_bytes for node in nodes if node.disk_bytes), default=None),
         "waiting": sorted((row for row in rows if row["backlog"]), key=lambda row: -row["backlog"])[:5],
         "backlog": sum(row["backlog"] for row in rows),
         "oldest_s": max((row["oldest_s"] for row in rows if row["oldest_s"] is not None), default=None),
-        "letters": sum(one.letters for one in letters),
+        "letters": sum(letter.letters for letter in letters),
         "dropped": sum(row["dropped"] for row in rows),
-        "pipelines": [summary_of(one) for one in pipelines],
+        "pipelines": [summary_of(pipeline) for pipeline in pipelines],
         "top": visit.history.top(5) if may_describe else [],
         "warnings": [
             *(ConsoleWarning(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
@@ -74,10 +74,10 @@ async def _state(visit: Visit) -> dict[str, Any]:
     }
 
 
-async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
+async def _or_empty(request: Any, missing: list[str]) -> list[Any]:
     """Return the visible items; none without the rights, or if they are unavailable, which is recorded."""
     try:
-        items: list[Any] = await asked
+        items: list[Any] = await request
     except NotAuthorized:
         return []
     except MillstreamError as error:
@@ -119,16 +119,16 @@ def _warnings(
         warnings.append(ConsoleWarning(text, cluster, "See the cluster"))
     texts = sorted({text for node in nodes for text in node.warnings})
     warnings += [ConsoleWarning(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in texts]
-    for one in letters:
-        if one.letters:
-            named = ", ".join(one.subscriptions[:3]) or one.topic
-            text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed permanently."
-            warnings.append(ConsoleWarning(text, address("dead-letters", one.topic), "See why and redrive"))
-        for refusal in one.refusals:
+    for letter in letters:
+        if letter.letters:
+            named = ", ".join(letter.subscriptions[:3]) or letter.topic
+            text = f"{counted(letter.letters, 'open dead letter')} of {named}: these messages have failed permanently."
+            warnings.append(ConsoleWarning(text, address("dead-letters", letter.topic), "See why and redrive"))
+        for refusal in letter.refusals:
             warnings.append(
                 ConsoleWarning(
-                    f"{one.topic} refuses letters: {refusal}",
-                    address("topics", one.topic, "settings"),
+                    f"{letter.topic} refuses letters: {refusal}",
+                    address("topics", letter.topic, "settings"),
                     "Settings",
                     True,
                 )

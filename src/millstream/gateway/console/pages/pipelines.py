@@ -67,8 +67,8 @@ _MAY_READ: Final = (
 
 
 async def list_all(visit: Visit) -> Response:
-    pipelines = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
-    rows = [one for one in pipelines if visit.search.lower() in one["pipeline"].lower()]
+    pipelines = [summary_of(pipeline) for pipeline in await PipelineClient(visit.services.client).describe()]
+    rows = [pipeline for pipeline in pipelines if visit.search.lower() in pipeline["pipeline"].lower()]
     return Page("pipelines.html", {**visit.paging(len(rows)), "pipelines": visit.on_page(rows)})
 
 
@@ -93,13 +93,13 @@ async def show(visit: Visit) -> Response:
         "has_dry_run": _has_dry_run(described),
         "dry_run_refusal": dry_run_refusal(described, visit.settings),
         "statement": described["settings"].get(_STATEMENT, "") if kind == PipelineKind.TRANSFORM else "",
-        "settings": [one for one in sorted(described["settings"].items()) if one[0] != "code"],
+        "settings": [setting for setting in sorted(described["settings"].items()) if setting[0] != "code"],
         "code": described["settings"].get("code", ""),
         "changeable": [key for key in sorted(described["settings"]) if key not in SECRET_SETTINGS],
         "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
     }
     if kind == PipelineKind.JOB:
-        context["runs"] = [shown_run(one) for one in await PipelineClient(client).runs(name, limit=RUNS_SHOWN)]
+        context["runs"] = [shown_run(run) for run in await PipelineClient(client).runs(name, limit=RUNS_SHOWN)]
     if kind == PipelineKind.ROUTE and visit.text("try") == "1":
         try:
             context["tried"] = await _try_rules(visit, described)
@@ -182,7 +182,7 @@ async def dry_run(visit: Visit) -> Response:
     async def act(task: Task, services: Services) -> str:
         document = await _try_in_process(pipeline, lake, services, is_guarded=bool(visit.principal))
         for topic in document["columns"] if "columns" in document else [one["topic"] for one in document["topics"]]:
-            await visit.note_reading(topic, "dry-run", client=services.client)
+            await visit.audit_reading(topic, "dry-run", client=services.client)
         task.result = document
         return "Nothing was written or committed."
 
@@ -280,10 +280,10 @@ async def put_rule(visit: Visit) -> Response:
     if is_trial:
         results = await try_condition(visit, [topic], condition or "TRUE")
         matched = "".join(
-            f"{one['matched']:,} of {one['read']:,} recent messages of {topic} match. " for one in results
+            f"{result['matched']:,} of {result['read']:,} recent messages of {topic} match. " for result in results
         )
         return Checked(f"The rule is valid; nothing was changed. {matched}{notes_text}".strip())
-    words = ["--topic", topic, *(word for one in targets for word in ("--to", one))]
+    words = ["--topic", topic, *(word for target in targets for word in ("--to", target))]
     if condition:
         words += ["--where", condition]
     return _done(
@@ -317,7 +317,7 @@ async def show_run(visit: Visit) -> Response:
     if not number.isascii() or not number.isdigit() or len(number) > 9:
         raise invalid(f"{number!r} is not the number of a run")
     pipelines = PipelineClient(visit.services.client)
-    runs = [one for one in await pipelines.runs(name, limit=100) if one["run"] == int(number)]
+    runs = [run for run in await pipelines.runs(name, limit=100) if run["run"] == int(number)]
     log, problem = {"text": "", "is_truncated": False}, ""
     try:
         log = await pipelines.run_log(name, int(number))

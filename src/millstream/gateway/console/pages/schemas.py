@@ -83,12 +83,12 @@ async def _check_compatible(client: SchemaClient, body: Mapping[str, Any]) -> No
     """Refuse a schema that cannot become the next version of its subject, and say why."""
     reasons = (await client.try_out(CheckSchemaRequest(**body, compiled=True))).reasons
     if reasons:
-        found = explain_reasons(reasons, body["schema"])
+        explained = explain_reasons(reasons, body["schema"])
         raise Refused(
             HTTPStatus.CONFLICT,
-            f"The schema cannot become the next version of {body['subject']}. {found.rule}",
+            f"The schema cannot become the next version of {body['subject']}. {explained.rule}",
             field="schema",
-            reasons=found.changes,
+            reasons=explained.changes,
             raw="\n".join(reasons),
         )
 

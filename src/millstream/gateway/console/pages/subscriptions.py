@@ -57,7 +57,7 @@ _CHANGEABLE: Final = [
 
 def rows_of(described: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return subscriptions as rows, without Millstream's own."""
-    return [_row(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
+    return [_row(subscription) for subscription in described if not subscription["name"].startswith(OWN_PREFIX)]
 
 
 def _row(described: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ async def show(visit: Visit) -> Response:
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     topics: Sequence[str] = described["topics"]
     await visit.look_up(
-        *((one, _GROUP, name) for one in (Operation.READ, Operation.ALTER_CONFIGS, Operation.DELETE)),
+        *((operation, _GROUP, name) for operation in (Operation.READ, Operation.ALTER_CONFIGS, Operation.DELETE)),
         *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
     )
     reads = not described["has_hidden_topics"] and all(
@@ -168,7 +168,7 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 each = max(1, RECENT // max(1, len(bounds)))
                 ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
                 progress = Progress()
-                await visit.note_reading(name, "filter", filter=text)
+                await visit.audit_reading(name, "filter", filter=text)
                 examples: list[Message] = []
                 async for step in visit.searches.read(visit.services, topic, ranges, condition, progress):
                     examples = [*examples, *step][-EXAMPLES:]

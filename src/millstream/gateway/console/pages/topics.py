@@ -64,7 +64,9 @@ async def list_all(visit: Visit) -> Response:
         limit=PAGE_ROWS,
     )
     rates = {
-        one.name: series.now for one in listing.topics if (series := visit.history.topics.get(one.name)) is not None
+        topic.name: series.now
+        for topic in listing.topics
+        if (series := visit.history.topics.get(topic.name)) is not None
     }
     context = {
         **visit.paging(listing.total),

@@ -56,7 +56,7 @@ def make_requarantine(pipeline: Pipeline, context: JobContext) -> LandJob:
 
 
 @dataclass(slots=True, kw_only=True)
-class _PastBatch(TopicBatch):
+class _BackfillBatch(TopicBatch):
     """A batch that does not change the next offsets of its table."""
 
     mark: Mark
@@ -80,14 +80,14 @@ class _PastBatch(TopicBatch):
         )
 
 
-class _PastJob(LandJob):
+class _BackfillJob(LandJob):
     """A job that lands messages before the table's next offsets."""
 
     def _batch(self, source: Source) -> TopicBatch:
         batch = super()._batch(source)
         if batch.schema is None:
             raise InvalidPipeline(f"the table of {batch.topic!r} does not exist yet; run its pipeline first")
-        return _past(batch)
+        return _as_backfill(batch)
 
     def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
         listed = list(batches)
@@ -103,7 +103,7 @@ class _PastJob(LandJob):
         """Do nothing: the pipeline compacts its tables itself."""
 
 
-class _Backfill(_PastJob):
+class _Backfill(_BackfillJob):
     """Lands the messages of a time range that the table does not have."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
@@ -131,11 +131,11 @@ class _Backfill(_PastJob):
 
     def _offsets(self, source: Source) -> tuple[dict[int, int], dict[int, int]]:
         link = self._sources.link
-        found = []
+        ranges = []
         for time_ms in self._window:
             listed = link.call(link.client.list_offsets(source.topic, dict.fromkeys(source.end, time_ms)))
-            found.append({n: int(one.offset) if one.offset >= 0 else source.end[n] for n, one in listed.items()})
-        return found[0], found[1]
+            ranges.append({n: int(one.offset) if one.offset >= 0 else source.end[n] for n, one in listed.items()})
+        return ranges[0], ranges[1]
 
     def _leave_out(self, batch: TopicBatch) -> None:
         """Also omit the messages that the table or its quarantine has."""
@@ -145,7 +145,7 @@ class _Backfill(_PastJob):
         for number, plan in batch.plans.items():
             place = (topic_id, number, plan.first, plan.end)
             rows = [*self._landed(batch, place), *batch.table.scan_quarantined(*place, ("offset",))]
-            offsets = [one.column("offset") for one in rows] if len(plan) else []
+            offsets = [row.column("offset") for row in rows] if len(plan) else []
             if number in batch.left_out:
                 # Messages whose id the table has.
                 offsets.append(batch.left_out[number])
@@ -174,7 +174,7 @@ class _UpsertBackfill(_Backfill, UpsertJob):
         return ()
 
 
-class _Requarantine(_PastJob):
+class _Requarantine(_BackfillJob):
     """Decodes quarantined messages with the current settings, and lands those that fit now."""
 
     def _batch(self, source: Source) -> TopicBatch:
@@ -197,9 +197,9 @@ class _Requarantine(_PastJob):
                 raise
         for batch in self._commit(batches):
             rows += batch.rows
-            found = batch.counts()
-            counts.update(found)
-            counts["landed"] += batch.rows - found["quarantined"]
+            batch_counts = batch.counts()
+            counts.update(batch_counts)
+            counts["landed"] += batch.rows - batch_counts["quarantined"]
         return Step(rows=rows, counts=counts)
 
     def _prepare_again(self, batch: TopicBatch) -> None:
@@ -207,10 +207,10 @@ class _Requarantine(_PastJob):
 
     def _decode(self, batch: TopicBatch) -> None:
         files = _delta(batch).quarantine_files(batch.source.topic_id)
-        if not files or not isinstance(batch, _PastBatch):
+        if not files or not isinstance(batch, _BackfillBatch):
             return
         attempt = uuid4().hex[:16]
-        work = _DecodeAgain(
+        work = _DecodeQuarantined(
             topic=batch.topic,
             work=batch.work(datetime.now(UTC), attempt),
             quarantine=_delta(batch).quarantine.storage,
@@ -253,8 +253,8 @@ class _DecodedFile(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DecodeAgain:
-    """The work of tasks: decodes the messages of one quarantine file."""
+class _DecodeQuarantined:
+    """The work of a task: decodes the messages of one quarantine file again."""
 
     topic: str
     work: TopicWork
@@ -271,8 +271,8 @@ class _DecodeAgain:
 
     def __call__(self, file: ActiveFile) -> str:
         """Return a `_DecodedFile` as JSON."""
-        asked = {BROKERS: self.brokers, "subscribe": self.topic, "columns": ",".join(RECORD_NAMES)}
-        landing = Landing(self.topic, self.work, read_options(asked, self.access))
+        reader_options = {BROKERS: self.brokers, "subscribe": self.topic, "columns": ",".join(RECORD_NAMES)}
+        landing = Landing(self.topic, self.work, read_options(reader_options, self.access))
         try:
             for batch in self._messages(file, landing):
                 landing.begin(None)
@@ -306,9 +306,9 @@ def _by_partition(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.filter(pc.equal(batch.column("partition"), number))
 
 
-def _past(batch: TopicBatch) -> _PastBatch:
-    values = {one.name: getattr(batch, one.name) for one in fields(batch)}
-    return _PastBatch(**values, mark=_delta(batch).mark(MARK))
+def _as_backfill(batch: TopicBatch) -> _BackfillBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return _BackfillBatch(**values, mark=_delta(batch).mark(MARK))
 
 
 def _delta(batch: TopicBatch) -> LakeTable:

@@ -145,7 +145,7 @@ class ChangeRule:
             try:
                 document, deletes[row] = self._row(key, value)
                 values.append(document)
-            except (msgspec.MsgspecError, _NotAChange) as error:
+            except (msgspec.MsgspecError, _InvalidChange) as error:
                 values.append(_EMPTY)
                 reasons[row] = f"the payload is not a change event of Debezium: {error}"
         return pa.array(values, pa.binary()), deletes, reasons
@@ -161,10 +161,10 @@ class ChangeRule:
         elif event.op in ("c", "u", "r"):
             after = _object(event.after)
             if after is None:
-                raise _NotAChange(f"op is {event.op!r}, and there is no `after`")
+                raise _InvalidChange(f"op is {event.op!r}, and there is no `after`")
             row = after
         else:
-            raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
+            raise _InvalidChange(f"op is {event.op!r}; rows come with c, u, r and d")
         if self.lifted is not None:
             row = _with_field(row, self.lifted[1], _read_field(event, self.lifted[0]))
         return row, is_delete
@@ -238,19 +238,19 @@ class ChangeRule:
         """Add a reason to rows with a key or an order value that may have been rounded, so that others equal it."""
         order = [] if self.order is None else [(self.order, "order.by")]
         for place, setting in [*((one, "key") for one in self.key), *order]:
-            found = self._column(rows, place, setting)
-            if found is not None and pa.types.is_floating(found.type):
-                is_rounded = pc.greater_equal(pc.abs(found), float(EXACT_MAX)).fill_null(False)
+            column = self._column(rows, place, setting)
+            if column is not None and pa.types.is_floating(column.type):
+                is_rounded = pc.greater_equal(pc.abs(column), float(EXACT_MAX)).fill_null(False)
                 reasons = _first_reason(reasons, is_rounded, f"{path_text(place)}{_ROUNDED}")
         return reasons
 
     def _keys(self, rows: pa.StructArray) -> pa.Array:
         columns = [self._column(rows, place, "key") for place in self.stored_key]
-        return canonical_keys([pa.nulls(len(rows), pa.binary()) if one is None else one for one in columns])
+        return canonical_keys([pa.nulls(len(rows), pa.binary()) if column is None else column for column in columns])
 
     def _order(self, rows: pa.StructArray) -> pa.Array:
-        found = None if self.order is None else self._column(rows, self.order, "order.by")
-        return pa.nulls(len(rows), pa.int64()) if found is None else found
+        column = None if self.order is None else self._column(rows, self.order, "order.by")
+        return pa.nulls(len(rows), pa.int64()) if column is None else column
 
     def _column(self, rows: pa.StructArray, place: FieldPath, setting: str) -> pa.Array | None:
         values = values_at(rows, (column_of(place[0]) if self.key or setting != "key" else place[0], *place[1:]))
@@ -259,7 +259,7 @@ class ChangeRule:
         return values
 
 
-class _NotAChange(Exception):
+class _InvalidChange(Exception):
     """The reason why an event changes no row."""
 
 
@@ -287,17 +287,17 @@ def _event(value: bytes) -> _Event:
     if event.op is None and _object(event.payload) is not None:
         event = _events.decode(event.payload)
     if event.op is None:
-        raise _NotAChange("it has no `op`")
+        raise _InvalidChange("it has no `op`")
     return event
 
 
 def _object(raw: msgspec.Raw) -> bytes | None:
-    """Return the text of an object; None for null; raise `_NotAChange` for anything else."""
+    """Return the text of an object; None for null; raise `_InvalidChange` for anything else."""
     text = bytes(raw).strip()
     if text == _NO_VALUE:
         return None
     if not text.startswith(b"{"):
-        raise _NotAChange("a row is an object")
+        raise _InvalidChange("a row is an object")
     return text
 
 

@@ -72,7 +72,7 @@ def _by_lower(document: Mapping[str, Any]) -> dict[str, Any]:
     return lowered
 
 
-class Spellings:
+class SpellingFinder:
     """Finds other spellings of column names in JSON texts; fast if they have none."""
 
     def __init__(self, fields: pa.Schema) -> None:
@@ -351,8 +351,8 @@ def _beyond_doubles(value: Any, place: FieldPath) -> int | None:
             if isinstance(value, Mapping)
             else None
         )
-    found = [_beyond_doubles(inner, place[1:]) for inner in value] if isinstance(value, list) else []
-    return next((number for number in found if number is not None), None)
+    places = [_beyond_doubles(inner, place[1:]) for inner in value] if isinstance(value, list) else []
+    return next((number for number in places if number is not None), None)
 
 
 def _struct(value: Any, kind: pa.StructType, path: str) -> dict[str, Any]:
@@ -504,7 +504,7 @@ class Decoder:
             [field.with_type(_parsed_type(field.type)) for field in fields if not pa.types.is_map(field.type)]
         )
         # Where fields are looked for, other spellings are found with them.
-        self._spellings = None if evolves else Spellings(fields)
+        self._spellings = None if evolves else SpellingFinder(fields)
 
     def decode(self, values: pa.Array) -> DecodedPayloads:
         """Decode a column of payloads; a message without one has no fields, which is not an error."""
@@ -523,9 +523,17 @@ class Decoder:
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
             tuple(
-                (start + row, one) for start, part in zip(starts, parts, strict=True) for row, one in part.new_fields
+                (start + row, field)
+                for start, part in zip(starts, parts, strict=True)
+                for row, field in part.new_fields
             ),
-            _first_widening([(start + one.row, one.places, one.all_places) for start, one in widenings if one]),
+            _first_widening(
+                [
+                    (start + widening.row, widening.places, widening.all_places)
+                    for start, widening in widenings
+                    if widening
+                ]
+            ),
             frozenset().union(*(part.dropped for part in parts)),
         )
 
@@ -619,11 +627,11 @@ class Decoder:
             columns = table.select(sorted({place[0] for place in places}))
             columns.validate(full=True)
             firsts = {_first_row(columns.column(place[0]).combine_chunks(), place[1:]) for place in places}
-            found = _new_fields_in(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
+            added = _new_fields_in(self._fields, ((row, parsed(values[row].as_py())) for row in sorted(firsts - {-1})))
         except (UndecodablePayload, pa.ArrowInvalid):
             return None
-        fields = _with_new_fields(self._fields, found)
-        return found if grown(fields, table.schema) == fields else None
+        fields = _with_new_fields(self._fields, added)
+        return added if grown(fields, table.schema) == fields else None
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
         fields = [field for field in self._fields if not pa.types.is_map(field.type)]
@@ -739,7 +747,7 @@ class SchemaDecoder:
 
 def _first_widening(rows: Iterable[tuple[int, frozenset[FieldPath], frozenset[FieldPath]]]) -> Widening | None:
     """Merge rows with fractions, in order."""
-    wide = [one for one in rows if one[1]]
+    wide = [row for row in rows if row[1]]
     return Widening(*wide[0][:2], frozenset().union(*(one[2] for one in wide))) if wide else None
 
 

@@ -45,12 +45,12 @@ class IdTasks:
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                for one in self._tasks[number]:
-                    yield from self._ids(one)
+                for offset_range in self._tasks[number]:
+                    yield from self._ids(offset_range)
 
     def _ids(self, one: Range) -> Iterator[pa.RecordBatch]:
-        asked = {BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)}
-        options = read_options(asked, self._access)
+        reader_options = {BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)}
+        options = read_options(reader_options, self._access)
         shape = shape_of(default_schema(options), options)
         # An unreadable batch has no ids; the landing task puts it into the quarantine.
         for batch in read_range(one, options, shape, skip=lambda _batch: None):
@@ -72,9 +72,9 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
 def select_in_ranges(ids: pa.Table, ranges: Iterable[Range]) -> pa.Table:
     number, offset = ids.column("partition"), ids.column("offset")
     matches = pa.chunked_array([pa.repeat(False, len(ids))])
-    for one in ranges:
-        is_in = pc.and_(pc.greater_equal(offset, one.start), pc.less(offset, one.end))
-        matches = pc.or_(matches, pc.and_(pc.equal(number, one.partition), is_in))
+    for offset_range in ranges:
+        is_in = pc.and_(pc.greater_equal(offset, offset_range.start), pc.less(offset, offset_range.end))
+        matches = pc.or_(matches, pc.and_(pc.equal(number, offset_range.partition), is_in))
     return ids.filter(matches)
 
 
@@ -114,19 +114,19 @@ class RecentIds:
         return pa.chunked_array([ids for _, ids in self._known], pa.binary())
 
     def _in_table(self, now: datetime) -> list[tuple[datetime, pa.Array]]:
-        found: list[tuple[datetime, pa.Array]] = []
+        parts: list[tuple[datetime, pa.Array]] = []
         size = 0
         for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
             self._progress()
             ids = ids_of(batch.column("headers"), self._header).drop_null()
-            found.append((min(now, hour + _HOUR), ids))
+            parts.append((min(now, hour + _HOUR), ids))
             size += ids.nbytes
             if size > IDS_BYTES_MAX:
-                found.sort(key=lambda landed: landed[0])
+                parts.sort(key=lambda landed: landed[0])
                 while size > IDS_BYTES_MAX:
-                    size -= found.pop(0)[1].nbytes
-        found.reverse()
-        return sorted(found, key=lambda landed: landed[0])
+                    size -= parts.pop(0)[1].nbytes
+        parts.reverse()
+        return sorted(parts, key=lambda landed: landed[0])
 
     def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
         """Add the ids of messages that have just been landed, and the table's new position."""
@@ -151,10 +151,10 @@ class RecentIds:
 def keep_bounded(topics: Iterable[RecentIds]) -> None:
     """Forget the oldest ids of all topics until the rest fits the limit."""
     recent = list(topics)
-    size = sum(one.bytes for one in recent)
+    size = sum(topic.bytes for topic in recent)
     forgotten: datetime | None = None
     while size > IDS_BYTES_MAX:
-        moment, oldest = min(((one.oldest, one) for one in recent if one.oldest), key=lambda each: each[0])
+        moment, oldest = min(((topic.oldest, topic) for topic in recent if topic.oldest), key=lambda each: each[0])
         size -= oldest.forget_oldest()
         forgotten = moment
     if forgotten is not None:

@@ -76,8 +76,8 @@ class EventTimeRule:
         """Return the column, whose name is found in any case; nulls if the rows have none."""
         first, *inner = self.event_time.column.split(".")
         name = next((name for name in rows.schema.names if name.lower() == first.lower()), None)
-        found = None if name is None else values_at(rows.column(name), tuple(inner))
-        return pa.nulls(len(rows)) if found is None else found
+        values = None if name is None else values_at(rows.column(name), tuple(inner))
+        return pa.nulls(len(rows)) if values is None else values
 
     def _reasons(self, values: pa.Array, times: pa.Array, reasons: pa.Array) -> pa.Array:
         lacking = pc.and_(pc.is_null(times), pc.is_null(reasons))
@@ -103,8 +103,8 @@ class EventFolders:
             hours = hours + rows.column(EVENT_HOUR).to_numpy()
         is_landed = pc.is_null(reasons).to_numpy(zero_copy_only=False)
         is_further = is_landed & (np.abs(hours - int(self._now() // 3600)) > _PRESENT_HOURS)
-        found, counts = np.unique(hours[is_further], return_counts=True)
-        by_count = found[np.argsort(-counts, kind="stable")].tolist()
+        further, counts = np.unique(hours[is_further], return_counts=True)
+        by_count = further[np.argsort(-counts, kind="stable")].tolist()
         new = [hour for hour in by_count if hour not in self._further]
         room = FOLDERS_MAX - len(self._further)
         self._further.update(new[:room])

@@ -285,15 +285,15 @@ class LandJob:
             for number, end in source.end.items()
         }
         self._sample(batch)
-        asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
-        options = read_options(asked, self._task_access([batch]))
+        reader_options = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(reader_options, self._task_access([batch]))
         while True:
             rows, refused = SampleRows(), SampleRows()
             landing = Landing(batch.topic, batch.work_into(rows, refused), options)
             room = SAMPLED_BYTES_MAX
-            for one in batch.topic_ranges():
-                landing.begin(one)
-                for records in read_records(one, options, partial(landing.quarantine, one.partition)):
+            for topic_range in batch.topic_ranges():
+                landing.begin(topic_range)
+                for records in read_records(topic_range, options, partial(landing.quarantine, topic_range.partition)):
                     landing.take(records)
                     room -= records.nbytes
                 if room <= 0:
@@ -319,22 +319,22 @@ class LandJob:
 
     def _topics(self) -> list[Source]:
         """Return the current topics; raise `UnknownTopic` if none exists or ever existed."""
-        found = self._sources.now()
-        missing = self._sources.missing(found)
+        topics = self._sources.now()
+        missing = self._sources.missing(topics)
         if self._beginning is None:
-            if missing and not found:
+            if missing and not topics:
                 raise UnknownTopic(
                     f"topic {missing[0]!r} does not exist at {self._context.brokers}; create it with: "
                     f"millstream topic create {missing[0]}"
                 )
-            self._beginning = {} if self._has_committed() else {source.topic: source.topic_id for source in found}
+            self._beginning = {} if self._has_committed() else {source.topic: source.topic_id for source in topics}
         if missing:
             _logger.warning("pipeline %s: topic %s does not exist", self._pipeline.name, ", ".join(missing))
-        names = {source.topic for source in found}
+        names = {source.topic for source in topics}
         for name in names:
             if name + QUARANTINE_SUFFIX in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
-        return found
+        return topics
 
     def _has_committed(self) -> bool:
         """Whether an earlier run has landed something: topics created since then start at their first message."""
@@ -443,7 +443,9 @@ class LandJob:
             ranges = {batch.topic: batch.topic_ranges() for batch in waiting}
             reports = self._reports(waiting, datetime.now(UTC))
             waiting = [
-                batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
+                batch
+                for batch in waiting
+                if not batch.take([report for report in reports if report.topic == batch.topic])
             ]
             for batch in waiting:
                 batch.make_room()
@@ -464,23 +466,23 @@ class LandJob:
         if not ranges:
             return
         documents = self._sample_documents(batch, ranges)
-        found = decide(documents, known=batch.fields, detects=self._settings.detect_types)
-        batch.fields = found.fields
-        batch.fixed.update(found.fixed)
-        batch.table.fix(found.fixed)
-        if found.messages:
+        fields = decide(documents, known=batch.fields, detects=self._settings.detect_types)
+        batch.fields = fields.fields
+        batch.fixed.update(fields.fixed)
+        batch.table.fix(fields.fixed)
+        if fields.messages:
             _logger.info(
                 "pipeline %s: %d messages of %s decide its columns: %s",
-                *(self._pipeline.name, found.messages, batch.topic, shown_columns(found.fields)),
+                *(self._pipeline.name, fields.messages, batch.topic, shown_columns(fields.fields)),
             )
 
     def _sample_documents(self, batch: TopicBatch, ranges: Iterable[Range]) -> Iterator[Mapping[str, Any]]:
         """Yield the payloads of a sample that can be decoded."""
-        asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
-        options = read_options(asked, self._task_access([batch]))
-        for one in ranges:
+        reader_options = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(reader_options, self._task_access([batch]))
+        for offset_range in ranges:
             try:
-                for records in read_records(one, options, lambda _unreadable: None):
+                for records in read_records(offset_range, options, lambda _unreadable: None):
                     values = records.column("value") if batch.changes is None else batch.changes.open(records).values
                     yield from documents(values.to_pylist())
             except LostData:
@@ -513,7 +515,7 @@ class LandJob:
             if size is not None:
                 self._message_bytes[topic] = size
         sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
-        ranges = [one for batch in batches for one in batch.topic_ranges()]
+        ranges = [topic_range for batch in batches for topic_range in batch.topic_ranges()]
         parallelism = self._context.spark.sparkContext.defaultParallelism
         return tasks(ranges, sizes, parallelism=parallelism)
 
@@ -536,17 +538,17 @@ class LandJob:
     def _report_dropped(self, batch: TopicBatch) -> None:
         """Report fields without a column once."""
         known = self._dropped.setdefault(batch.topic, set())
-        found = {name for report in batch.reports for name in report.dropped} - known
-        if found and len(known) < DROPPED_MAX:
-            known |= found
-            batch.dropped = found
-            named = ", ".join(sorted(found)[:10]) + (", …" if len(found) > 10 else "")
+        dropped = {name for report in batch.reports for name in report.dropped} - known
+        if dropped and len(known) < DROPPED_MAX:
+            known |= dropped
+            batch.dropped = dropped
+            named = ", ".join(sorted(dropped)[:10]) + (", …" if len(dropped) > 10 else "")
             _logger.warning(
                 "pipeline %s: %d fields of %s (%s) have no column, since their names cannot be columns or there are "
                 "too many, and %s",
                 *(
                     self._pipeline.name,
-                    len(found),
+                    len(dropped),
                     batch.topic,
                     named,
                     _IN_VALUE if batch.changes is None else _NOT_IN_TABLE,
@@ -561,9 +563,9 @@ class LandJob:
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         access = self._task_access(batches)
         tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared, access)
-        found = numbers.mapInArrow(MarkedTask(tasks_of_ids), duplicates.COLUMNS).toArrow()
+        table = numbers.mapInArrow(MarkedTask(tasks_of_ids), duplicates.COLUMNS).toArrow()
         for batch in batches:
-            batch.id_rows = found.filter(pc.equal(found.column("topic"), batch.topic))
+            batch.id_rows = table.filter(pc.equal(table.column("topic"), batch.topic))
 
     def _leave_out(self, batch: TopicBatch) -> None:
         """Omit repeated messages; if a batch ends earlier than planned, copies may remain for the next one."""

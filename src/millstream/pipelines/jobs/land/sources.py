@@ -132,16 +132,22 @@ async def _build_source(
 
 
 def _offsets(topic: TopicMetadata, listed: Listed) -> dict[int, int] | None:
-    found = {number: listed[TopicPartition(topic.name, PartitionIndex(number))] for number in topic.partitions}
-    offsets = {int(number): int(one.offset) for number, one in found.items() if isinstance(one, ListedOffset)}
-    return offsets if len(offsets) == len(found) else None
+    ends = {number: listed[TopicPartition(topic.name, PartitionIndex(number))] for number in topic.partitions}
+    offsets = {
+        int(number): int(listed_offset.offset)
+        for number, listed_offset in ends.items()
+        if isinstance(listed_offset, ListedOffset)
+    }
+    return offsets if len(offsets) == len(ends) else None
 
 
 async def _look_up_separately(client: Client, topic: TopicMetadata) -> tuple[dict[int, int], dict[int, int]]:
     numbers = list(topic.partitions)
     first = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_EARLIEST))
     end = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_LATEST), isolation=READ_COMMITTED)
-    return {number: int(one.offset) for number, one in first.items()}, {n: int(one.offset) for n, one in end.items()}
+    return {number: int(listed_offset.offset) for number, listed_offset in first.items()}, {
+        n: int(listed_offset.offset) for n, listed_offset in end.items()
+    }
 
 
 FILE_BYTES: Final = 128 * 1024 * 1024
@@ -192,7 +198,7 @@ def tasks(ranges: Sequence[Range], message_bytes: Mapping[str, float], *, parall
     They are laid end to end and cut into equal sizes: a large partition is shared by several tasks, and a hundred small
     topics need no more tasks than one large topic.
     """
-    sizes = [len(one) * message_bytes[one.topic] for one in ranges]
+    sizes = [len(offset_range) * message_bytes[offset_range.topic] for offset_range in ranges]
     total = sum(sizes)
     if not total:
         return []

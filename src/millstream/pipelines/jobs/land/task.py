@@ -149,7 +149,9 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes, str, str, str
 
 
 def _encode_new_fields(new_fields: Iterable[NewFields]) -> bytes:
-    return msgspec.msgpack.encode([(*one[:2], one.fields.serialize().to_pybytes()) for one in new_fields])
+    return msgspec.msgpack.encode(
+        [(*new_field[:2], new_field.fields.serialize().to_pybytes()) for new_field in new_fields]
+    )
 
 
 def _decode_new_fields(encoded: bytes) -> tuple[NewFields, ...]:
@@ -296,8 +298,8 @@ class LandTasks:
 
     def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
         work = self._works[topic]
-        asked = {BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)}
-        options = read_options(asked, self._access)
+        reader_options = {BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(reader_options, self._access)
         landing = Landing(topic, work, options)
 
         def records(one: Range) -> Iterator[pa.RecordBatch]:
@@ -305,9 +307,9 @@ class LandTasks:
 
         reading = RangeReader(records, log_start(options))
         try:
-            for one in topic_ranges:
-                landing.begin(one)
-                for batch in reading.batches(one) if work.skips_lost else records(one):
+            for topic_range in topic_ranges:
+                landing.begin(topic_range)
+                for batch in reading.batches(topic_range) if work.skips_lost else records(topic_range):
                     landing.take(batch)
             return landing.report(reading.lost)
         except BaseException:
@@ -364,11 +366,11 @@ class Landing:
         """Write messages that are decoded into these fields."""
         rule = self._work.changes
         opened = None if rule is None else rule.open(batch)
-        lifted = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
+        event_columns = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
         kept = batch
         if rule is not None:
             kept = batch.select(KEYED_NAMES if self._work.decodes else (*KEYED_NAMES, "value", "headers"))
-        columns, names = [*kept.columns, *lifted.values()], [*kept.schema.names, *lifted]
+        columns, names = [*kept.columns, *event_columns.values()], [*kept.schema.names, *event_columns]
         reasons = pa.nulls(len(batch), pa.string())
         if self._work.decodes:
             values = batch.column("value") if opened is None else opened.values
@@ -519,7 +521,7 @@ class Landing:
         large = frozenset(self._large)
         if self._must_repeat:
             self.abort()
-            new_fields = tuple(one for one in self._evolution.messages if one not in self._work.new_fields)
+            new_fields = tuple(message for message in self._evolution.messages if message not in self._work.new_fields)
             return Report(
                 topic=self._topic,
                 rows=self._rows,
@@ -582,13 +584,13 @@ def _first_of(reasons: pa.Array, is_wrong: Flags, text: str) -> pa.Array:
 
 def cloud_event_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     """Return the attributes of CloudEvents in headers, as text; the last header of a name counts."""
-    found: dict[str, list[str | None]] = {name: [None] * len(batch) for name in CLOUD_EVENT}
+    columns: dict[str, list[str | None]] = {name: [None] * len(batch) for name in CLOUD_EVENT}
     for row, headers in enumerate(batch.column("headers").to_pylist()):
         for header in headers or ():
-            column = found.get(header["key"].lower().replace("-", "_"))
+            column = columns.get(header["key"].lower().replace("-", "_"))
             if column is not None and header["value"] is not None:
                 column[row] = header["value"].decode("utf-8", "replace")
-    return {name: pa.array(column, pa.string()) for name, column in found.items()}
+    return {name: pa.array(column, pa.string()) for name, column in columns.items()}
 
 
 def read_records(one: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:

@@ -119,9 +119,9 @@ class TopicBatch:
 
     def table_schema(self) -> pa.Schema:
         """Return the columns of the table, with those that the commit adds."""
-        lifted = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
+        event_fields = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
         event = () if self.event_time is None else EVENT_COLUMNS[self.event_time.unit]
-        schema = table_schema(self.evolution().fields, pa.schema([*self.record, *event, *lifted]))
+        schema = table_schema(self.evolution().fields, pa.schema([*self.record, *event, *event_fields]))
         if self.changes is None or self.schema is None:
             return schema
         # A merge rewrites rows that it does not change, with the columns that the settings no longer name.
@@ -227,12 +227,12 @@ class TopicBatch:
     def _widened(self, places: list[FieldPath], run: Run, bytes_max: int) -> dict[FieldPath, str]:
         known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
         refused = {place: reason for place, reason in known.items() if reason is not None}
-        asked = [place for place in places if place not in refused]
-        return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
+        allowed = [place for place in places if place not in refused]
+        return {**refused, **(self.table.widen(allowed, run=run, bytes_max=bytes_max) if allowed else {})}
 
     def take(self, reports: Sequence[Report]) -> bool:
         """Apply the tasks' reports; False if everything has to be repeated, after `make_room`."""
-        new_fields = [one for report in reports for one in report.new_fields]
+        new_fields = [new_field for report in reports for new_field in report.new_fields]
         need = next((report.widening for report in reports if report.widening is not None), None)
         if not new_fields and need is None:
             self.reports.extend(reports)

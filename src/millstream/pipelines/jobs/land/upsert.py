@@ -62,7 +62,7 @@ class UpsertJob(LandJob):
 
     def _run(self, batches: Sequence[TopicBatch]) -> None:
         for batch in batches:
-            messages = sum(len(one) for one in batch.topic_ranges())
+            messages = sum(len(topic_range) for topic_range in batch.topic_ranges())
             size = self._message_bytes.get(batch.topic, MESSAGE_BYTES)
             keyed(batch).route(messages * size, self._settings.bucket_bytes)
         super()._run(batches)
@@ -70,7 +70,7 @@ class UpsertJob(LandJob):
             self._merge(batch)
 
     def _merge(self, batch: TopicBatch) -> None:
-        """Merge the staged changes of a topic; the files of its reports are then those of buckets."""
+        """Merge the staged changes of a topic; its reports then name the files of buckets."""
         staged = [file for report in batch.reports for file in report.files]
         rule = batch.changes
         if not staged or rule is None:

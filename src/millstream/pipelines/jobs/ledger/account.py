@@ -373,7 +373,7 @@ class Account:
 
     def _add_finding(self, kind: str, start: int, end: int, detail: str) -> None:
         self.counted[kind] = self.counted.get(kind, 0) + max(end - start, 0)
-        if sum(one.kind == kind for one in self.findings[-FINDINGS_MAX:]) < FINDINGS_MAX:
+        if sum(finding.kind == kind for finding in self.findings[-FINDINGS_MAX:]) < FINDINGS_MAX:
             self.findings.append(Finding(kind, start, end, detail))
 
 
@@ -385,10 +385,10 @@ def _codes(events: Any) -> npt.NDArray[np.uint8]:
 
 
 def _integers(events: Any, name: str) -> npt.NDArray[np.int64]:
-    found = pc.fill_null(events.column(name), 0)
-    if isinstance(found, pa.ChunkedArray):
-        found = found.combine_chunks()
-    return np.asarray(found.to_numpy(zero_copy_only=False), np.int64)
+    column = pc.fill_null(events.column(name), 0)
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    return np.asarray(column.to_numpy(zero_copy_only=False), np.int64)
 
 
 def _marked(ranges: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.bool_]:

@@ -112,23 +112,25 @@ class AuditReport:
     @property
     def adds_up(self) -> bool:
         """Whether every message is accounted for, and the ledger is as it was landed."""
-        return not self.damage and all(one["kind"] in HARMLESS for one in self.findings) and not self._wrong_sums()
+        return (
+            not self.damage and all(finding["kind"] in HARMLESS for finding in self.findings) and not self._wrong_sums()
+        )
 
     def _wrong_sums(self) -> bool:
         return any(row["published"] != sum(row[name] for name in CLASSES) for row in self.rows)
 
     def levels(self) -> dict[str, int]:
         """Return the metrics of the last audit, including zeros, so that alerts see changes."""
-        found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "duplicated", "expired")}
-        faults = sum(one["kind"] not in HARMLESS for one in self.findings) + len(self.damage)
-        return {**found, FAULTS: faults}
+        counts = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "duplicated", "expired")}
+        faults = sum(finding["kind"] not in HARMLESS for finding in self.findings) + len(self.damage)
+        return {**counts, FAULTS: faults}
 
     def as_document(self) -> dict[str, Any]:
         return {
             "adds_up": self.adds_up,
             "subscriptions": self.rows,
             "findings": self.findings,
-            "damage": [one._asdict() for one in self.damage],
+            "damage": [damaged_range._asdict() for damaged_range in self.damage],
             "counted": self.is_counted,
             "seal": self.seal,
             "seconds": round(self.seconds, 1),
@@ -191,7 +193,7 @@ def audit(
     """Account for all messages up to the marks, which have landed."""
     sealed = LedgerTable(place.storage)
     report = AuditReport(damage=sealed.verify(), seal=sealed.last_seal())
-    place = replace(place, left_out=frozenset(one.path for one in report.damage))
+    place = replace(place, left_out=frozenset(damaged_range.path for damaged_range in report.damage))
     queues, report.findings = _queues(place.table(), place, marked, names, since_ms)
     results = account_queues(runner, AuditTasks(place, queues), len(queues))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -201,7 +203,7 @@ def audit(
         for name in COUNTS:
             row[name] += result["totals"][name]
         row["deleted"] = row.get("deleted", False) or result["deleted"]
-        report.findings += [{**queue, "partition": result["partition"], **one} for one in result["findings"]]
+        report.findings += [{**queue, "partition": result["partition"], **finding} for finding in result["findings"]]
     report.rows = list(rows.values())
     return report
 
@@ -222,8 +224,8 @@ def _queues(
     since_ms: int | None,
 ) -> tuple[list[QueueAudit], list[dict[str, Any]]]:
     """Return the queues that have events, in blocks, and findings that concern no single queue."""
-    reason, asked = marked
-    ends = {(one.subscription_id, one.topic_id, one.partition): one for one in asked}
+    reason, marked_queues = marked
+    ends = {(queue.subscription_id, queue.topic_id, queue.partition): queue for queue in marked_queues}
     found, findings = _extents(table)
     link = place.link()
     topics = {str(one.topic_id): name for name, one in link.call(link.client.metadata()).topics.items()}
@@ -338,15 +340,15 @@ def _account_for(queue: QueueAudit, place: LedgerLocation) -> Result:
         "delivery": account.delivery,
         "deleted": queue.cut is None or account.is_deleted,
         "totals": account.totals(),
-        "findings": [one._asdict() for one in account.findings],
+        "findings": [finding._asdict() for finding in account.findings],
     }
     return {name: getattr(queue, name) for name in named}, result
 
 
 def ordered_events(table: LedgerTable, queue: QueueAudit) -> Iterator[pa.Table]:
     """Yield the events of a queue in the order in which they were appended, file by file, up to its mark."""
-    found = table.dataset()
-    if found is None:
+    dataset = table.dataset()
+    if dataset is None:
         return
     condition = (
         (ds.field("subscription_id") == queue.subscription_id)
@@ -354,14 +356,14 @@ def ordered_events(table: LedgerTable, queue: QueueAudit) -> Iterator[pa.Table]:
         & (ds.field("partition") == queue.partition)
     )
     files: list[tuple[int, ds.Fragment]] = []
-    for fragment in found.get_fragments(filter=condition):
+    for fragment in dataset.get_fragments(filter=condition):
         low = pc.min(
-            fragment.to_table(columns=["state_offset"], filter=condition, schema=found.schema).column(0)
+            fragment.to_table(columns=["state_offset"], filter=condition, schema=dataset.schema).column(0)
         ).as_py()
         if low is not None:
             files.append((low, fragment))
     for _low, fragment in sorted(files, key=lambda one: one[0]):
-        events = fragment.to_table(columns=list(COLUMNS), filter=condition, schema=found.schema)
+        events = fragment.to_table(columns=list(COLUMNS), filter=condition, schema=dataset.schema)
         events = events.sort_by([("state_offset", "ascending"), ("row", "ascending")]).combine_chunks()
         if queue.mark:
             at = pc.index(events.column("reason"), queue.mark).as_py()

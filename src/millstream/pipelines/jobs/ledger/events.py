@@ -80,12 +80,12 @@ def decode_events(records: pa.RecordBatch, partition: int) -> pa.RecordBatch:
     for offset, timestamp, key, value in zip(*columns, strict=True):
         place = {"state_partition": partition, "state_offset": offset}
         try:
-            found = list(_rows_of(read_record(StateRecord(key or b"", value)), timestamp))
+            decoded = list(_rows_of(read_record(StateRecord(key or b"", value)), timestamp))
         except CorruptState as error:
             _logger.warning("record %d of partition %d is not in the ledger: %s", offset, partition, error)
-            found = [{"kind": UNREADABLE, "offset": offset, "end_offset": offset + 1, "reason": str(error)}]
-            found[0] |= {"partition": partition, "topic_id": "", "timestamp": timestamp}
-        rows += [one | place for one in found]
+            decoded = [{"kind": UNREADABLE, "offset": offset, "end_offset": offset + 1, "reason": str(error)}]
+            decoded[0] |= {"partition": partition, "topic_id": "", "timestamp": timestamp}
+        rows += [row | place for row in decoded]
     return _batch_of(rows)
 
 
@@ -150,8 +150,8 @@ def _frame_rows(frame: Frame) -> Iterator[Row]:
     for delta in frame.deltas:
         if delta.kind in _WITHOUT_ROW:
             continue
-        for one in _delta_rows(delta):
-            yield shared | one | {"row": number}
+        for row in _delta_rows(delta):
+            yield shared | row | {"row": number}
             number += 1
     if not number:
         # A frame without events still has a number, whose absence would be a finding.

@@ -43,16 +43,19 @@ def add_history(document: Trace, lake: str, *, adds_deleted: bool = True) -> Tra
     lives: dict[str, list[Trace]] = {}
     for row in rows:
         lives.setdefault(row["subscription_id"], []).append(row)
-    live = {one["subscription_id"]: one for one in document["subscriptions"]}
+    live = {subscription["subscription_id"]: subscription for subscription in document["subscriptions"]}
     offset = document["offset"]
-    found = [_completed(one, lives.get(one["subscription_id"], ()), offset) for one in live.values()]
+    traces = [
+        _completed(subscription, lives.get(subscription["subscription_id"], ()), offset)
+        for subscription in live.values()
+    ]
     for subscription_id, life in lives.items():
         if adds_deleted and subscription_id not in live and any(row["subscription"] for row in life):
-            found.append(_completed(_deleted_subscription(subscription_id, life), life, offset))
+            traces.append(_completed(_deleted_subscription(subscription_id, life), life, offset))
     published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
     if document["published_ms"] is None and published:
         document = {**document, "published_ms": _ms(published[-1]), "published": published[-1].isoformat()}
-    return {**document, "subscriptions": sorted(found, key=lambda one: str(one["subscription"]))}
+    return {**document, "subscriptions": sorted(traces, key=lambda one: str(one["subscription"]))}
 
 
 def _rows(table: LedgerTable, topic_id: str, partition: int, offset: int) -> list[Trace]:

@@ -85,9 +85,9 @@ class LedgerTasks:
 
         reading = RangeReader(read, log_start(options))
         try:
-            for one in ranges:
-                for records in reading.batches(one):
-                    events = decode_events(records, one.partition)
+            for offset_range in ranges:
+                for records in reading.batches(offset_range):
+                    events = decode_events(records, offset_range.partition)
                     rows += records.num_rows
                     waiting_rows += events.num_rows
                     waiting.append(events)
@@ -125,11 +125,11 @@ class LedgerJob:
     def step(self) -> Step:
         """Land the events since the last step, and audit if an audit is due."""
         started = time.monotonic()
-        found = self._sources.now()
-        if not found:
+        sources = self._sources.now()
+        if not sources:
             # The topic is created with the first subscription that is used.
             return Step(wait_s=self._settings.every_ms / 1000)
-        (source,) = found
+        (source,) = sources
         try:
             return self._step(source, started)
         except DamagedLedger as damaged:
@@ -213,8 +213,8 @@ class LedgerJob:
 
     def catch_up(self) -> None:
         """Land all events so far, without the pipeline's group, which another run may hold."""
-        while found := self._sources.now():
-            (source,) = found
+        while sources := self._sources.now():
+            (source,) = sources
             planned = self._plan(source)
             self._land(source, planned)
             if all(plan.end >= source.end[number] for number, plan in planned.items()):
@@ -228,7 +228,7 @@ class LedgerJob:
             return 0
 
     def _size_bytes(self) -> int:
-        waiting = sum(plan.end - plan.first for one in self._sources.now() for plan in self._plan(one).values())
+        waiting = sum(plan.end - plan.first for source in self._sources.now() for plan in self._plan(source).values())
         return self._table.size_bytes() + int(waiting * FRAME_BYTES)
 
     def audit(self, names: Sequence[str] | None = None, since_ms: int | None = None) -> AuditReport:
@@ -255,8 +255,8 @@ class LedgerJob:
             return False
         report = self.audit()
         self._table.record_audit({AUDITED: now_s, **report.levels()})
-        for one in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
-            _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, one)
+        for finding in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
+            _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, finding)
         for damaged in report.damage[:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the ledger was changed: %s", self._pipeline.name, damaged)
         return True

@@ -134,8 +134,10 @@ class LedgerTable:
     def last_audit(self) -> dict[str, int]:
         """Return the time and the findings of the last audit, by name; empty if there was none."""
         table = self._refresh()
-        found = {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
-        return {name: value for name, value in found.items() if value is not None}
+        levels = (
+            {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
+        )
+        return {name: value for name, value in levels.items() if value is not None}
 
     def record_audit(self, levels: Mapping[str, int]) -> None:
         """Record an audit; if the commit comes too late, the next audit records its own."""
@@ -152,11 +154,11 @@ class LedgerTable:
         table = self._refresh()
         if table is None:
             return None
-        found: ds.FileSystemDataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
+        files: ds.FileSystemDataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
         if not self._left_out:
-            return found
-        fragments = [one for one in found.get_fragments() if one.path not in self._left_out]
-        return ds.FileSystemDataset(fragments, found.schema, found.format, found.filesystem)
+            return files
+        fragments = [fragment for fragment in files.get_fragments() if fragment.path not in self._left_out]
+        return ds.FileSystemDataset(fragments, files.schema, files.format, files.filesystem)
 
     def size_bytes(self) -> int:
         table = self._refresh()
@@ -168,9 +170,9 @@ class LedgerTable:
         self, filter: ds.Expression | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yield events in no particular order."""
-        found = self.dataset()
-        if found is not None:
-            yield from found.to_batches(filter=filter, columns=None if columns is None else list(columns))
+        dataset = self.dataset()
+        if dataset is not None:
+            yield from dataset.to_batches(filter=filter, columns=None if columns is None else list(columns))
 
     # -- seals --------------------------------------------------------------------------------------------------
 
@@ -188,9 +190,9 @@ class LedgerTable:
 
     def _last_seal(self, version: int) -> str:
         while version >= 0:
-            found = self._delta.log.commit_info(version).get(SEAL)
-            if found is not None:
-                return str(json.loads(found)["digest"])
+            seal = self._delta.log.commit_info(version).get(SEAL)
+            if seal is not None:
+                return str(json.loads(seal)["digest"])
             version -= 1
         return FIRST_SEAL
 
@@ -238,8 +240,8 @@ class LedgerTable:
                 # What follows it cannot be compared with it.
                 previous, reached = None, {}
                 continue
-            added = {str(one["add"]["path"]) for one in actions if "add" in one}
-            text = next((one["commitInfo"].get(SEAL) for one in actions if "commitInfo" in one), None)
+            added = {str(action["add"]["path"]) for action in actions if "add" in action}
+            text = next((action["commitInfo"].get(SEAL) for action in actions if "commitInfo" in action), None)
             if text is None:
                 if added:
                     damage.append(Damage("unsealed", path, "it adds files, but has no seal"))

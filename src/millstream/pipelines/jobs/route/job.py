@@ -73,11 +73,11 @@ def routed(
     access: Access = NO_ACCESS,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages of ranges with the topics that they go to."""
-    for one in ranges:
-        rules = rule_set(routing_rules[one.topic])
-        options = reading_options(brokers, (one.topic,), access)
-        for columns in read_columns(one, options, FIELDS.intersection(NAMES)):
-            rows = _sent(columns, one, rules)
+    for offset_range in ranges:
+        rules = rule_set(routing_rules[offset_range.topic])
+        options = reading_options(brokers, (offset_range.topic,), access)
+        for columns in read_columns(offset_range, options, FIELDS.intersection(NAMES)):
+            rows = _sent(columns, offset_range, rules)
             if rows is not None:
                 yield rows
 
@@ -164,7 +164,7 @@ class RouteJob:
     def _parts(self, plan: Plan) -> Sequence[Part]:
         loop = self._loop
         writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
-        reading = loop.reading_access({one.topic for one in plan.ranges})
+        reading = loop.reading_access({offset_range.topic for offset_range in plan.ranges})
         tasks = MarkedTask(routing(plan.ranges, self._routing_rules, writing, plan.batch, reading))
         return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 

@@ -334,8 +334,8 @@ class RuleSet:
     def _between(
         self, batch: DecodedBatch, source: Payload, number_ranges: NumberRangeIndex
     ) -> Iterator[tuple[int, Rows]]:
-        found, others = number_ranges.within(batch.column(source))
-        for number, rows in found:
+        within, others = number_ranges.within(batch.column(source))
+        for number, rows in within:
             if number in self._whole:
                 yield number, rows
             elif 2 * rows.size > len(batch):

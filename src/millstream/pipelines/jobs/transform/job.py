@@ -124,7 +124,7 @@ class StreamCheckpoint:
         """Return the number of the last batch that was started; -1 if there is none."""
         names: list[str] = []
         with suppress(FileNotFoundError):
-            names = [one.name for one in (self.folder / "offsets").iterdir()]
+            names = [path.name for path in (self.folder / "offsets").iterdir()]
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
@@ -369,7 +369,7 @@ class StreamLoop:
 
     def _counts(self) -> dict[str, int]:
         now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
-        now["undecoded"] = sum(one.undecoded for one in self._prepared.accumulator.read().values())
+        now["undecoded"] = sum(counts.undecoded for counts in self._prepared.accumulator.read().values())
         new = {name: number - self._reported[name] for name, number in now.items()}
         self._reported = now
         return new
@@ -380,7 +380,7 @@ class StreamLoop:
             self.close()
 
     def _record_progress(self, query: StreamingQuery) -> int:
-        new = [one for one in query.recentProgress if one.batchId > self._seen]
+        new = [progress for progress in query.recentProgress if progress.batchId > self._seen]
         rows = 0
         for one in new:
             if one.numInputRows:
@@ -496,7 +496,7 @@ class _Batches:
     def _done(self, plan: Plan, sent: int | None) -> Step:
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        undecoded = sum(one.undecoded for one in self._prepared.accumulator.read().values())
+        undecoded = sum(counts.undecoded for counts in self._prepared.accumulator.read().values())
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:
@@ -506,16 +506,18 @@ class _Batches:
         prepared = self._prepared
         if plan.rows <= TASK_ROWS_MIN:
             # Small batches are one task anyway.
-            kept = prepared.result_of_job(plan.batch.query)
-            if kept is not None:
+            result = prepared.result_of_job(plan.batch.query)
+            if result is not None:
                 set_job_batch(prepared.spark, plan)
-                return parts_of(kept)
+                return parts_of(result)
         return parts_of(written(as_messages(prepared.result(plan), prepared.options), prepared.options, plan.batch))
 
     def _has_all_fields(self) -> bool:
         """Whether the batch had no new field that its rows should contain; otherwise it is repeated."""
-        found = self._prepared.accumulator.read()
-        return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})
+        counts = self._prepared.accumulator.read()
+        return not self._prepared.grow(
+            {topic: count.fields for topic, count in counts.items() if count.fields is not None}
+        )
 
 
 JOB: Final = TransformJob

@@ -89,10 +89,10 @@ class LocalPlan:
 
         Java's errors are raised: those of the statement, such as a division by zero, as well as others.
         """
-        given = _bounded(batches)
-        if given is None:
+        bounded = _bounded(batches)
+        if bounded is None:
             return None
-        table = pa.Table.from_batches(given, self._arrow_in).combine_chunks()
+        table = pa.Table.from_batches(bounded, self._arrow_in).combine_chunks()
         return _bounded(made for batch in table.to_batches() for made in self._evaluated(batch))
 
     def _evaluated(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -113,11 +113,11 @@ def _check_type(topic: str, name: str, kind: DataType) -> None:
 
 
 def to_arrow(schema: StructType) -> pa.Schema:
-    return pa.schema([pa.field(one.name, to_arrow_type(one.dataType, timezone="UTC")) for one in schema.fields])
+    return pa.schema([pa.field(field.name, to_arrow_type(field.dataType, timezone="UTC")) for field in schema.fields])
 
 
 def to_spark(schema: pa.Schema) -> StructType:
-    return StructType([StructField(one.name, from_arrow_type(one.type)) for one in schema])
+    return StructType([StructField(field.name, from_arrow_type(field.type)) for field in schema])
 
 
 def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[Range]:
@@ -136,7 +136,7 @@ def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[
 
 def find_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
     """Infer the payload fields from a sample; None if there is no message yet."""
-    values = [value for one in sample_ranges(loop, topic) for value in _payloads(one, loop.options)]
+    values = [value for sample_range in sample_ranges(loop, topic) for value in _payloads(sample_range, loop.options)]
     if not values:
         return None
     return decide(documents(values), known=pa.schema([]), detects=False).fields
@@ -173,8 +173,8 @@ class StoredSchemas:
 
 
 def _payloads(one: Range, writing: WriteOptions) -> Iterator[bytes]:
-    asked = {BROKERS: writing.brokers, "subscribe": one.topic, "columns": "value"}
-    options = read_options(asked, writing.access)
+    reader_options = {BROKERS: writing.brokers, "subscribe": one.topic, "columns": "value"}
+    options = read_options(reader_options, writing.access)
     size = 0
     for batch in read_range(one, options, shape_of(default_schema(options), options), skip=lambda _batch: None):
         column = batch.column("value")

@@ -83,7 +83,7 @@ class TableTasks:
             for number in batch.column(0).to_pylist():
                 mine = [fragment for fragment in whole.get_fragments() if fragment.path in self._tasks[number]]
                 rows = pads.FileSystemDataset(mine, whole.schema, whole.format, whole.filesystem)
-                yield from (found.cast(self._types) for found in rows.to_batches())
+                yield from (part.cast(self._types) for part in rows.to_batches())
 
 
 def rows_of(spark: SparkSession, storage: Storage, table: DeltaTable) -> tuple[DataFrame, int]:
@@ -315,21 +315,21 @@ class QueryPlan:
     @cached_property
     def used(self) -> frozenset[str]:
         """Return the topic columns that it names, even those without effect."""
-        names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(self._plan.output())}
+        names: dict[int, str] = {element.exprId().id(): element.name() for element in elements(self._plan.output())}
         for node, _ in self._nodes:
             if node.nodeName() != _OF_TOPIC:
-                names |= {one.exprId().id(): one.name() for one in elements(node.references().toSeq())}
+                names |= {element.exprId().id(): element.name() for element in elements(node.references().toSeq())}
         return frozenset(name for number, name in names.items() if number in self._columns)
 
     @cached_property
     def whole_columns(self) -> frozenset[str]:
         return frozenset(
-            one.name()
+            column_reference.name()
             for node, _ in self._nodes
             if node.nodeName() != _OF_TOPIC
             for expression in elements(node.expressions())
-            for one in _whole_column_references(expression)
-            if one.exprId().id() in self._columns
+            for column_reference in _whole_column_references(expression)
+            if column_reference.exprId().id() in self._columns
         )
 
     def check_stream(self, output_mode: str) -> None:
@@ -353,10 +353,10 @@ class QueryPlan:
     def _columns(self) -> frozenset[int]:
         """Return the topic columns by Spark's expression ids."""
         return frozenset(
-            one.exprId().id()
+            element.exprId().id()
             for node, _ in self._nodes
             if node.nodeName() == _OF_TOPIC
-            for one in elements(node.output())
+            for element in elements(node.output())
         )
 
 
@@ -619,7 +619,7 @@ class PreparedQuery:
         explain_errors(self.statement.text, lambda: plan.check_stream(self.output_mode))
 
     def _is_whole(self, rows: DataFrame) -> bool:
-        return any(rows.columns == [one.name for one in view.columns] for view in self.whole.values())
+        return any(rows.columns == [column.name for column in view.columns] for view in self.whole.values())
 
 
 def prepare(
@@ -719,22 +719,22 @@ def _stream_folder(folder: Path, settings: TransformSettings) -> Path:
 
 def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop) -> PayloadSchemas | None:
     """Add the fields of the newest messages to the known ones; None if a topic has neither."""
-    found: dict[str, pa.Schema] = {}
+    schemas: dict[str, pa.Schema] = {}
     for topic in filter(known.grows, statement.topics):
         fields = registered_fields(loop, topic) if known.by_schema else find_fields(loop, topic)
         if fields is not None:
-            found[topic] = fields
+            schemas[topic] = fields
         elif topic not in known.inferred:
             return None
-    return known.grown_by(found) or known
+    return known.grown_by(schemas) or known
 
 
 def _check_topics(setting: str, named: Iterable[str], statement: Statement) -> None:
     """Raise `InvalidSetting` for a setting that names topics which the statement does not read."""
     for topic in named:
         if topic not in statement.topics:
-            meant = suggestion(topic, statement.topics) or f"; it reads: {', '.join(statement.topics)}"
-            raise InvalidSetting(f"{setting} names {topic!r}, a topic that the statement does not read{meant}")
+            hint = suggestion(topic, statement.topics) or f"; it reads: {', '.join(statement.topics)}"
+            raise InvalidSetting(f"{setting} names {topic!r}, a topic that the statement does not read{hint}")
 
 
 _TYPES: Final = {
@@ -777,11 +777,11 @@ def _marked_udf(made: Any) -> Any:
 
 def returned_type(name: str, function: Any) -> str:
     """Return the type of a function's results, in Spark's notation, by its annotation."""
-    given = getattr(function, "__annotations__", {}).get("return")
-    if given is None:
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    if annotation is None:
         raise InvalidSetting(f"declare what function {name!r} returns: `def {name}(…) -> float`")
-    is_type = isinstance(given, type)
-    text = given.__name__ if is_type else str(given).strip("'\"")
+    is_type = isinstance(annotation, type)
+    text = annotation.__name__ if is_type else str(annotation).strip("'\"")
     match = _OPTIONAL.fullmatch(text)
     text = text if match is None else (match[1] or match[2])
     return _TYPES.get(text.rpartition(".")[2], text)

@@ -96,7 +96,7 @@ def _has_star(plan: Any) -> bool:
         [plan.child(), *(named._2() for named in elements(plan.cteRelations()))] if plan.nodeName() == _WITH else []
     )
     return (
-        any(_is_star(one) for one in elements(plan.expressions()))
+        any(_is_star(element) for element in elements(plan.expressions()))
         or any(_has_star(child) for child in elements(plan.children()))
         or any(_has_star(one) for one in within)
     )

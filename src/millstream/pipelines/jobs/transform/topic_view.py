@@ -120,31 +120,33 @@ class TopicView:
 
     @property
     def schema(self) -> StructType:
-        return StructType([StructField(one.name, one.kind) for one in self.columns])
+        return StructType([StructField(column.name, column.kind) for column in self.columns])
 
     def types(self) -> Iterator[tuple[str, str]]:
         """Return every column with its type, as text."""
-        return ((one.name, one.kind.simpleString()) for one in self.columns)
+        return ((column.name, column.kind.simpleString()) for column in self.columns)
 
     @property
     def structs(self) -> frozenset[str]:
-        return frozenset(one.name for one in self.columns if one.origin is not Origin.RECORD and _has_fields(one.kind))
+        return frozenset(
+            column.name for column in self.columns if column.origin is not Origin.RECORD and _has_fields(column.kind)
+        )
 
     @property
     def records(self) -> tuple[str, ...]:
-        named = {one.source for one in self.columns if one.origin is Origin.RECORD}
-        if any(one.origin is not Origin.RECORD for one in self.columns):
+        named = {column.source for column in self.columns if column.origin is Origin.RECORD}
+        if any(column.origin is not Origin.RECORD for column in self.columns):
             named |= {"value", "headers"} if self.by_schema else {"value"}
         return tuple(name for name in TYPES if name in named)
 
     def narrowed(self, names: Collection[str]) -> TopicView:
         """Keep only these columns, since decoding each of them costs time."""
-        used = tuple(one for one in self.columns if one.name in names)
+        used = tuple(column for column in self.columns if column.name in names)
         read = {one.source for one in used if one.origin is Origin.FIELD}
         # Errors concern the whole payload, and new fields have no column yet.
         is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
-        fields = self.fields if is_whole else StructType([one for one in self.fields.fields if one.name in read])
-        columns = used or tuple(one for one in self.columns if one.name == "offset")
+        fields = self.fields if is_whole else StructType([field for field in self.fields.fields if field.name in read])
+        columns = used or tuple(column for column in self.columns if column.name == "offset")
         return replace(self, columns=columns, fields=fields)
 
     def example(self, spark: SparkSession) -> DataFrame:
@@ -182,7 +184,7 @@ def view_of(topic: str, payload: StructType | None, *, by_schema: bool = False) 
     columns.append(ViewColumn(ERROR, ERROR, StringType(), Origin.ERROR))
     if payload.fields:
         columns.append(ViewColumn(DOCUMENT, DOCUMENT, payload, Origin.DOCUMENT))
-    taken = {one.name.lower() for one in columns}
+    taken = {column.name.lower() for column in columns}
     for field in payload.fields:
         name = field.name
         while name.lower() in taken:
@@ -206,7 +208,7 @@ def fetching(
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
         for batch in batches:
             numbers = batch.column(0).to_pylist()
-            yield from read(batch_of_job().of(view.topic) if ranges is None else [ranges[one] for one in numbers])
+            yield from read(batch_of_job().of(view.topic) if ranges is None else [ranges[number] for number in numbers])
 
     return lambda batches: decode(records(batches))
 
@@ -224,8 +226,8 @@ def _reading(view: TopicView, brokers: str, access: Access) -> Callable[[Iterabl
 
     def read(ranges: Iterable[Range]) -> Rows:
         options = reading_options(brokers, (view.topic,), access)
-        for one in ranges:
-            yield from read_range(one, options, shape)
+        for offset_range in ranges:
+            yield from read_range(offset_range, options, shape)
 
     return read
 
@@ -234,9 +236,9 @@ def decoding(
     view: TopicView, accumulator: FindingsAccumulator, brokers: str, access: Access
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """Return the function of a task that converts records to rows of the view."""
-    schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
+    schema = pa.schema([(column.name, to_arrow_type(column.kind, timezone="UTC")) for column in view.columns])
     known = to_arrow(view.fields)
-    is_plain = all(one.origin is Origin.RECORD for one in view.columns)
+    is_plain = all(column.origin is Origin.RECORD for column in view.columns)
     by_fields = Decoder(known, evolves=view.evolves)
 
     def decoded_by() -> Callable[[pa.RecordBatch], DecodedPayloads]:
@@ -256,7 +258,7 @@ def decoding(
                 parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
                 fields = zip(known.names, decoded.columns.flatten(), strict=True)
                 parts |= {(Origin.FIELD, name): array for name, array in fields}
-            arrays = [parts[one.origin, one.source] for one in view.columns]
+            arrays = [parts[column.origin, column.source] for column in view.columns]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     return decode
@@ -274,7 +276,7 @@ def _record_findings(
     if decoded.new_fields:
         known = to_arrow(view.fields)
         if view.by_schema:
-            fields = grown(known, joined_schemas(found for _row, found in decoded.new_fields))
+            fields = grown(known, joined_schemas(schema for _row, schema in decoded.new_fields))
         else:
             fields = decide(documents(batch.column("value").to_pylist()), known=known, detects=False).fields
     if undecoded or fields is not None:
