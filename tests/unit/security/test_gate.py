@@ -20,7 +20,7 @@ from millstream.broker.security.sasl import AuthenticatedClient
 from millstream.broker.security.state import SecurityState
 from millstream.cli.certs import make_node_certificate
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
-from millstream.core.credential import SHA_256, new_credentials
+from millstream.core.credential import SHA_256, new_credentials, new_token
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.credentials import ASSERTION, PLAIN, _prove_password
@@ -94,6 +94,29 @@ async def test_an_assertion_opens_a_session_of_the_caller(
     await authentication.state.change_users(delete=[("alice", SHA_256)])
     assert session.is_revoked()
     session.close()
+
+
+async def test_sign_ins_with_a_token_on_the_listener_of_the_node_are_audited(
+    authentication: AuthenticationContext,
+) -> None:
+    """Others on the machine reach it as well."""
+    now_ms = int(time.time() * 1000)
+    token, text = new_token("User:alice", scope=frozenset(), parent="", created_ms=now_ms, expires_ms=now_ms + 60_000)
+    await authentication.state.add_token(token)
+    audit = authentication.state.audit
+    audit.take()
+    message = b"\0" + b"\0".join(part.encode() for part in text.split("."))
+    for _ in range(2):
+        session = opened(authentication, requires=True, is_internal=True)
+        assert session.begin(PLAIN, bare=False)
+        await session.step(message)
+    session = opened(authentication, requires=True, is_internal=True)
+    assert session.begin(PLAIN, bare=False)
+    with pytest.raises(AuthenticationFailed):
+        await session.step(message + b"x")
+    signed_in, failed = audit.take()
+    assert (signed_in["user"]["uid"], signed_in["status_id"], signed_in["count"]) == ("User:alice", 1, 2)
+    assert (failed["user"]["uid"], failed["status_id"]) == (token.token_id, 2)
 
 
 async def test_the_holder_of_a_certificate_may_authenticate_by_sasl_before_any_request(

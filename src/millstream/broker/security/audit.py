@@ -146,10 +146,17 @@ class AuditTrail:
     def __len__(self) -> int:
         return len(self._events)
 
-    def sign_in(self, actor: Actor, listener: str, mechanism: str) -> None:
-        """Record that a client has authenticated."""
+    def sign_in(self, actor: Actor, listener: str, mechanism: str, *, is_frequent: bool = False) -> None:
+        """Record that a client has authenticated; frequent sign-ins with one API token are counted together."""
+        key = ("sign-in", actor.principal, actor.token_id, listener)
+        if is_frequent and self._is_crowded(actor.principal, key):
+            actor, key = actor._replace(token_id=OTHERS), ("sign-in", actor.principal, OTHERS, listener)
         event = _authentication(actor.principal, actor.host, listener, mechanism)
-        self._add(event | _session(actor) | {"status_id": _SUCCESS})
+        event |= _session(actor) | {"status_id": _SUCCESS}
+        if is_frequent:
+            self._add_repeated(actor.principal, key, event)
+        else:
+            self._add(event)
 
     def fail_sign_in(self, user: str, host: str, listener: str, mechanism: str, reason: str) -> None:
         """Record that a client has failed to authenticate."""

@@ -392,9 +392,12 @@ class Session:
         )
         if is_new and self._mechanism_name == ASSERTION:
             authentication.state.audit.sign_in(self.rights.actor, HTTP, ASSERTION)
-        elif is_new and not self._gate.is_internal:
-            mechanism = self._mechanism_name or CERTIFICATE
-            authentication.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
+        elif is_new and (verified.tokens or not self._gate.is_internal):
+            # The tasks of pipelines sign in again and again.
+            mechanism, is_frequent = self._mechanism_name or CERTIFICATE, self._gate.is_internal
+            authentication.state.audit.sign_in(
+                self.rights.actor, connection.listener, mechanism, is_frequent=is_frequent
+            )
         client = cast("Client | None", connection.state)
         if client is not None:
             client.rights = self.rights
@@ -471,7 +474,11 @@ class _NodeSecret:
     async def step(self, message: bytes) -> bytes | tuple[bytes, AuthenticatedClient]:
         """Compare the secret, or verify a token."""
         if message.startswith(b"\0" + TOKEN_PREFIX.encode()):
-            return await self._authenticator.begin(PLAIN).step(message)
+            plain = self._authenticator.begin(PLAIN)
+            try:
+                return await plain.step(message)
+            finally:
+                self.user = plain.user
         if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
             raise AuthenticationFailed("this listener is for the node's own processes")
         return b"", AuthenticatedClient(principal=_NODE_PRINCIPAL)
