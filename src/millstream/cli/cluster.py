@@ -13,7 +13,7 @@ import typer
 
 from millstream.cli.connection import call_broker
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, AsJson, Common, Noun, Throttle, Wait, flag, parse_assignments
+from millstream.cli.options import COMMON, AsJson, Common, Noun, Throttle, Wait, flag, note_password, parse_assignments
 from millstream.cli.output import counted, print_json, print_line, print_note, print_result, print_table, sized
 from millstream.core.errors import MillstreamError, NotFound
 
@@ -522,6 +522,7 @@ def rebuild(
     from millstream.cli.cluster_rebuild import rebuild as rebuild_etcd
     from millstream.core.config import Config
 
+    note_password(catalog, flag="--catalog", instead="set catalog in the file of --config")
     options = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in options.items() if text}, file=config)
     folders = [folder.absolute() for folder in data or ()]
@@ -587,6 +588,7 @@ def adopt(
         raise CommandFailed(
             "--dry-run shows what an adoption would do; it cannot be combined with --undo", ExitCode.USAGE
         )
+    note_password(catalog, flag="--catalog", instead="set catalog in the file of --config")
     options = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in options.items() if text}, file=config)
     result = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Final, Self, get_type_hints
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.output import print_note
 from millstream.core.errors import InvalidSetting
-from millstream.core.setting import parse_duration_ms
+from millstream.core.setting import parse_duration_ms, without_password
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
 
@@ -233,6 +234,12 @@ def read_secret(text: str, *, flag: str) -> str:
             ExitCode.USAGE,
         )
     return read_text(text, flag=flag).strip()
+
+
+def note_password(url: str, *, flag: str, instead: str) -> None:
+    """Point out a password in a URL that was given as a flag, where the command accepts one."""
+    if without_password(url) != url:
+        print_note(f"{flag} holds a password, and every user of this machine can see it; {instead} instead")
 
 
 def read_text(text: str, *, flag: str) -> str:

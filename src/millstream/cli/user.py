@@ -17,7 +17,7 @@ import typer
 
 from millstream.cli.connection import call_broker, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag, read_text_file
+from millstream.cli.options import COMMON, Common, Noun, Yes, confirm, flag, note_password, read_text_file
 from millstream.cli.output import counted, print_list, print_result, print_with_notes
 from millstream.core.credential import SecurityChange, new_credentials, user_principal
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, ClusterNotAuthorized
@@ -152,6 +152,7 @@ def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, passwor
     """Store the user without a broker; return False if neither a folder nor a catalog is named."""
     if data is None and not url:
         return False
+    note_password(url, flag="--catalog", instead="pass --catalog-password-file")
     from contextlib import ExitStack
 
     from millstream.broker.catalog.catalog import Catalog

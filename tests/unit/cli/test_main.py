@@ -246,3 +246,22 @@ def test_a_missing_optional_package_is_named_with_its_extra(capsys: pytest.Captu
 
     assert app.run_reporting(work) == ExitCode.FAILED
     assert "aetcd is not installed; run pip install '.[cluster]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["user", "create", "alice", "--password-file", "{password}"], "pass --catalog-password-file instead"),
+        (["cluster", "rebuild", "--data", "{missing}"], "set catalog in the file of --config instead"),
+    ],
+)
+def test_a_password_among_the_arguments_is_pointed_out(tmp_path: Path, arguments: list[str], instead: str) -> None:
+    (tmp_path / "password").write_text("password-of-alice")
+    named = {"password": str(tmp_path / "password"), "missing": str(tmp_path / "missing")}
+    words = [one.format_map(named) for one in arguments]
+    catalog = "postgresql://millstream:pass-of-url@127.0.0.1:1/millstream"
+    failed = call_command([*words, "--catalog", catalog])
+    assert failed.code != 0
+    assert f"--catalog holds a password, and every user of this machine can see it; {instead}" in failed.err
+    assert "pass-of-url" not in failed.err + failed.out
+    assert "holds a password" not in call_command([*words, "--catalog", catalog.replace(":pass-of-url", "")]).err
