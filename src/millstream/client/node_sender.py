@@ -61,6 +61,11 @@ class NodeSender:
     def is_open(self) -> bool:
         return self._channel is not None and self._channel.is_open
 
+    @property
+    def is_throttled(self) -> bool:
+        """Whether it waits because the client has exceeded its quota."""
+        return self._muted_until > self._loop.time()
+
     def open(self, pool: Pool, channel: Channel) -> None:
         """Send over this connection from now on."""
         self._pool, self._channel = pool, channel

@@ -400,7 +400,7 @@ class PartitionQueue:
     def expire(self, now: float) -> float | None:
         """Fail batches that have waited too long, even in flight; return when the next one expires."""
         while (first := self._first()) is not None and first.deadline <= now:
-            cause = "the broker does not respond" if first.in_flight else self.cause
+            cause = "the broker does not respond" if first.in_flight else self._reason
             first.maybe_stored |= first.in_flight
             missed = f"no acknowledgement within {self.timeout_s:g} s ({cause})"
             if first.maybe_stored:
@@ -410,10 +410,16 @@ class PartitionQueue:
         while not self.sent and self.waiting and self.waiting[0].deadline <= now:
             batch = self.waiting.popleft()
             self.waiting_bytes -= batch.size
-            batch.failed(NotStoredInTime(f"not sent within {self.timeout_s:g} s ({self.cause}); nothing was stored"))
+            batch.failed(NotStoredInTime(f"not sent within {self.timeout_s:g} s ({self._reason}); was not stored"))
         if first is None and self.waiting:
             first = self.waiting[0]
         return None if first is None else first.deadline
+
+    @property
+    def _reason(self) -> str:
+        if self.sender is not None and self.sender.is_throttled:
+            return "the broker throttles this client, which has exceeded its quota"
+        return self.cause
 
     def fail_all(self, error: MillstreamError) -> None:
         """Fail everything that waits or is in flight, and accept nothing more; report unknown outcomes."""

@@ -64,6 +64,9 @@ async def test_the_cluster_is_asked_for_the_reason(monkeypatch: pytest.MonkeyPat
         "cannot publish to 'orders' now, no response in time: the catalog is away since noon;"
     )
     assert await output(monkeypatch, late, None) is late
+    assert str(await output(monkeypatch, late, {})).startswith(
+        "cannot publish to 'orders' now, no response in time; try again"
+    )
 
 
 async def test_of_several_failed_messages_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

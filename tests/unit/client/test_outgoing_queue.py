@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -227,8 +228,19 @@ async def test_queued_and_in_flight_batches_time_out() -> None:
     assert (await receipts[1]).offset == 2
     assert queue.needs_identity
     assert queue.expire(300.0) is None
-    with pytest.raises(RequestTimedOut, match="nothing was stored"):
+    with pytest.raises(RequestTimedOut, match="was not stored"):
         await receipts[2]
+
+
+async def test_a_batch_that_waits_for_a_quota_says_so_when_it_expires() -> None:
+    throttled, _ = sender(1, [])
+    throttled._muted_until = float("inf")
+    queue = queue_of()
+    queue.sender = throttled
+    receipt = add(queue)
+    assert queue.expire(100.0) is None
+    with pytest.raises(RequestTimedOut, match=r"exceeded its quota.* was not stored"):
+        await receipt
 
 
 async def test_an_abandoned_queue_reports_uncertain_batches_and_refuses_new_ones() -> None:
@@ -249,7 +261,7 @@ async def test_an_abandoned_queue_reports_uncertain_batches_and_refuses_new_ones
 
 def queue_take(queue: PartitionQueue) -> OutgoingBatch:
     """Do what the sender does when the queue may send."""
-    queue.sender = queue.sender or cast("NodeSender", object())
+    queue.sender = queue.sender or cast("NodeSender", SimpleNamespace(is_throttled=False))
     queue.troubled = False
     assert queue.can_send
     return queue.take()

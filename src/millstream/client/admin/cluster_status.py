@@ -145,11 +145,11 @@ async def find_lost(client: Client, topic: str, partition: int, offset: int) -> 
 
 
 async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:
-    """Build an error that says what could not be done, with the reasons that the node reports."""
+    """Build an error that says what could not be done, with the reasons that the node reports, if any."""
     status = await _find_status(client)
     reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
-    reason = "; ".join(reasons) or "the cluster did not complete it in time"
-    return RequestTimedOut(f"{attempted}: {reason}; try again, and check the cluster with millstream cluster status")
+    text = ": ".join([attempted, *(["; ".join(reasons)] if reasons else [])])
+    return RequestTimedOut(f"{text}; try again, and check the cluster with millstream cluster status")
 
 
 UNREACHABLE = "unreachable"
