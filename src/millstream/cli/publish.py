@@ -18,7 +18,7 @@ import typer
 from millstream.cli.connection import call_broker, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import COMMON, Common, duration, flag
-from millstream.cli.output import Progress, as_json_text, counted, print_line, print_note
+from millstream.cli.output import Progress, as_json_text, counted, one_line, print_line, print_note
 from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorUnavailable,
@@ -27,6 +27,7 @@ from millstream.core.errors import (
     PublishFailed,
     RequestTimedOut,
     SchemaMismatch,
+    UnknownTopic,
 )
 
 if TYPE_CHECKING:
@@ -200,9 +201,28 @@ def publish(
         print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
         as_json=common.as_json,
     )
-    number = call_broker(common, lambda client: _publish(client, order))
+
+    async def operation(client: Client) -> tuple[int, bool]:
+        is_new = await _is_missing(client, topic)
+        return await _publish(client, order), is_new
+
+    number, is_new = call_broker(common, operation)
+    if is_new and number:
+        print_note(f"Topic {one_line(topic)} did not exist; the broker created it.")
     if value is None and not common.as_json:
         print_note(f"Published {counted(number, 'message')} to {topic}.")
+
+
+async def _is_missing(client: Client, topic: str) -> bool:
+    from millstream.client.admin.topics import find_topic
+
+    # This is only for a note, so other errors are left to the publisher.
+    with suppress(MillstreamError):
+        try:
+            await find_topic(client, topic)
+        except UnknownTopic:
+            return True
+    return False
 
 
 def _headers(options: list[str]) -> tuple[tuple[str, bytes], ...]:
