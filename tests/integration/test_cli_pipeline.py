@@ -83,6 +83,9 @@ def test_invalid_declarations_are_refused_before_anything_is_created(millstream:
         assert refused.code == 2
         assert problem in refused.err
     assert millstream("pipeline", "update", "wrong").code == 2
+    assert millstream("pipeline", "create", "land", "typing", "--topic", "orders", "--stopped").code == 0
+    refused = millstream("pipeline", "update", "typing", "--unset", "every.sm")
+    assert (refused.code, "unknown setting 'every.sm'" in refused.err) == (2, True)
     for command in (("start", "wrong"), ("stop", "wrong"), ("delete", "wrong"), ("update", "wrong", "--unset", "lake")):
         refused = millstream("pipeline", *command)
         assert (refused.code, "pipeline 'wrong' does not exist" in refused.err) == (3, True)

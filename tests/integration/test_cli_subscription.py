@@ -48,6 +48,18 @@ def test_errors_use_the_names_that_were_typed(millstream: CommandLine, name: str
             assert output in refused.err
 
 
+def test_a_setting_that_does_not_exist_cannot_be_reset(millstream: CommandLine, server: Server, name: str) -> None:
+    refused = millstream("subscription", "update", name, "--unset", "millstream.filtre")
+    assert refused.code == 2
+    assert "unknown setting 'millstream.filtre' of a subscription; did you mean 'millstream.filter'?" in refused.err
+    # Kafka's tools remove settings of other versions.
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    change = ConfigEntry("millstream.filtre", "", incremental_operation=AlterConfigOpType.DELETE)
+    resource = ConfigResource(ConfigResource.Type.GROUP, name, incremental_configs=[change])
+    for altered in admin.incremental_alter_configs([resource]).values():
+        altered.result(60)
+
+
 def test_a_seek_in_a_missing_partition_is_not_found(millstream: CommandLine, name: str) -> None:
     refused = millstream("subscription", "seek", name, "--to", "start", "--partition", 7)
     assert (refused.code, "has no queue there" in refused.err) == (3, True)

@@ -592,6 +592,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     moved = ("group", "reset", group, "--to", "3")
     refused = berlin(*moved)
     assert (refused.code, mirror in refused.err, committed(berlin, group)) == (2, True, [2]), refused.err
+    assert berlin("mirror", "update", mirror, "--unset", "topcis").code == 2
     narrowed = berlin("mirror", "update", mirror, "--set", "topics=nothing", "--json")
     assert any(topic in note and "still copied" in note for note in narrowed.document["notes"]), narrowed.out
     widened = berlin("mirror", "update", mirror, "--set", f"topics={topic}.*", "--json")

@@ -448,7 +448,7 @@ def update(
         **dict.fromkeys(unset or []),
     }
     if not changes and topic is None:
-        raise typer.BadParameter("nothing to change; see --help for the settings")
+        raise typer.BadParameter("nothing to change; pass the flag of a setting, --topic, --set or --unset")
 
     async def operation(client: Client) -> list[str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -537,7 +537,11 @@ def seek(
     )
     moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))
     if not moved:
-        raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there", ExitCode.NOT_FOUND)
+        raise CommandFailed(
+            f"there is nothing to move: subscription {name!r} has no queue there; millstream subscription describe "
+            f"{name} shows its topics and partitions",
+            ExitCode.NOT_FOUND,
+        )
     if common.as_json:
         print_json({"subscription": name, "queues": moved})
         return
@@ -550,7 +554,7 @@ def seek(
 def pull(
     name: Name,
     number: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, help="The maximum number of messages.")] = 10,
-    wait: Annotated[float, duration("--wait", "How long to wait for messages.", show_default="0s")] = 0.0,
+    wait: Annotated[float, duration("--wait", "How long to wait for messages. Default: 0s.", show_default=False)] = 0.0,
     accept: Annotated[bool, typer.Option("--accept", help="Accept them once they are printed.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release them once they are printed.")] = False,
     reject: Annotated[

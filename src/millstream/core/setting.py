@@ -248,6 +248,14 @@ class Settings:
         return InvalidSetting(f"unknown setting {name!r} of {cls.holder}{hint}")
 
     @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raise `InvalidSetting` for the first setting that does not exist."""
+        declared = cls.declared()
+        for name in names:
+            if name not in declared:
+                raise cls.unknown(name)
+
+    @classmethod
     def _parse(cls, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return values by attribute."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}

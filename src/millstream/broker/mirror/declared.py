@@ -58,6 +58,7 @@ class Mirrors(NamedHolder[Mirror]):
         """Change settings durably; None resets one to its default."""
 
         def changed(now: Mirror) -> Mirror:
+            MirrorSettings.check_names(changes)
             overrides = with_changes(now.overrides, changes)
             settings = check_mirror(name, overrides)
             check_destinations(MirrorSettings, {*now.overrides, *now.sealed}, now.overrides, changes)

@@ -144,6 +144,7 @@ class Pipelines(NamedHolder[Pipeline]):
         """
 
         def changed(now: Pipeline) -> Pipeline:
+            now.settings_class.check_names(changes)
             overrides = with_changes(now.overrides, changes)
             if "requirements" in changes and "lock" not in changes:
                 # The lock belonged to the previous requirements.

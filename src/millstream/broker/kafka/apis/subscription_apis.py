@@ -180,6 +180,7 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
         ]
 
     async def handle(self, request: AlterSubscriptionRequest, owner: Owner | None = None) -> Response:
+        SubscriptionSettings.check_names(request.settings)
         await self._service.alter(
             request.name,
             request.settings,
