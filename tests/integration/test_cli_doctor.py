@@ -56,6 +56,9 @@ def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: St
     silent = millstream("doctor", "--timeout", 1, "--json")
     assert silent.code == 4
     assert found(silent.document, "broker")[0][0] == "problem"
+    (finding,) = (one for one in silent.document["findings"] if one["check"] == "broker")
+    assert "millstream serve" not in finding["detail"]
+    assert "millstream serve" in finding["advice"]
 
 
 def test_an_embedded_broker_without_a_gateway_is_healthy(millstream_broker: millstream.Sandbox) -> None:

@@ -103,7 +103,11 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     started = time.monotonic()
     try:
         connecting = Client.connect(
-            brokers, client_id=CLIENT_ID, timeout_s=timeout_s, credentials=command_credentials()
+            brokers,
+            client_id=CLIENT_ID,
+            timeout_s=timeout_s,
+            credentials=command_credentials(),
+            advice="",
         )
         async with connecting as client:
             metadata = await client.metadata()
@@ -118,7 +122,8 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         return [problem("broker", str(error), "check the address and the options for TLS", ExitCode.UNREACHABLE)]
     except (BrokerUnreachable, RequestTimedOut) as error:
         advice = "start it with: millstream serve; or pass its address with --brokers HOST:PORT"
-        return [problem("broker", f"no broker responds at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
+        text = str(error) if isinstance(error, BrokerUnreachable) else f"no broker responds at {brokers}: {error}"
+        return [problem("broker", text, advice, ExitCode.UNREACHABLE)]
     except AuthenticationFailed as error:
         advice = "check --user, --password-file, --token-file and --tls-ca, or the profile"
         return [problem("broker", str(error), advice, ExitCode.USAGE)]
@@ -147,7 +152,8 @@ def _check_nodes(away: list[int]) -> Iterator[Finding]:
     if away:
         names = ", ".join(map(str, away))
         detail = f"node {names} is down" if len(away) == 1 else f"nodes {names} are down"
-        advice = "start them, or move their replicas: millstream cluster plan remove NODE"
+        them = "it, or move its" if len(away) == 1 else "them, or move their"
+        advice = f"start {them} replicas: millstream cluster plan remove NODE"
         yield problem("nodes", detail, advice)
 
 

@@ -639,7 +639,8 @@ class Client:
         tried = _join_addresses(addresses) + ("" if silent else within)
         if not may_be_down:
             raise UnexpectedServer(f"no broker responded at {tried}: {'; '.join(reasons)}")
-        raise BrokerUnreachable(f"no broker responded at {tried} ({'; '.join(reasons)}); {self._advice}") from silent
+        advised = f"; {self._advice}" if self._advice else ""
+        raise BrokerUnreachable(f"no broker responded at {tried} ({'; '.join(reasons)}){advised}") from silent
 
     def _pool(self, host: str, port: int) -> Pool:
         if self._closed:
