@@ -65,7 +65,7 @@ Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Only for c
 Resources = Annotated[
     list[str],
     typer.Argument(
-        metavar="TYPE:NAME…",
+        metavar="TYPE:NAME",
         help="The resources: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster.",
         show_default=False,
     ),

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import zip_longest
 from typing import Annotated, Any, Final
@@ -199,16 +199,36 @@ def _coerce_only_text() -> None:
     for kind in (TyperOption, TyperArgument):
         coercion_of: Any = getattr(kind, "get_runtime_param", None)
         # Versions of typer without pydantic do not have it.
-        if coercion_of is not None and not isinstance(coercion_of, partial):
+        if coercion_of is not None:
             typed = _TypedValue(coercion_of)
             kind.get_runtime_param = partial(lambda typed: typed, typed)  # type: ignore[method-assign]
+
+
+def _argument_name(argument: Any) -> str:
+    name = argument.metavar + ("..." if argument.nargs != 1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+@cache
+def _adapt_typer() -> None:
+    """Write arguments in help texts as NAME and [NAME], which versions of typer do differently."""
+    _coerce_only_text()
+    describe: Any = TyperArgument.get_help_record
+
+    def get_help_record(argument: Any, ctx: Any) -> tuple[str, str] | None:
+        described = describe(argument, ctx)
+        return described and (_argument_name(argument), described[1])
+
+    patched: Any = TyperArgument
+    patched.get_help_record = get_help_record
+    patched.get_usage_pieces = lambda argument, _: [_argument_name(argument)]
 
 
 def call(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
 
     def run() -> Any:
-        _coerce_only_text()
+        _adapt_typer()
         given = complete_switches(take_credentials(arguments))
         return build_app(_requested_commands(given))(args=given, prog_name=PROGRAM, standalone_mode=False)
 

@@ -75,7 +75,7 @@ Settings = Annotated[
 
 NodeNumber = Annotated[int, typer.Argument(metavar="NODE", min=0, help="The id of the node.", show_default=False)]
 PlanId = Annotated[
-    str, typer.Argument(metavar="[PLAN]", help="The id of the plan. Default: the last one.", show_default=False)
+    str, typer.Argument(metavar="PLAN", help="The id of the plan. Default: the last one.", show_default=False)
 ]
 
 

@@ -60,9 +60,7 @@ START_S = 3.0
 Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The name of the mirror.", show_default=False)]
 Topics = Annotated[
     list[str] | None,
-    typer.Option(
-        "--topics", metavar="PATTERN", help="Only copies whose whole name matches; may be repeated.", show_default="all"
-    ),
+    flag("--topics", "PATTERN", "Only copies whose whole name matches; may be repeated. Default: all."),
 ]
 Address = Annotated[
     str,
@@ -117,9 +115,7 @@ NO_ACCESS = SourceAccess()
 def create(
     name: Name,
     source: Annotated[str, flag("--from", "HOST:PORT[,...]", "The brokers of the source.")],
-    topics: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Mirror topics whose whole name matches.", show_default="all")
-    ] = "",
+    topics: Annotated[str, flag("--topics", "PATTERN", "Mirror topics whose whole name matches. Default: all.")] = "",
     exclude: Annotated[
         str, typer.Option(metavar="PATTERN", help="Exclude topics whose whole name matches.", show_default=False)
     ] = "",
@@ -278,11 +274,15 @@ def cutover(
     name: Name,
     topics: Topics = None,
     wait: Annotated[
-        float, duration("--wait", "How long to wait until the copies have caught up.", show_default="5m")
+        float, duration("--wait", "How long to wait until the copies have caught up. Default: 5m.", show_default=False)
     ] = 300.0,
     idle: Annotated[
         float,
-        duration("--idle", "How long the source must be idle before its writers count as stopped.", show_default="5s"),
+        duration(
+            "--idle",
+            "How long the source must be idle before its writers count as stopped. Default: 5s.",
+            show_default=False,
+        ),
     ] = 5.0,
     yes: Yes = False,
     common: Common = LONG_WAIT,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.output import print_note
@@ -79,10 +80,10 @@ TimeoutSeconds = Annotated[
     float,
     duration(
         "--timeout",
-        "How long to wait for a broker before giving up.",
+        "How long to wait for a broker before giving up. Default: 10s.",
         minimum=0.1,
         envvar="MILLSTREAM_TIMEOUT",
-        show_default="10s",
+        show_default=False,
     ),
 ]
 DEFAULT_TIMEOUT_S = 10.0
@@ -156,12 +157,22 @@ class Noun(typer.Typer):
         """Add the function that follows as a command."""
 
         def add_spread(command: Callable[..., None]) -> Callable[..., None]:
-            taken = signature(command, eval_str=True).parameters.values()
-            epilog = _CONNECTION_HELP if any(one.annotation is Common for one in taken) else None
-            super(Noun, self).command(name, **{"epilog": epilog, **given})(expand_options(command))
+            expanded = expand_options(command)
+            taken = signature(expanded, eval_str=True).parameters
+            for one in taken.values():
+                _name_argument(one)
+            epilog = _CONNECTION_HELP if "brokers" in taken else None
+            super(Noun, self).command(name, **{"epilog": epilog, **given})(expanded)
             return command
 
         return add_spread
+
+
+def _name_argument(parameter: Parameter) -> None:
+    """Call an argument in help texts and errors by its name in capitals, if it has no other."""
+    for declared in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(declared, ArgumentInfo) and declared.metavar is None:
+            declared.metavar = parameter.name.upper()
 
 
 def expand_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:

@@ -224,7 +224,7 @@ KindOrName = Annotated[
 ]
 
 TopicNames = Annotated[
-    list[str] | None, typer.Argument(metavar="[TOPIC]...", help="For land: the topics.", show_default=False)
+    list[str] | None, typer.Argument(metavar="TOPIC", help="For land: the topics.", show_default=False)
 ]
 
 Once = Annotated[bool, typer.Option("--once", help="Process what is stored, then exit. Default: run until Ctrl-C.")]

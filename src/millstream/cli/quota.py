@@ -18,7 +18,7 @@ app = Noun(help="Limit the bytes per second of users and client ids.", no_args_i
 Entity = Annotated[
     list[str],
     typer.Argument(
-        metavar="TYPE:NAME…",
+        metavar="TYPE:NAME",
         help="Who is limited: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` "
         "without a name stand for each one without its own quota.",
         show_default=False,

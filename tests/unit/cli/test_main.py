@@ -67,6 +67,31 @@ def test_every_command_has_help() -> None:
         assert (f"\n  {command} " in listed.out) == (not command.endswith("-reference"))
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("publish", "TOPIC [VALUE]"),
+        ("quota set", "TYPE:NAME..."),
+        ("cluster apply", "[PLAN]"),
+        ("pipeline run", "NAME|KIND [TOPIC...]"),
+        ("pipeline rule delete", "NAME RULE..."),
+    ],
+)
+def test_help_names_arguments_in_capitals_and_optional_ones_in_brackets(command: str, usage: str) -> None:
+    helped = call_command([*command.split(), "--help"])
+    assert helped.out.startswith(f"Usage: millstream {command} [OPTIONS] {usage}\n")
+    for name in usage.split():
+        assert f"\n  {name}  " in helped.out
+    assert "<str>" not in helped.out
+
+
+@pytest.mark.parametrize(
+    "command", ["topic list", "doctor", "subscription update", "pipeline run", "pipeline create job"]
+)
+def test_commands_that_connect_say_that_they_take_an_identity(command: str) -> None:
+    assert "It also takes --profile" in call_command([*command.split(), "--help"]).out
+
+
 @pytest.mark.parametrize("arguments", [[], ["topic"], ["group"]])
 def test_no_command_prints_help(arguments: list[str]) -> None:
     reported = call_command(arguments)
@@ -79,7 +104,7 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
     [
         (["launch"], "No such command 'launch'"),
         (["topic", "lst"], "Did you mean 'list'?"),
-        (["tail"], "Missing argument"),
+        (["tail"], "Missing argument 'TOPIC'"),
         (["tail", "x", "--nope"], "No such option: --nope"),
         (["tail", "x", "-n", "many"], "Invalid value for '-n' / '--number': 'many' is not a whole number ("),
         (["tail", "x", "-n", "-1"], "Invalid value for '-n' / '--number': -1 is below 0 ("),
@@ -97,7 +122,7 @@ def test_no_command_prints_help(arguments: list[str]) -> None:
             "Invalid value for '--delay': 'inf' is not a length of time such as 30s",
         ),
         (["client", "list", "--interval", "2m"], "Invalid value for '--interval': 2m is above 60 s ("),
-        (["message", "show", "x", "0", str(10**20)], f"Invalid value for 'offset': {10**20} is too large ("),
+        (["message", "show", "x", "0", str(10**20)], f"Invalid value for 'OFFSET': {10**20} is too large ("),
         (["topic", "create", "x", "--partitions", str(10**11)], f"'--partitions': {10**11} is above 2147483647 ("),
         (["topic", "create", "x", "--replication", str(10**5)], f"'--replication': {10**5} is above 32767 ("),
         (["--brokers", "127.0.0.1:1", "launch"], "No such command 'launch'"),
