@@ -218,7 +218,7 @@ def _run_row(run: dict[str, Any]) -> list[Any]:
         f"{run['took_s']:.0f} s",
         run["attempt"],
         run["node"],
-        run["code_hash"][:8],
+        run["code_hash"],
         ", ".join(f"{key}: {value}" for key, value in run["progress"].items()),
         headline(run["error"]) or None,
     ]

@@ -708,7 +708,7 @@ class JobSettings(PipelineSettings):
 
     def _check(self) -> None:
         if not self.code.strip():
-            raise InvalidSetting("a job needs `code`, a program that defines run(spark, millstream)")
+            raise InvalidSetting("a job needs `code` (--file), a program that defines run(spark, millstream)")
         present = [
             name
             for name, has in (("every.ms", self.every_ms), ("cron", self.cron), ("continuous", self.continuous))
