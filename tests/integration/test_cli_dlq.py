@@ -59,6 +59,8 @@ def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: Comm
     reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "held_back": 0, "uncertain": 0}
     assert filtered == {**reported, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
     assert open_letters(millstream, name) == LETTERS - 9
+    deleted = millstream("topic", "delete", name, "--yes").err
+    assert f"of which 7 messages are not delivered yet and {LETTERS - 9} messages are dead-lettered." in deleted
 
 
 def pulled(millstream: CommandLine, name: str, count: int, *how: object) -> list[dict[str, Any]]:

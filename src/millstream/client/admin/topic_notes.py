@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -13,7 +14,7 @@ from millstream.client.admin.topics import default_replication, find_topic
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import PipelineKind
 from millstream.core.subscription import DEAD_LETTER_TOPIC, OWN_PREFIX
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient, open_letters
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
@@ -158,11 +159,20 @@ async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
     with suppress(MillstreamError, ValueError):
         described = await SubscriptionClient(client).describe()
         shown = [subscription for subscription in described if not subscription["name"].startswith(OWN_PREFIX)]
-        return [_sentence(subscription, topic) for subscription in shown if topic.name in subscription["topics"]]
+        readers = [subscription for subscription in shown if topic.name in subscription["topics"]]
+        return [_sentence(subscription, topic, await _open_letters(client, subscription)) for subscription in readers]
     return []
 
 
-def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
+async def _open_letters(client: Client, described: dict[str, Any]) -> float:
+    """Return how many letters of a subscription are open at most."""
+    # The queues count all messages that were ever dead-lettered, those that have been redriven or purged included.
+    with suppress(MillstreamError):
+        return await open_letters(client, described["settings"][DEAD_LETTER_TOPIC])
+    return math.inf
+
+
+def _sentence(described: dict[str, Any], topic: TopicMetadata, letters_max: float) -> str:
     subject = f"Subscription {described['name']} reads {topic.name}"
     queues = {queue["partition"]: queue for queue in described["queues"] if queue["topic"] == topic.name}
     left, dropped, dead = (
@@ -171,7 +181,7 @@ def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
     if len(queues) < len(topic.partitions):
         # Queues that were not used since their leader was elected are not counted.
         return f"{subject}; the number of messages that are not delivered yet is unknown."
-    counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
+    counted = ((left, "not delivered yet"), (dropped, "dropped"), (min(dead, letters_max), "dead-lettered"))
     notes = [f"{'1 message is' if n == 1 else f'{n:,} messages are'} {how}" for n, how in counted if n]
     if notes:
         return f"{subject}, of which {' and '.join(notes)}."
