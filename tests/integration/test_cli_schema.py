@@ -35,7 +35,11 @@ def test_schemas_are_registered_shown_compared_and_deleted(millstream: CommandLi
     assert millstream("schema", "delete", subject, "--version", "1", "--json").document["versions"] == [1]
     assert millstream("schema", "delete", subject).code == 0
     assert millstream("schema", "delete", subject, "--permanent", "--json").document["versions"] == [1, 2]
-    assert millstream("schema", "show", subject).code == ExitCode.NOT_FOUND
+    gone = millstream("schema", "show", subject)
+    assert (gone.code, "millstream schema list shows those that do" in gone.err) == (ExitCode.NOT_FOUND, True)
+    file.write_text('{"type": "recor"}')
+    refused = millstream("schema", "register", subject, file)
+    assert (refused.code, refused.err.startswith(f"millstream: {file} is not a valid schema: ")) == (2, True)
 
 
 def test_the_level_is_set_and_reset(millstream: CommandLine, topic: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -21,8 +23,8 @@ from millstream.cli.options import (
 )
 from millstream.cli.output import counted, print_line, print_list, print_result
 from millstream.client.admin.position import POSITION_HELP, parse_position
-from millstream.core.errors import InvalidRequest
-from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
+from millstream.core.errors import InvalidRequest, SchemaRegistryError
+from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES, RegistryCode
 
 if TYPE_CHECKING:
     from millstream.protocol.private.schema_messages import SchemaMessage
@@ -61,6 +63,21 @@ References = Annotated[
 ]
 
 
+@contextmanager
+def _explained(subject: str, *, file: Path | None = None) -> Iterator[None]:
+    """Say what to do about a missing subject, and what is wrong with a file; the registry answers as Confluent's."""
+    try:
+        yield
+    except SchemaRegistryError as error:
+        if error.code == RegistryCode.SUBJECT_NOT_FOUND:
+            text = f"subject {subject!r} does not exist; millstream schema list shows those that do"
+        elif error.code == RegistryCode.INVALID_SCHEMA and file is not None:
+            text = f"{file} is not a valid schema: {error}"
+        else:
+            raise
+        raise SchemaRegistryError(text, code=error.code) from error
+
+
 @app.command("list")
 def list_(
     prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
@@ -88,7 +105,10 @@ def show(
     """Print a version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, readable
 
-    version_found = call_broker(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
+    with _explained(subject):
+        version_found = call_broker(
+            common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted)
+        )
     print_result(_document(version_found), readable(version_found).rstrip("\n"), as_json=common.as_json)
 
 
@@ -106,7 +126,9 @@ def diff(
     async def both(client: Client) -> list[SchemaMessage]:
         return [await SchemaClient(client).version(subject, version) for version in (old, new)]
 
-    for line in difference(*call_broker(Common(brokers=brokers, timeout=timeout), both)):
+    with _explained(subject):
+        versions = call_broker(Common(brokers=brokers, timeout=timeout), both)
+    for line in difference(*versions):
         print_line(line)
 
 
@@ -130,7 +152,8 @@ def register(
         references=[parse_reference(text) for text in references or ()],
         normalize=normalize,
     )
-    made = call_broker(common, lambda client: SchemaClient(client).register(request))
+    with _explained(subject, file=file):
+        made = call_broker(common, lambda client: SchemaClient(client).register(request))
     text = f"{subject} version {made.version} is registered with id {made.id}."
     print_result({"subject": subject, "version": made.version, "id": made.id}, text, as_json=common.as_json)
 
@@ -147,7 +170,8 @@ def delete(
     from millstream.protocol.private.schema_messages import DeleteSubjectRequest
 
     request = DeleteSubjectRequest(subject=subject, version=version, permanent=permanent)
-    versions = call_broker(common, lambda client: SchemaClient(client).delete(request))
+    with _explained(subject):
+        versions = call_broker(common, lambda client: SchemaClient(client).delete(request))
     listed = ", ".join(str(number) for number in versions)
     text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
     print_result({"subject": subject, "versions": versions}, text, as_json=common.as_json)
@@ -218,10 +242,11 @@ def check(
         references=[parse_reference(text) for text in references or ()],
     )
     begin = None if since is None else parse_position(since)
-    found = call_broker(
-        common,
-        lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=common.timeout),
-    )
+    with _explained(subject, file=file):
+        found = call_broker(
+            common,
+            lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=common.timeout),
+        )
     lines = [f"{subject}: {'incompatible' if found.reasons else 'compatible'}."]
     if found.reasons:
         explained = explain_reasons(found.reasons, request.schema)
