@@ -6,6 +6,7 @@ msgspec's own messages name Python types, and paths such as `$.max`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 _PLACE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?:key in )?\$\.?(?P<place>.*?)`)?", re.DOTALL)
@@ -23,8 +24,11 @@ _KINDS: Final = {
 _ORDERS: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
 
 
-def plain_problem(error: Exception, *, is_text: bool = False) -> str:
-    """Return the problem and its field; `is_text` if every value was given as text, as in a query string."""
+def plain_problem(error: Exception, *, is_text: bool = False, fields: Sequence[str] = ()) -> str:
+    """Return the problem and its field; `is_text` if every value was given as text, as in a query string.
+
+    `fields` are those of the whole object, for someone who named another one.
+    """
     match = _PLACE.fullmatch(str(error))
     if match is None:
         return str(error)
@@ -32,7 +36,10 @@ def plain_problem(error: Exception, *, is_text: bool = False) -> str:
     if field := _FIELD.fullmatch(problem):
         name = f"{place}.{field[2]}" if place else field[2]
         noun = "parameter" if is_text else "field"
-        return f"the {noun} `{name}` is missing" if field[1].startswith("missing") else f"there is no {noun} `{name}`"
+        if field[1].startswith("missing"):
+            return f"the {noun} `{name}` is missing"
+        known = "" if place or not fields else f"; the {noun}s are {', '.join(f'`{one}`' for one in fields)}"
+        return f"there is no {noun} `{name}`{known}"
     what = f"`{place}`" if place else "it"
     if expected := _EXPECTED.fullmatch(problem):
         return f"{what} must be {_expectation(expected, is_text=is_text)}"

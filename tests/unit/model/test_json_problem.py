@@ -53,6 +53,14 @@ def test_a_problem_names_the_place_and_the_error(document: str, problem: str) ->
     assert plain_problem(raised.value) == problem
 
 
+def test_an_unknown_field_is_answered_with_those_that_exist() -> None:
+    with pytest.raises(msgspec.ValidationError) as raised:
+        msgspec.json.decode('{"maximum": 1}', type=_Document)
+    assert (
+        plain_problem(raised.value, fields=("max", "key")) == "there is no field `maximum`; the fields are `max`, `key`"
+    )
+
+
 @pytest.mark.parametrize(
     ("query", "problem"),
     [

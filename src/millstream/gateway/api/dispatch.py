@@ -346,7 +346,8 @@ class _Reader:
         try:
             return msgspec.convert(values, self._query_type, strict=False)
         except msgspec.ValidationError as error:
-            raise invalid(f"the query is invalid: {plain_problem(error, is_text=True)}") from None
+            problem = plain_problem(error, is_text=True, fields=_fields_of(self._query_type))
+            raise invalid(f"the query is invalid: {problem}") from None
 
 
 def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
@@ -354,7 +355,7 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise invalid(f"the body is invalid: {plain_problem(error)}") from None
+        raise invalid(f"the body is invalid: {plain_problem(error, fields=_fields_of(decoder.type))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
@@ -365,6 +366,12 @@ def parse_pairs(text: bytes, what: str) -> list[tuple[str, str]]:
         return parse_qsl(text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX)
     except ValueError as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"{what} cannot be parsed: {error}") from None
+
+
+def _fields_of(kind: Any) -> list[str]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [field.encode_name for field in msgspec.structs.fields(kind)]
+    return []
 
 
 def host_of(scope: Scope) -> str:
