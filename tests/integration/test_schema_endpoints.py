@@ -202,6 +202,8 @@ def test_the_command_line_publishes_and_shows_decoded_messages(
     refused = command("publish", topic, '{"ids": 5}', "--schema", subject)
     assert (refused.code, "ids" in refused.err) == (2, True)
     assert command("publish", topic, "not json", "--schema", subject).code == 2
+    missing = command("publish", topic, "{}", "--schema", f"{subject}x")
+    assert (missing.code, "millstream schema list shows those that do" in missing.err) == (3, True)
 
 
 def test_a_topic_is_described_with_its_schema_and_its_readers(command: CommandLine, subject: str) -> None:

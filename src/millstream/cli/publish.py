@@ -27,8 +27,10 @@ from millstream.core.errors import (
     PublishFailed,
     RequestTimedOut,
     SchemaMismatch,
+    SchemaRegistryError,
     UnknownTopic,
 )
+from millstream.core.schema import RegistryCode
 
 if TYPE_CHECKING:
     from millstream.client.message import Receipt
@@ -316,6 +318,11 @@ async def _encode(client: Client, order: _Order, records: list[NewRecord], first
             ) from error
         except SchemaMismatch as error:
             raise CommandFailed(f"{where}{error}", ExitCode.USAGE) from error
+        except SchemaRegistryError as error:
+            if error.code != RegistryCode.SUBJECT_NOT_FOUND:
+                raise
+            text = f"subject {order.schema!r} does not exist; millstream schema list shows those that do"
+            raise CommandFailed(text, ExitCode.NOT_FOUND) from error
     return encoded
 
 

@@ -203,7 +203,10 @@ async def _find_group(client: Client, name: str) -> Group:
 
 
 def _unknown_group(name: str) -> UnknownGroup:
-    return UnknownGroup(f"group {name!r} does not exist; `millstream group list` and GET /v1/groups list those that do")
+    return UnknownGroup(
+        f"group {name!r} does not exist; `millstream group list` and GET /v1/groups list those that do, "
+        "`millstream subscription list` and GET /v1/subscriptions the subscriptions"
+    )
 
 
 async def _describe_newer(client: Client, name: str, kind: str) -> Group | None:
