@@ -17,6 +17,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -180,42 +181,22 @@ class QueueSubject(ABC):
         }
 
 
-class Millstream:
-    """One server for all of its clients; the first one starts it."""
-
-    def __init__(self) -> None:
-        self.server: Server | None = None
-        self._stack = ExitStack()
-
-    def start(self) -> Server:
-        """The server with its defaults, which sync before they respond."""
-        if self.server is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
-            self.server = self._stack.enter_context(Server(folder / "data"))
-        return self.server
-
-    def close(self) -> None:
-        with self._stack:
-            if self.server is not None and self.server.is_running():
-                self.server.stop()
-            self.server = None
-
-
 class MillstreamSubject(QueueSubject):
-    """A subscription on a topic with one partition."""
+    """A subscription on a topic with one partition; all clients share one server, which syncs before it responds."""
 
-    module: str
     durability = "published: synced; accepted: synced before the worker gets a response"
 
-    def __init__(self, shared: Millstream) -> None:
+    def __init__(self, start: Callable[[], Server], name: str, module: str, batch: int, settings: str) -> None:
         super().__init__()
         self.version = millstream.__version__
-        self._shared = shared
+        self.name = name
+        self.batch = batch
+        self._start = start
+        self._module = module
+        self._settings = settings
 
     def __enter__(self) -> Self:
-        """Start the server, unless the other has."""
-        self._server = self._shared.start()
-        self.stack.callback(self._shared.close)
+        self._server = self._start()
         return self
 
     @property
@@ -224,8 +205,7 @@ class MillstreamSubject(QueueSubject):
         return self._server.pid
 
     def command(self) -> Sequence[str]:
-        """A module of this folder."""
-        return [sys.executable, "-m", self.module, "--address", self._server.kafka]
+        return [sys.executable, "-m", self._module, "--address", self._server.kafka]
 
     @contextmanager
     def queue(self) -> Iterator[str]:
@@ -239,41 +219,8 @@ class MillstreamSubject(QueueSubject):
                 if self._server.is_running():
                     admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
 
-
-class ShareGroup(MillstreamSubject):
-    """Kafka's share consumers."""
-
-    name = SHARE
-    module = "benchmarks.queue_share"
-
     def settings(self) -> str:
-        """How the client is set."""
-        return f"max.poll.records {self.batch}, implicit acceptance; librdkafka's producer with its defaults"
-
-
-class OwnClient(MillstreamSubject):
-    """Millstream's own requests."""
-
-    name = OWN
-    module = "benchmarks.queue_own"
-    # A batch comes whole, also when only some of it is leased.
-    batch = 2000
-
-    def settings(self) -> str:
-        """How the client is set."""
-        return f"{self.batch} messages at once to a worker; librdkafka's producer with its defaults"
-
-
-class PythonSdk(MillstreamSubject):
-    """The SDK, with one connection for the messages of all workers."""
-
-    name = SDK
-    module = "benchmarks.queue_sdk"
-    batch = 10_000
-
-    def settings(self) -> str:
-        """How the client is set."""
-        return f"one subscriber for all workers, in_flight {self.batch}; librdkafka's producer with its defaults"
+        return f"{self._settings}; librdkafka's producer with its defaults"
 
 
 class GoSubject(QueueSubject):
@@ -319,37 +266,21 @@ class JetStream(GoSubject):
         return self._server.kafka
 
 
-class Rabbit:
-    """One node for both kinds of queues."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._node: RabbitMq | None = None
-
-    def start(self) -> RabbitMq:
-        if self._node is None:
-            self._node = self._stack.enter_context(RabbitMq())
-        return self._node
-
-    def close(self) -> None:
-        self._node = None
-        self._stack.close()
-
-
 class RabbitQueue(GoSubject):
-    """RabbitMQ by AMQP 0.9.1."""
+    """RabbitMQ by AMQP 0.9.1; both kinds of queues share one node."""
 
     flushes = (ALWAYS,)
 
-    def __init__(self, shared: Rabbit) -> None:
+    def __init__(self, start: Callable[[], RabbitMq], name: str, kind: str, durability: str) -> None:
         super().__init__()
-        self._shared = shared
+        self.name = name
+        self.kind = kind
+        self.durability = durability
+        self._start = start
 
     def __enter__(self) -> Self:
-        """Start the node, unless the other has."""
-        self._node = self._shared.start()
+        self._node = self._start()
         self.version = self._node.version
-        self.stack.callback(self._shared.close)
         return self
 
     @property
@@ -363,22 +294,6 @@ class RabbitQueue(GoSubject):
     def settings(self) -> str:
         """How the client is set."""
         return f"prefetch {self.batch}, up to 50 acknowledged at once, {self.window} unconfirmed of a publisher"
-
-
-class QuorumQueue(RabbitQueue):
-    """The replicated kind, with one member."""
-
-    name = QUORUM
-    kind = "rabbitmq-quorum"
-    durability = "published: synced; accepted: synced later, and not confirmed"
-
-
-class ClassicQueue(RabbitQueue):
-    """The old kind, durable."""
-
-    name = CLASSIC
-    kind = "rabbitmq-classic"
-    durability = "published: synced, unless it is accepted before that; accepted: not synced, and not confirmed"
 
 
 class RedisStream(GoSubject):
@@ -412,14 +327,32 @@ class RedisStream(GoSubject):
 
 def started(names: Sequence[str], stack: ExitStack, flush: str = ALWAYS) -> tuple[list[QueueSubject], dict[str, str]]:
     """Start all that can be had and can sync in this way, and why the others cannot."""
-    millstream_server, rabbit = Millstream(), Rabbit()
+
+    @cache
+    def server() -> Server:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        server = stack.enter_context(Server(folder / "data"))
+        stack.callback(lambda: server.stop() if server.is_running() else None)
+        return server
+
+    @cache
+    def rabbit() -> RabbitMq:
+        return stack.enter_context(RabbitMq())
+
+    share = "max.poll.records 500, implicit acceptance"
+    # A batch comes whole, also when only some of it is leased.
+    own = "2000 messages at once to a worker"
+    sdk = "one subscriber for all workers, in_flight 10000"
+    quorum = "published: synced; accepted: synced later, and not confirmed"
+    classic = "published: synced, unless it is accepted before that; accepted: not synced, and not confirmed"
     makers: dict[str, Callable[[], QueueSubject]] = {
-        SHARE: lambda: ShareGroup(millstream_server),
-        OWN: lambda: OwnClient(millstream_server),
-        SDK: lambda: PythonSdk(millstream_server),
+        SHARE: lambda: MillstreamSubject(server, SHARE, "benchmarks.queue_share", 500, share),
+        OWN: lambda: MillstreamSubject(server, OWN, "benchmarks.queue_own", 2000, own),
+        SDK: lambda: MillstreamSubject(server, SDK, "benchmarks.queue_sdk", 10_000, sdk),
         NATS: JetStream,
-        QUORUM: lambda: QuorumQueue(rabbit),
-        CLASSIC: lambda: ClassicQueue(rabbit),
+        # One member of the replicated kind, and the old kind, durable.
+        QUORUM: lambda: RabbitQueue(rabbit, QUORUM, "rabbitmq-quorum", quorum),
+        CLASSIC: lambda: RabbitQueue(rabbit, CLASSIC, "rabbitmq-classic", classic),
         REDIS: RedisStream,
     }
     subjects: list[QueueSubject] = []

@@ -59,12 +59,12 @@ _CLOSE_S_MAX = 60.0
 class LoopThread:
     """Runs coroutines for other threads. It ends with `close`, or with the interpreter."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "millstream client") -> None:
         self._began: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping: asyncio.Event
         self._closing: set[asyncio.Task[None]] = set()
         # A daemon: a program may exit without closing, and would otherwise wait forever.
-        self._thread = threading.Thread(target=self._run, name="millstream client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._loop = self._began.result()
 
@@ -86,6 +86,7 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the thread without waiting for it."""
         if not self._thread.is_alive():
             coroutine.close()
             raise InvalidRequest("the client is closed; open another one")
