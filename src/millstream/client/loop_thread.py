@@ -86,7 +86,6 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the thread without waiting for it."""
         if not self._thread.is_alive():
             coroutine.close()
             raise InvalidRequest("the client is closed; open another one")
