@@ -15,7 +15,7 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
 
 from millstream.client.admin import dead_letter
-from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterClient, Outcome, process_letters
+from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterClient, LetterPass, process_letters
 from millstream.client.admin.topics import delete_topic
 from millstream.core.errors import InvalidRequest, PolicyViolation
 from millstream.core.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, LEASE, START, Verb
@@ -337,8 +337,8 @@ def test_an_interrupted_purge_mentions_the_letters_it_was_closing(
 
 async def test_a_purge_remembers_no_letters(server: Server, name: str) -> None:
     async with Client.connect(server.kafka) as client:
-        dlq, outcome = DeadLetterClient(client, f"{name}-dead", "purging", patience_s=10), Outcome()
-        await process_letters(dlq, None, outcome, matches=None, limit=None, keep=False)
+        dlq, outcome = DeadLetterClient(client, f"{name}-dead", "purging", patience_s=10), LetterPass()
+        await process_letters(dlq, None, outcome, keep=False)
     assert (outcome.done, outcome.in_progress) == (LETTERS, 0)
     assert not dlq._closed
     assert not dlq._held

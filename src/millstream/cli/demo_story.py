@@ -27,7 +27,13 @@ from sqlalchemy import Engine, create_engine, text
 
 from millstream.cli.demo import Commentary, DemoBroker
 from millstream.cli.exit_code import CommandFailed
-from millstream.client.admin.dead_letter import DeadLetterClient, Outcome, headers_of, process_letters, redrive_letters
+from millstream.client.admin.dead_letter import (
+    DeadLetterClient,
+    LetterPass,
+    headers_of,
+    process_letters,
+    redrive_letters,
+)
 from millstream.client.admin.groups import describe_group, progress_of
 from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.pipelines import PipelineClient
@@ -678,9 +684,9 @@ class Story:
             seen.append(letter)
 
         dlq = DeadLetterClient(self._ms.client, DEAD, "demo", patience_s=_STEP_S_MAX)
-        await process_letters(dlq, look, Outcome(), matches=None, limit=None, keep=True)
+        await process_letters(dlq, look, LetterPass(), keep=True)
         if redrive:
-            await redrive_letters(dlq, Outcome(), matches=None, limit=None)
+            await redrive_letters(dlq, LetterPass())
         return seen
 
 

@@ -19,7 +19,6 @@ from millstream.cli.output import (
     counted,
     local_time,
     one_line,
-    print_json,
     print_line,
     print_list,
     print_note,
@@ -27,8 +26,7 @@ from millstream.cli.output import (
 )
 from millstream.client.admin.dead_letter import (
     DeadLetterClient,
-    LetterFilter,
-    Outcome,
+    LetterPass,
     dead_letter_topics,
     find_topic,
     headers_of,
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
-Work = Callable[[DeadLetterClient, Outcome, LetterFilter | None], Awaitable[None]]
+Work = Callable[[DeadLetterClient, LetterPass], Awaitable[None]]
 
 PATIENCE_S = 5.0
 """How long to wait for a failover before counting letters without some partitions."""
@@ -109,10 +107,10 @@ def show(
     async def print_one(_dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         _print(letter, as_json=common.as_json)
 
-    async def look(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
-        await process_letters(dlq, print_one, outcome, matches=matches, limit=limit, keep=True)
+    async def look(dlq: DeadLetterClient, outcome: LetterPass) -> None:
+        await process_letters(dlq, print_one, outcome, keep=True)
 
-    _process_letters(name, filter_, look, common, keep=True)
+    _process_letters(name, filter_, limit, look, common, keep=True)
 
 
 @app.command("redrive")
@@ -141,15 +139,14 @@ def redrive(
         _publish(name, filter_, limit, to_topic, common)
         return
 
-    async def revive(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
-        await redrive_letters(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
+    async def revive(dlq: DeadLetterClient, outcome: LetterPass) -> None:
+        await redrive_letters(dlq, outcome)
 
-    outcome = _process_letters(name, filter_, revive, common, keep=False)
-    if common.as_json:
-        document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
-        print_json({**document, "refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)})
-    else:
-        print_line(f"Redrove {counted(outcome.done, 'letter')}{_by_name(outcome.revived, 'in')}{_unmatched(outcome)}.")
+    outcome = _process_letters(name, filter_, limit, revive, common, keep=False)
+    document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
+    document |= {"refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)}
+    text = f"Redrove {counted(outcome.done, 'letter')}{_by_name(outcome.revived, 'in')}{_unmatched(outcome)}."
+    print_result(document, text, as_json=common.as_json)
     if outcome.refused:
         raise CommandFailed(
             undeliverable_note(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
@@ -179,29 +176,27 @@ def _preview(name: str, filter_: str | None, limit: int | None, to_topic: str | 
     print_result(document, text, as_json=common.as_json)
 
 
-def _run_preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
-    async def count(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
+def _run_preview(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> LetterPass:
+    async def count(dlq: DeadLetterClient, outcome: LetterPass) -> None:
         if to_topic is not None:
             await dlq.check_target(to_topic)
-        await preview_redrive(dlq, outcome, matches=matches, limit=limit, on_progress=_print_progress)
+        await preview_redrive(dlq, outcome)
 
-    return _process_letters(name, filter_, count, common, keep=True)
+    return _process_letters(name, filter_, limit, count, common, keep=True)
 
 
 def _publish(name: str, filter_: str | None, limit: int | None, topic: str, common: Common) -> None:
     async def send(dlq: DeadLetterClient, letter: LeasedMessage) -> None:
         await dlq.publish(letter, topic)
 
-    async def publish(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
+    async def publish(dlq: DeadLetterClient, outcome: LetterPass) -> None:
         await dlq.check_target(topic)
-        await process_letters(dlq, send, outcome, matches=matches, limit=limit, keep=False, on_progress=_print_progress)
+        await process_letters(dlq, send, outcome, keep=False)
 
-    outcome = _process_letters(name, filter_, publish, common, keep=False)
+    outcome = _process_letters(name, filter_, limit, publish, common, keep=False)
     sent = {topic: outcome.done} if outcome.done else {}
-    if common.as_json:
-        print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
-    else:
-        print_line(f"Redrove {counted(outcome.done, 'letter')}{_by_name(sent, 'to')}{_unmatched(outcome)}.")
+    text = f"Redrove {counted(outcome.done, 'letter')}{_by_name(sent, 'to')}{_unmatched(outcome)}."
+    print_result({"redriven": outcome.done, **_as_json(outcome), "topics": sent}, text, as_json=common.as_json)
 
 
 def _by_name(counts: dict[str, int], preposition: str) -> str:
@@ -232,26 +227,26 @@ def purge(
         return
     confirm(f"Close the open letters of {name}?", unless=yes or common.as_json)
 
-    async def close(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> None:
-        await process_letters(dlq, None, outcome, matches=matches, limit=limit, keep=False, on_progress=_print_progress)
+    async def close(dlq: DeadLetterClient, outcome: LetterPass) -> None:
+        await process_letters(dlq, None, outcome, keep=False)
 
-    outcome = _process_letters(name, filter_, close, common, keep=False)
-    if common.as_json:
-        print_json({"purged": outcome.done, **_as_json(outcome)})
-    else:
-        print_line(f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}.")
+    outcome = _process_letters(name, filter_, limit, close, common, keep=False)
+    text = f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}."
+    print_result({"purged": outcome.done, **_as_json(outcome)}, text, as_json=common.as_json)
 
 
-def _process_letters(name: str, filter_: str | None, work: Work, common: Common, *, keep: bool) -> Outcome:
-    outcome = Outcome()
+def _process_letters(
+    name: str, filter_: str | None, limit: int | None, work: Work, common: Common, *, keep: bool
+) -> LetterPass:
+    outcome = LetterPass(limit=limit, on_progress=_print_progress)
 
     async def operation(client: Client) -> None:
         from millstream.protocol.filter.filter import matcher
 
-        matches = None if filter_ is None else matcher(filter_)
+        outcome.matches = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name, patience_s=common.timeout)
         dlq = DeadLetterClient(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=common.timeout)
-        await work(dlq, outcome, matches)
+        await work(dlq, outcome)
 
     try:
         call_broker(common, operation)
@@ -263,7 +258,7 @@ def _process_letters(name: str, filter_: str | None, work: Work, common: Common,
     return outcome
 
 
-def _as_json(outcome: Outcome) -> dict[str, int]:
+def _as_json(outcome: LetterPass) -> dict[str, int]:
     return {
         "skipped": outcome.unmatched,
         "held": outcome.held,
@@ -272,11 +267,11 @@ def _as_json(outcome: Outcome) -> dict[str, int]:
     }
 
 
-def _unmatched(outcome: Outcome) -> str:
+def _unmatched(outcome: LetterPass) -> str:
     return f"; {outcome.unmatched:,} did not match" if outcome.unmatched else ""
 
 
-def _progress_text(outcome: Outcome) -> str:
+def _progress_text(outcome: LetterPass) -> str:
     doubt = ""
     if outcome.in_progress:
         more = "one more" if outcome.in_progress == 1 else f"up to {outcome.in_progress:,} more"
@@ -284,7 +279,7 @@ def _progress_text(outcome: Outcome) -> str:
     return f"{counted(outcome.done, 'letter')} processed before that{doubt}. The others are open again within a minute."
 
 
-def _print_rest(outcome: Outcome, *, keep: bool) -> None:
+def _print_rest(outcome: LetterPass, *, keep: bool) -> None:
     if outcome.uncertain:
         print_note(
             f"{counted(outcome.uncertain, 'letter')} lost the lease in a failover: processed, but possibly still "

@@ -604,8 +604,13 @@ Act = Callable[["DeadLetterClient", "LeasedMessage"], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The result of a pass over the letters."""
+class LetterPass:
+    """A pass over letters: which of them it takes, and what came of them."""
+
+    matches: LetterFilter | None = None
+    limit: int | None = None
+    """The most letters that it processes."""
+    on_progress: Callable[[int], None] = lambda _done: None
 
     done: int = 0
     unmatched: int = 0
@@ -654,31 +659,15 @@ def _matcher(condition: str) -> LetterFilter:
     return matcher(condition)
 
 
-async def process_letters(
-    dlq: DeadLetterClient,
-    act: Act | None,
-    outcome: Outcome,
-    *,
-    matches: LetterFilter | None,
-    limit: int | None,
-    keep: bool,
-    on_progress: Callable[[int], None] = lambda _done: None,
-) -> None:
+async def process_letters(dlq: DeadLetterClient, act: Act | None, outcome: LetterPass, *, keep: bool) -> None:
     """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
     await dlq.open()
     async with dlq.holding():
-        await _process_letters(dlq, act, outcome, matches=matches, limit=limit, keep=keep, on_progress=on_progress)
+        await _process_letters(dlq, act, outcome, keep=keep)
     outcome.end(dlq)
 
 
-async def redrive_letters(
-    dlq: DeadLetterClient,
-    outcome: Outcome,
-    *,
-    matches: LetterFilter | None,
-    limit: int | None,
-    on_progress: Callable[[int], None] = lambda _done: None,
-) -> None:
+async def redrive_letters(dlq: DeadLetterClient, outcome: LetterPass) -> None:
     """Redeliver every matching open letter through its own subscription, and close it; raise if no right allows any.
 
     The letters are collected first, so that messages are redelivered in the order of their offsets, not of their
@@ -694,16 +683,7 @@ async def redrive_letters(
     async with dlq.holding():
         while True:
             outcome.done = done
-            await _process_letters(
-                dlq,
-                choose,
-                outcome,
-                matches=matches,
-                limit=limit,
-                keep=True,
-                on_progress=on_progress,
-                at_once=ROUND_MAX,
-            )
+            await _process_letters(dlq, choose, outcome, keep=True, at_once=ROUND_MAX)
             chosen_now = sorted(chosen, key=_origin_key)
             chosen.clear()
             outcome.done = done
@@ -711,7 +691,7 @@ async def redrive_letters(
                 if outcome.is_stopped:
                     break
                 await _redrive_some(dlq, chosen_now[start : start + BATCH], outcome)
-                on_progress(outcome.done)
+                outcome.on_progress(outcome.done)
             done = outcome.done
             if len(chosen_now) < ROUND_MAX or outcome.is_stopped:
                 break
@@ -721,7 +701,7 @@ async def redrive_letters(
         raise dlq.not_authorized
 
 
-async def _redrive_some(dlq: DeadLetterClient, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
+async def _redrive_some(dlq: DeadLetterClient, letters: Sequence[LeasedMessage], outcome: LetterPass) -> None:
     outcome.in_progress = len(letters)
     reasons = await dlq.revive(letters)
     done = [letter for letter, reason in zip(letters, reasons, strict=True) if reason is None]
@@ -732,14 +712,7 @@ async def _redrive_some(dlq: DeadLetterClient, letters: Sequence[LeasedMessage],
     _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
 
 
-async def preview_redrive(
-    dlq: DeadLetterClient,
-    outcome: Outcome,
-    *,
-    matches: LetterFilter | None,
-    limit: int | None,
-    on_progress: Callable[[int], None] = lambda _done: None,
-) -> None:
+async def preview_redrive(dlq: DeadLetterClient, outcome: LetterPass) -> None:
     """Count the letters that a redrive would affect, by subscription and by reason; every letter stays open."""
     redrivable: dict[Queue, tuple[range, str]] = {}
 
@@ -759,9 +732,7 @@ async def preview_redrive(
 
     await dlq.open()
     async with dlq.holding():
-        await _process_letters(
-            dlq, count, outcome, matches=matches, limit=limit, keep=True, on_progress=on_progress, is_preview=True
-        )
+        await _process_letters(dlq, count, outcome, keep=True, is_preview=True)
     outcome.done = sum(outcome.revived.values())
     outcome.end(dlq)
 
@@ -782,12 +753,9 @@ def _add(counts: dict[str, int], reasons: Iterable[str]) -> None:
 async def _process_letters(
     dlq: DeadLetterClient,
     act: Act | None,
-    outcome: Outcome,
+    outcome: LetterPass,
     *,
-    matches: LetterFilter | None,
-    limit: int | None,
     keep: bool,
-    on_progress: Callable[[int], None],
     at_once: int | None = None,
     is_preview: bool = False,
 ) -> None:
@@ -800,18 +768,18 @@ async def _process_letters(
 
     def missing() -> int:
         # A search leases more letters than it needs; other commands take no more than they use.
-        left = BATCH if limit is None else limit - outcome.done
+        left = BATCH if outcome.limit is None else outcome.limit - outcome.done
         if at_once is not None and handled >= at_once:
             return 0
-        return BATCH if matches is not None and left > 0 else left
+        return BATCH if outcome.matches is not None and left > 0 else left
 
     async for letters in dlq.letters(missing):
         outcome.has_begun = True
         closing: list[LeasedMessage] = []
         for letter in letters:
-            if outcome.is_stopped or (limit is not None and outcome.done + len(closing) >= limit):
+            if outcome.is_stopped or (outcome.limit is not None and outcome.done + len(closing) >= outcome.limit):
                 break
-            if matches is not None and not matches(letter):
+            if outcome.matches is not None and not outcome.matches(letter):
                 outcome.unmatched += 1
                 skipped.append(without_content(letter))
                 continue
@@ -840,4 +808,4 @@ async def _process_letters(
             await dlq.skip(skipped)
             skipped.clear()
         if not keep or is_preview:
-            on_progress(outcome.done)
+            outcome.on_progress(outcome.done)

@@ -12,7 +12,7 @@ from millstream.client.admin.dead_letter import (
     DeadLetterClient,
     DeadLetterTopic,
     LetterFilter,
-    Outcome,
+    LetterPass,
     compile_letter_filter,
     dead_letter_topics,
     find_topic,
@@ -119,8 +119,8 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
     dlq, matches = await _dlq(services, request.path["name"], request.query.filter)
-    outcome = Outcome()
-    await process_letters(dlq, note, outcome, matches=matches, limit=request.query.limit, keep=True)
+    outcome = LetterPass(matches, request.query.limit)
+    await process_letters(dlq, note, outcome, keep=True)
     return LetterList(dlq.topic, shown, outcome.held, outcome.held_back)
 
 
@@ -128,14 +128,12 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Le
     """Deliver the messages of open letters again, each to its own subscription, and close the letters."""
     body = request.body
     dlq, matches = await _dlq(services, request.path["name"], body.filter)
-    outcome = Outcome()
+    outcome = LetterPass(matches, body.limit)
     if (to_topic := body.to_topic) is not None:
         await dlq.check_target(to_topic)
-        await process_letters(
-            dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, matches=matches, limit=body.limit, keep=False
-        )
+        await process_letters(dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, keep=False)
         return _letters_processed(dlq.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await redrive_letters(dlq, outcome, matches=matches, limit=body.limit)
+    await redrive_letters(dlq, outcome)
     if outcome.refused and not outcome.done:
         raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'set "to_topic"'))
     return _letters_processed(dlq.topic, outcome, {})
@@ -145,8 +143,8 @@ async def purge(services: Services, request: Request[NoFields, Purge]) -> Letter
     """Close open letters without delivering their messages."""
     body = request.body
     dlq, matches = await _dlq(services, request.path["name"], body.filter)
-    outcome = Outcome()
-    await process_letters(dlq, None, outcome, matches=matches, limit=body.limit, keep=False)
+    outcome = LetterPass(matches, body.limit)
+    await process_letters(dlq, None, outcome, keep=False)
     return _letters_processed(dlq.topic, outcome, {})
 
 
@@ -156,7 +154,7 @@ async def _dlq(services: Services, name: str, condition: str | None) -> tuple[De
     return DeadLetterClient(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), matches
 
 
-def _letters_processed(topic: str, outcome: Outcome, sent: dict[str, int]) -> LettersProcessed:
+def _letters_processed(topic: str, outcome: LetterPass, sent: dict[str, int]) -> LettersProcessed:
     return LettersProcessed(
         topic,
         outcome.done,

@@ -10,8 +10,7 @@ from urllib.parse import urlencode
 
 from millstream.client.admin.dead_letter import (
     DeadLetterClient,
-    LetterFilter,
-    Outcome,
+    LetterPass,
     compile_letter_filter,
     dead_letter_topics,
     find_topic,
@@ -73,12 +72,10 @@ async def show(visit: Visit) -> Response:
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
     await visit.audit_reading(topic, "letters", filter=condition)
-    selected, outcome, problem = _LetterSelection(visit), Outcome(), ""
+    selected, outcome, problem = _LetterSelection(visit), LetterPass(limit=LOOKED_AT_MAX), ""
     try:
-        matches = await compile_letter_filter(condition or None)
-        await process_letters(
-            _dlq(visit, topic), selected.note, outcome, matches=matches, limit=LOOKED_AT_MAX, keep=True
-        )
+        outcome.matches = await compile_letter_filter(condition or None)
+        await process_letters(_dlq(visit, topic), selected.note, outcome, keep=True)
     except InvalidRequest as error:
         problem = str(error)
     known = next(
@@ -124,8 +121,8 @@ async def redrive(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=True)
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
-        await redrive_letters(dlq, outcome, matches=matches, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: LetterPass) -> str:
+        await redrive_letters(dlq, outcome)
         text = f"{counted(outcome.done, 'message')} delivered again{_by_name(outcome.revived, 'to')}"
         if outcome.refused:
             text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
@@ -139,8 +136,8 @@ async def purge(visit: Visit) -> Response:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=False)
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
-        await process_letters(dlq, None, outcome, matches=matches, limit=None, keep=False)
+    async def act(dlq: DeadLetterClient, outcome: LetterPass) -> str:
+        await process_letters(dlq, None, outcome, keep=False)
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
@@ -150,8 +147,8 @@ async def purge(visit: Visit) -> Response:
 async def _count(visit: Visit, *, is_redrive: bool) -> Response:
     """Count the letters that a change would affect; every letter stays open."""
 
-    async def act(dlq: DeadLetterClient, outcome: Outcome, matches: LetterFilter | None) -> str:
-        await preview_redrive(dlq, outcome, matches=matches, limit=None)
+    async def act(dlq: DeadLetterClient, outcome: LetterPass) -> str:
+        await preview_redrive(dlq, outcome)
         if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
         redriven = f"{counted(outcome.done, 'letter')} would be redriven{_by_name(outcome.revived, 'in')}"
@@ -167,13 +164,13 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Response:
 async def _task(
     visit: Visit,
     title: str,
-    act: Callable[[DeadLetterClient, Outcome, LetterFilter | None], Awaitable[str]],
+    act: Callable[[DeadLetterClient, LetterPass], Awaitable[str]],
     *words: str,
 ) -> Response:
     """Process the selected letters in a task; if it ends within a moment, respond with its result."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
-    matches = await compile_letter_filter(condition or None)
+    outcome = LetterPass(await compile_letter_filter(condition or None))
     known = next(
         (
             dead_letter_topic
@@ -182,7 +179,7 @@ async def _task(
         ),
         None,
     )
-    outcome, total = Outcome(), 0 if known is None else known.letters
+    total = 0 if known is None else known.letters
     is_redrive = words == ("redrive",)
 
     def measure() -> TaskProgress:
@@ -195,7 +192,7 @@ async def _task(
         return TaskProgress(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
 
     async def process(_task: Task, services: Services) -> str:
-        text = await act(_dlq(visit, topic, services), outcome, matches)
+        text = await act(_dlq(visit, topic, services), outcome)
         if outcome.held:
             text += f"; left out: {counted(outcome.held, 'letter')} held by other commands for up to a minute"
         if outcome.held_back:
