@@ -27,7 +27,6 @@ import pyarrow as pa
 
 from millstream.core.errors import (
     CorruptState,
-    InvalidTransactionState,
     MillstreamError,
     OffsetOutOfRange,
     TransactionRejected,
@@ -42,6 +41,7 @@ from millstream.pipelines.source.batch_commit import (
     Part,
     abort_batch,
     abort_undecided,
+    next_batch,
     prepare_offsets,
 )
 from millstream.pipelines.source.link import Link, task_link
@@ -346,7 +346,8 @@ class BatchLoop:
         if not self._is_alone:
             # An undecided transaction of an earlier stream would block the offsets forever.
             self._is_alone = abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
-        return self.link.call(self._fetch_state(self.link))
+        number = next_batch(self.link, self._query)
+        return _CommittedState(number, self.link.call(stable_offsets(self.link.client, self._pipeline.group)))
 
     def _is_committed(self, plan: Plan) -> bool:
         """Whether the committed batch is this one: the response to its commit may have been lost."""
@@ -357,18 +358,6 @@ class BatchLoop:
             for topic, numbers in plan.end.items()
             for number, offset in numbers.items()
         )
-
-    async def _fetch_state(self, link: Link) -> _CommittedState:
-        transactions = Transactions(link.client)
-        while True:
-            number = await transactions.last_batch(self._query) + 1
-            try:
-                # An undecided transaction of an earlier run would block the offsets forever.
-                await transactions.abort_batch(self._query, number)
-            except InvalidTransactionState:
-                # It has just been committed.
-                continue
-            return _CommittedState(number, await stable_offsets(link.client, self._pipeline.group))
 
 
 _here = BoundedSemaphore(HERE_AT_ONCE)

@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.core.errors import InvalidRequest, InvalidTransactionState, NotFound, TransactionRejected
+from millstream.core.errors import InvalidRequest, NotFound, TransactionRejected
 from millstream.core.headers import MESSAGE_ID
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets
+from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, next_batch, prepare_offsets
 from millstream.pipelines.source.landed_history import landings, read_landed
 from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
@@ -171,16 +171,8 @@ class Replay:
         return min(STEP_MESSAGES, max(1, round(self.order.rate * STEP_S))) if self.order.rate else STEP_MESSAGES
 
     def _load_position(self, link: Link) -> tuple[int, Offsets]:
-        """Return the number of the next step and the position, after aborting open transactions of an earlier run."""
-        transactions = Transactions(link.client)
-        while True:
-            number = link.call(transactions.last_batch(self._query)) + 1
-            try:
-                link.call(transactions.abort_batch(self._query, number))
-            except InvalidTransactionState:
-                # It has just been committed.
-                continue
-            return number, link.call(stable_offsets(link.client, self.order.group))
+        """Return the number of the next step and the position."""
+        return next_batch(link, self._query), link.call(stable_offsets(link.client, self.order.group))
 
     def _bounds(self, link: Link, *, dry: bool) -> tuple[Offsets, Offsets]:
         """Return the first offset of each partition, and the end, which is fixed when the replay begins."""

@@ -87,6 +87,19 @@ async def _commit(
     await transactions.complete_batch(batch.query, batch.number, members)
 
 
+def next_batch(link: Link, query: str) -> int:
+    """Return the number of a query's next batch; undecided transactions of an earlier run, which would block the
+    offsets forever, are aborted.
+    """
+    transactions = Transactions(link.client)
+    while True:
+        number = link.call(transactions.last_batch(query)) + 1
+        # Otherwise it has just been committed.
+        with suppress(InvalidTransactionState):
+            link.call(transactions.abort_batch(query, number))
+            return number
+
+
 def abort_batch(options: WriteOptions, batch: Batch) -> None:
     """Abort every attempt at a batch, including those that its run still starts."""
     link = task_link(options)
