@@ -243,18 +243,7 @@ def _add(rules: list[Acl], common: Common) -> None:
 def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Permission.ANY) -> None:
     from millstream.client.admin.security import remove_acls
 
-    filters = [
-        AclFilter(
-            resource_type=acl.resource_type,
-            resource_name=acl.resource_name,
-            pattern=acl.pattern,
-            principal=acl.principal,
-            host=acl.host,
-            operation=acl.operation,
-            permission=permission,
-        )
-        for acl in rules
-    ]
+    filters = [AclFilter.of(acl, permission) for acl in rules]
     removed = call_broker(common, lambda client: remove_acls(client, filters))
     if not removed:
         raise CommandFailed("no rule matches exactly; see `millstream acl list`", ExitCode.NOT_FOUND)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import IPv6Address, ip_address
 from types import MappingProxyType
 from typing import Final, Self, TypeVar
@@ -184,6 +184,11 @@ class AclFilter:
     host: str | None = None
     operation: Operation = Operation.ANY
     permission: Permission = Permission.ANY
+
+    @classmethod
+    def of(cls, acl: Acl, permission: Permission) -> AclFilter:
+        """Select the rule that is the same except for its permission."""
+        return cls(**asdict(acl) | {"permission": permission})
 
     def matches(self, acl: Acl) -> bool:
         return (

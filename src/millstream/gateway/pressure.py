@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from millstream.core.crowding import is_crowding
 from millstream.gateway.api.problem import Refused
@@ -140,6 +140,8 @@ class ClientDisconnected(Exception):
 
 
 class RequestMemory:
+    """Reserves memory for one request; as a context, it also admits the request."""
+
     __slots__ = ("_lane", "_pressure", "_principal", "_reserved")
 
     def __init__(self, pressure: Pressure, lane: Lane, principal: str = "") -> None:
@@ -147,6 +149,14 @@ class RequestMemory:
         self._lane = lane
         self._principal = principal
         self._reserved = 0
+
+    def __enter__(self) -> Self:
+        self._pressure.enter(self._lane, self._principal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pressure.release(self._lane, self._reserved, self._principal)
+        self._pressure.leave(self._lane, self._principal)
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Read the whole body, or raise `Refused`."""
@@ -171,10 +181,6 @@ class RequestMemory:
         else:
             self._pressure.release(self._lane, self._reserved - size, self._principal)
         self._reserved = size
-
-    def release(self) -> None:
-        self._pressure.release(self._lane, self._reserved, self._principal)
-        self._reserved = 0
 
     async def _read_all(self, receive: Receive) -> bytes:
         whole = bytearray()

@@ -223,8 +223,8 @@ async def test_long_polls_do_not_count_against_publishers(services: Services) ->
     RequestMemory(services.pressure, Lane.WAIT).reserve(990)
     with pytest.raises(Refused):
         waiting.resize(11)
-    publishing.release()
-    waiting.release()
+    publishing.resize(0)
+    waiting.resize(0)
     assert services.pressure.bytes == [0, 990, 0]
 
 
@@ -248,7 +248,7 @@ def test_one_principal_leaves_room_for_others() -> None:
     other.reserve(200)
     with pytest.raises(Refused):
         held.resize(600)
-    held.release()
+    held.resize(0)
     other.reserve(390)
     with pytest.raises(Refused):
         other.reserve(10)

@@ -209,11 +209,7 @@ class Api:
     async def _serve_with(self, services: Services, reader: _Reader, path: dict[str, str], exchange: _Exchange) -> None:
         scope, headers, receive, send = exchange
         route = reader.route
-        lane = route.lane
-        principal = services.principal
-        self._pressure.enter(lane, principal)
-        memory = RequestMemory(self._pressure, lane, principal)
-        try:
+        with RequestMemory(self._pressure, route.lane, services.principal) as memory:
             # As the broker shows it.
             address = ":".join(map(str, scope.get("client") or ()))
             request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory, address)
@@ -221,13 +217,10 @@ class Api:
                 if b"content-encoding" in headers:
                     raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not supported")
                 request.body = reader.body(headers, await memory.read(headers, receive))
-            if lane is Lane.WAIT:
+            if route.lane is Lane.WAIT:
                 await self._wait(services, route, request, exchange)
             else:
                 await self._send_response(send, route, await route.handle(services, request))
-        finally:
-            memory.release()
-            self._pressure.leave(lane, principal)
 
     async def _wait(
         self,

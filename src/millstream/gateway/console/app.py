@@ -192,11 +192,8 @@ class ConsoleApp:
             raise Refused(error.status, f"there is no page {scope['path']}; the menu leads to every page") from None
         if route.method == "POST" and self._settings.read_only:
             raise refuse_read_only()
-        async with self._acting_for(exchange, signed_in) as (services, principal):
-            pressure = self._services.pressure
-            pressure.enter(route.lane, principal)
-            memory = RequestMemory(pressure, route.lane, principal)
-            try:
+        async with self._acting_for(exchange, signed_in) as services:
+            with RequestMemory(self._services.pressure, route.lane, services.principal) as memory:
                 form = await self._form(exchange, memory) if route.method == "POST" else {}
                 visit = Visit(
                     services=services,
@@ -212,7 +209,7 @@ class ConsoleApp:
                     tasks=self.tasks,
                     acting=lambda: self._acting_on(exchange, signed_in),
                     settings=self._settings,
-                    principal=principal,
+                    principal=services.principal,
                     host=host_of(scope),
                     site=self._site_of(exchange),
                     is_refresh=exchange.is_partial,
@@ -226,25 +223,20 @@ class ConsoleApp:
                     await self._change(exchange, route, visit, signed_in)
                 else:
                     await self._respond(exchange, visit, signed_in, await _run_while_connected(exchange, route, visit))
-            finally:
-                if route.method == "POST":
-                    self.response_cache.clear()
-                memory.release()
-                pressure.leave(route.lane, principal)
 
     @asynccontextmanager
-    async def _acting_for(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[tuple[Services, str]]:
+    async def _acting_for(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[Services]:
         if self._callers is None:
-            yield self._services, ""
+            yield self._services
             return
         shown = self._credential_of(exchange, signed_in)
         async with self._callers.acting_as(shown) as caller:
-            yield caller.services, caller.principal
+            yield caller.services
 
     @asynccontextmanager
     async def _acting_on(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[UserServices]:
         """Act for a user beyond a request, until the session ends."""
-        async with self._acting_for(exchange, signed_in) as (services, _):
+        async with self._acting_for(exchange, signed_in) as services:
             lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             if self._callers is not None:
                 lapsed = asyncio.ensure_future(self._callers.until_lapsed(self._credential_of(exchange, signed_in)))
@@ -288,6 +280,8 @@ class ConsoleApp:
             await self._show_form(exchange, visit, signed_in, _refusal(error, visit.path))
         else:
             await self._respond(exchange, visit, signed_in, response)
+        finally:
+            self.response_cache.clear()
 
     async def _show_form(self, exchange: _Exchange, visit: Visit, signed_in: SignedIn, outcome: Refused) -> None:
         """Show a form again as it was sent, with the outcome; raise that if the form has no page."""

@@ -507,19 +507,13 @@ class RegistryApp:
         self._site.check(headers)
         if _content_type(headers.get(b"accept", b"")) is None:
             raise Refused(HTTPStatus.NOT_ACCEPTABLE, "HTTP 406 Not Acceptable")
-        pressure = services.pressure
-        pressure.enter(Lane.ADMIN, services.principal)
-        memory = RequestMemory(pressure, Lane.ADMIN, services.principal)
-        try:
+        with RequestMemory(services.pressure, Lane.ADMIN, services.principal) as memory:
             body = b""
             if scope["method"] in ("POST", "PUT"):
                 _check_body_type(headers)
                 body = await memory.read(headers, receive)
             request = RegistryRequest(names, _query(scope["query_string"]), body, context)
             return await route.handle(SchemaClient(services.client), request)
-        finally:
-            memory.release()
-            pressure.leave(Lane.ADMIN, services.principal)
 
     async def _send_error(self, send: Send, code: int, message: str, more: Mapping[str, str] | None = None) -> None:
         status = code if code < 1000 else code // 100

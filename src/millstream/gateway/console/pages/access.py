@@ -161,16 +161,7 @@ async def remove(visit: Visit) -> Response:
     if rule is None:
         raise invalid("there is no such rule any more; nothing was changed")
     visit.confirm(rule.principal)
-    selected = AclFilter(
-        resource_type=rule.resource_type,
-        resource_name=rule.resource_name,
-        pattern=rule.pattern,
-        principal=rule.principal,
-        host=rule.host,
-        operation=rule.operation,
-        permission=rule.permission,
-    )
-    await remove_acls(visit.services.client, [selected])
+    await remove_acls(visit.services.client, [AclFilter.of(rule, rule.permission)])
     return _done("The rule is removed", "acl", "remove", *_words(rule))
 
 
