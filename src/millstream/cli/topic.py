@@ -356,17 +356,17 @@ def _schema_facts(schema: dict[str, Any] | None) -> dict[str, str]:
     facts = {}
     for field in ("key", "value"):
         if field in schema:
-            one = schema[field]
-            versions = ", ".join(map(str, one["versions"])) or "none yet: messages are refused until one is registered"
-            kind = f", {one['type']}" if one["type"] else ""
-            facts[f"{field} schema"] = f"{one['subject']}{kind} (versions {versions}; validate {schema['validate']})"
+            rule = schema[field]
+            versions = ", ".join(map(str, rule["versions"])) or "none yet: messages are refused until one is registered"
+            kind = f", {rule['type']}" if rule["type"] else ""
+            facts[f"{field} schema"] = f"{rule['subject']}{kind} (versions {versions}; validate {schema['validate']})"
     return facts
 
 
-def _row(one: dict[str, Any]) -> list[Any]:
-    leader = None if one["leader"] < 0 else one["leader"]
-    nodes = [",".join(map(str, one[key])) for key in ("replicas", "in_sync")]
-    return [one["partition"], leader, *nodes, one["start"], one["end"], one["end"] - one["start"]]
+def _row(row: dict[str, Any]) -> list[Any]:
+    leader = None if row["leader"] < 0 else row["leader"]
+    nodes = [",".join(map(str, row[key])) for key in ("replicas", "in_sync")]
+    return [row["partition"], leader, *nodes, row["start"], row["end"], row["end"] - row["start"]]
 
 
 def _print_damage(described: dict[str, Any]) -> None:

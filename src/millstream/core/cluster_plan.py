@@ -205,7 +205,7 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
     weights = _Weights.of(load)
     takers = _receivers(load, without=node)
     moves, staying = [], []
-    for partition in sorted(load.partitions, key=lambda one: -one.size_bytes):
+    for partition in sorted(load.partitions, key=lambda partition: -partition.size_bytes):
         if node not in partition.replicas:
             continue
         rest = [replica for replica in partition.replicas if replica != node]
@@ -325,7 +325,10 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
     """Move replicas, one by one, from the most loaded node that has one to give to where it evens out the load most."""
     hosted: dict[NodeId, dict[int, PartitionLoad]] = {node: {} for node in takers}
     # In this order, a sample has partitions of all sizes.
-    for partition in sorted(load.partitions, key=lambda one: (one.size_bytes, one.bytes_per_s, one.topic, one.index)):
+    for partition in sorted(
+        load.partitions,
+        key=lambda partition: (partition.size_bytes, partition.bytes_per_s, partition.topic, partition.index),
+    ):
         for node in targets[id(partition)]:
             if node in hosted:
                 hosted[node][id(partition)] = partition

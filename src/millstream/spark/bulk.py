@@ -50,5 +50,5 @@ def records(
     for batch in batches:
         for row in batch.to_pylist():
             chosen = read_options({**reader_options, "subscribe": row["topic"]}, access)
-            one = Range(row["topic"], row["partition"], row["start"], row["end"])
-            yield from read_range(one, chosen, shape_of(default_schema(chosen), chosen))
+            offset_range = Range(row["topic"], row["partition"], row["start"], row["end"])
+            yield from read_range(offset_range, chosen, shape_of(default_schema(chosen), chosen))

@@ -478,7 +478,9 @@ class Catalog:
             for user, mechanism in sorted(change.delete_credentials):
                 here = (scram_credentials.c.user == user) & (scram_credentials.c.mechanism == mechanism)
                 connection.execute(delete(scram_credentials).where(here))
-            for credential in sorted(change.put_credentials, key=lambda one: (one.user, one.mechanism)):
+            for credential in sorted(
+                change.put_credentials, key=lambda credential: (credential.user, credential.mechanism)
+            ):
                 put_row(connection, scram_credentials, row_of(credential))
             _disown_deleted(connection, change)
             _delete_tokens(connection, change)

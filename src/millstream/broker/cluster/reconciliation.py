@@ -102,7 +102,7 @@ def _choose_replicas(replication: int, nodes: Mapping[NodeId, Node], load: Load)
         node = min(
             (one for one in nodes if nodes[one].failure_domain not in domains),
             # On a tie, nodes after the leader come first, so that followers vary between partitions.
-            key=lambda one: (used[_rack(nodes[one])], load.replicas[one], one < leader, one),
+            key=lambda node: (used[_rack(nodes[node])], load.replicas[node], node < leader, node),
         )
         chosen.append(node)
         used[_rack(nodes[node])] += 1

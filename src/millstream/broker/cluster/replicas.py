@@ -298,13 +298,13 @@ class InSyncWriter:
             change = self._next_change(partition)
             if change is None:
                 continue
-            one = _PendingChange(partition, change)
-            if len(expects | one.expects) > EXPECTS_MAX:
+            pending_change = _PendingChange(partition, change)
+            if len(expects | pending_change.expects) > EXPECTS_MAX:
                 self._queue[partition] = None
                 break
             if partition.begin_in_sync_change(change):
-                pending.append(one)
-                expects |= one.expects
+                pending.append(pending_change)
+                expects |= pending_change.expects
         return pending
 
     async def _write(self, pending: list[_PendingChange]) -> None:

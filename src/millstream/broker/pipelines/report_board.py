@@ -337,11 +337,21 @@ def _sample(pipeline: str, value: float, **more: str) -> Sample:
 
 
 _VALUES: Final[tuple[tuple[Callable[..., Metric], str, str, Callable[[PipelineReport], float]], ...]] = (
-    (_counter, "rows", "Messages that a pipeline has read.", lambda one: one.rows),
-    (_gauge, "rows_per_second", "Messages that a pipeline reads per second.", lambda one: one.rows_per_s),
-    (_counter, "batches", "Batches that a pipeline has completed.", lambda one: one.batches),
-    (_counter, "restarts", "Restarts of a pipeline after a failure.", lambda one: one.restarts),
-    (_counter, "stalls", "Batches of a pipeline that were cancelled for lack of progress.", lambda one: one.stalls),
-    (_gauge, "stalled_seconds", "Seconds that the current batch has made no progress.", lambda one: one.stalled_s),
+    (_counter, "rows", "Messages that a pipeline has read.", lambda report: report.rows),
+    (_gauge, "rows_per_second", "Messages that a pipeline reads per second.", lambda report: report.rows_per_s),
+    (_counter, "batches", "Batches that a pipeline has completed.", lambda report: report.batches),
+    (_counter, "restarts", "Restarts of a pipeline after a failure.", lambda report: report.restarts),
+    (
+        _counter,
+        "stalls",
+        "Batches of a pipeline that were cancelled for lack of progress.",
+        lambda report: report.stalls,
+    ),
+    (
+        _gauge,
+        "stalled_seconds",
+        "Seconds that the current batch has made no progress.",
+        lambda report: report.stalled_s,
+    ),
 )
 """The metrics that are a field of each report."""

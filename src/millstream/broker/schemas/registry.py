@@ -139,7 +139,7 @@ class SubjectVersions(Sequence[SubjectVersion]):
     """The versions of one subject, deleted ones included, in their order."""
 
     def __init__(self, versions: Iterable[SubjectVersion]) -> None:
-        self._versions = sorted(versions, key=lambda one: one.version)
+        self._versions = sorted(versions, key=lambda version: version.version)
 
     def __len__(self) -> int:
         return len(self._versions)
@@ -859,7 +859,7 @@ class SchemaRegistry:
                 place = (_qualify(schema.context, reference.subject), reference.version)
                 self._referrers.setdefault(place, set()).add(key)
         # Deletions come last, so that a schema that moves to another version is not dropped in between.
-        for version in sorted(changes.versions, key=lambda one: one.is_gone):
+        for version in sorted(changes.versions, key=lambda version: version.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
             self._held_bytes += settings.size_bytes - self.settings(settings.subject).size_bytes

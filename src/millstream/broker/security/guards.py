@@ -161,7 +161,7 @@ def _per_resource(
             rights.require(group, GROUP, request.group_id)
         allowed, denied = _split_allowed(
             getattr(request, requested_field),
-            lambda one: rights.check(operation, kind, getattr(one, name) if name else one),
+            lambda resource: rights.check(operation, kind, getattr(resource, name) if name else resource),
         )
         response = await api.handle(dataclasses.replace(request, **{requested_field: allowed}), client)
         return _extend(response, response_field, map(refused, denied))
@@ -687,7 +687,7 @@ async def _txn_offset_commit(api: Any, request: Any, client: Any, rights: Rights
 async def _describe_transactions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """DescribeTransactions: DESCRIBE on the transactional id, and on the topics that are shown."""
     allowed, denied = _split_allowed(
-        request.transactional_ids, lambda one: rights.check(DESCRIBE, TRANSACTIONAL_ID, one)
+        request.transactional_ids, lambda transactional_id: rights.check(DESCRIBE, TRANSACTIONAL_ID, transactional_id)
     )
     response = await api.handle(dataclasses.replace(request, transactional_ids=allowed), client)
     shown = tuple(

@@ -595,44 +595,54 @@ async def start_offset(settings: SubscriptionSettings, partition: Partition, now
 Count = Callable[[Delivery], float]
 
 _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
-    ("backlog", "gauge", "Unfinished messages (approximate).", lambda one: one.backlog),
-    ("available", "gauge", "Messages waiting for a worker (approximate).", lambda one: one.available),
-    ("leased", "gauge", "Messages held by workers.", lambda one: one.queue.counts.leased),
+    ("backlog", "gauge", "Unfinished messages (approximate).", lambda delivery: delivery.backlog),
+    ("available", "gauge", "Messages waiting for a worker (approximate).", lambda delivery: delivery.available),
+    ("leased", "gauge", "Messages held by workers.", lambda delivery: delivery.queue.counts.leased),
     (
         "parked",
         "gauge",
         "Messages waiting for a time, or behind an earlier message of their key.",
-        lambda one: one.queue.counts.parked + one.queue.counts.blocked,
+        lambda delivery: delivery.queue.counts.parked + delivery.queue.counts.blocked,
     ),
-    ("rejecting", "gauge", "Messages on their way to the dead letter topic.", lambda one: one.queue.counts.rejecting),
+    (
+        "rejecting",
+        "gauge",
+        "Messages on their way to the dead letter topic.",
+        lambda delivery: delivery.queue.counts.rejecting,
+    ),
     (
         "refused_letters",
         "gauge",
         "Messages that the dead letter topic refuses, as they are too large for it or cannot be read.",
-        lambda one: len(one.refused_letters),
+        lambda delivery: len(delivery.refused_letters),
     ),
-    ("workers_waiting", "gauge", "Workers waiting for a message.", lambda one: one.waiting),
-    ("accepted_total", "counter", "Messages accepted.", lambda one: one.queue.counter(DeltaKind.ACCEPTED)),
-    ("retried_total", "counter", "Deliveries after the first.", lambda one: one.queue.redelivered),
-    ("expired_total", "counter", "Leases that expired.", lambda one: one.queue.counter(DeltaKind.EXPIRED)),
+    ("workers_waiting", "gauge", "Workers waiting for a message.", lambda delivery: delivery.waiting),
+    ("accepted_total", "counter", "Messages accepted.", lambda delivery: delivery.queue.counter(DeltaKind.ACCEPTED)),
+    ("retried_total", "counter", "Deliveries after the first.", lambda delivery: delivery.queue.redelivered),
+    ("expired_total", "counter", "Leases that expired.", lambda delivery: delivery.queue.counter(DeltaKind.EXPIRED)),
     (
         "dead_lettered_total",
         "counter",
         "Messages moved to the dead letter topic.",
-        lambda one: one.queue.counter(DeltaKind.DEAD_LETTERED),
+        lambda delivery: delivery.queue.counter(DeltaKind.DEAD_LETTERED),
     ),
     (
         "dropped_total",
         "counter",
         "Messages dropped.",
-        lambda one: one.queue.counter(DeltaKind.DROPPED),
+        lambda delivery: delivery.queue.counter(DeltaKind.DROPPED),
     ),
-    ("damaged_total", "counter", "Messages skipped because they are lost or unreadable.", lambda one: one.damaged),
+    (
+        "damaged_total",
+        "counter",
+        "Messages skipped because they are lost or unreadable.",
+        lambda delivery: delivery.damaged,
+    ),
     (
         "filtered_total",
         "counter",
         "Messages excluded by the filter.",
-        lambda one: one.queue.counter(DeltaKind.FILTERED),
+        lambda delivery: delivery.queue.counter(DeltaKind.FILTERED),
     ),
 )
 

@@ -218,8 +218,8 @@ class FilterCache:
             if begin >= end:
                 continue
             try:
-                one = view[header.position : header.end_position]
-                await self._evaluate(partition, one, first, next_offset, by_filter)
+                batch_bytes = view[header.position : header.end_position]
+                await self._evaluate(partition, batch_bytes, first, next_offset, by_filter)
             except BatchRejected as error:
                 unreadable.append((begin, end - 1, str(error)))
         return tuple(unreadable)

@@ -66,7 +66,7 @@ async def topics_page(
         return ListTopicsResponse(topics=[summed[topic.name] for topic in first.topics], total=first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
     responses = await gather_or_cancel(list_if_reachable(client, node, every) for node in nodes)
-    topics = sorted(_sum(responses).values(), key=lambda one: getattr(one, order), reverse=descending)
+    topics = sorted(_sum(responses).values(), key=lambda topic: getattr(topic, order), reverse=descending)
     return ListTopicsResponse(
         topics=topics[offset : offset + limit], total=max(response.total for response in responses)
     )

@@ -82,7 +82,7 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
         elapsed_s = after["clock_s"] - before[node]["clock_s"]
         clients += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
         omitted += after["omitted"]
-    return Clients(tuple(sorted(clients, key=lambda one: (one.client_id, one.node, one.address))), omitted)
+    return Clients(tuple(sorted(clients, key=lambda client: (client.client_id, client.node, client.address))), omitted)
 
 
 async def _request(client: Client, node: NodeId) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _select_copies(described: dict[str, Any], is_selected: Callable[[str], bool]
 
 
 def _merge_reports(descriptions: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
-    newest = max(descriptions, key=lambda one: int(one["version"]))
+    newest = max(descriptions, key=lambda description: int(description["version"]))
     reports = [description["report"] for description in descriptions if description["report"] is not None]
     partitions = sorted(
         (partition for report in reports for partition in report["partitions"]),

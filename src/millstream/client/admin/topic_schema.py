@@ -148,7 +148,7 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
     records = _settings_records(None, await registry.settings(prefix))
     for subject in dict.fromkeys(schema.subject for schema in schemas):
         records += _settings_records(subject, await registry.settings(subject))
-    records += [_schema_record(schema) for schema in sorted(schemas, key=lambda one: (one.id, one.version))]
+    records += [_schema_record(schema) for schema in sorted(schemas, key=lambda schema: (schema.id, schema.version))]
     for record in records:
         await client.produce(topic, 0, encode_batch([record]))
     everything = await registry.subjects(ListSubjectsRequest(prefix=":*:", deleted=True))

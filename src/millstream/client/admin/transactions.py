@@ -119,7 +119,7 @@ async def list_transactions(
             )
             for transaction_state in response.transaction_states
         ]
-    return sorted(transactions, key=lambda one: one.transactional_id)
+    return sorted(transactions, key=lambda transaction: transaction.transactional_id)
 
 
 async def describe_transaction(client: Client, transactional_id: str) -> DescribedTransaction:
@@ -180,7 +180,7 @@ async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
         )
         for where, _leader, producer in await _producers(client, [topic])
     ]
-    return sorted(producers, key=lambda one: -one.last_timestamp_ms)
+    return sorted(producers, key=lambda producer: -producer.last_timestamp_ms)
 
 
 async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple[TopicPartition, NodeId, Any]]:

@@ -171,11 +171,11 @@ class _LeasedBatch:
 def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) -> Iterator[LeasedRange]:
     """Return the parts of the leases, which ascend, that lie in a batch."""
     for number in range(at, len(leases)):
-        one = leases[number]
-        if one.start > header.last_offset:
+        lease = leases[number]
+        if lease.start > header.last_offset:
             return
-        start, end = max(one.start, header.base_offset), min(one.end, header.next_offset)
-        yield LeasedRange(start, end, one.attempt, one.deadline_ms)
+        start, end = max(lease.start, header.base_offset), min(lease.end, header.next_offset)
+        yield LeasedRange(start, end, lease.attempt, lease.deadline_ms)
 
 
 def _read(

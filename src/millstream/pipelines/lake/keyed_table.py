@@ -131,7 +131,7 @@ class KeyedTable(LakeTable):
                     "one row per key has no other writer; restore its earlier version, or delete it to build it again"
                 )
             buckets.append(StoredBucket(bucket, path, size))
-        return sorted(buckets, key=lambda one: one.bucket.start)
+        return sorted(buckets, key=lambda stored: stored.bucket.start)
 
     def route(self, incoming_bytes: float, bucket_bytes: int) -> None:
         """Choose the buckets for the next step's changes: those of the table, split where they grow too large."""

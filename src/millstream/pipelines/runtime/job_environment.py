@@ -106,7 +106,7 @@ def _discard_unused(root: Path, used: Path, needed: Collection[str]) -> None:
     unused = [
         path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name not in needed
     ]
-    unused.sort(key=lambda one: one.stat().st_mtime, reverse=True)
+    unused.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for old in unused[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -201,8 +201,8 @@ class RowFilter:
         return self._filter.uses.fields
 
     def matches(self, columns: Columns) -> pa.Array:
-        one = self._range
-        batch = ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=self._filter.uses)
+        offset_range = self._range
+        batch = ColumnBatch(columns, topic=offset_range.topic, partition=offset_range.partition, uses=self._filter.uses)
         return pa.array(self._filter.matches(batch))
 
 

@@ -87,8 +87,8 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
 def _is_headers(kind: DataType) -> bool:
     if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, StructType):
         return isinstance(kind, NullType)
-    one = kind.elementType
-    return one.names == ["key", "value"] and all(isinstance(field.dataType, _TEXT) for field in one.fields)
+    element = kind.elementType
+    return element.names == ["key", "value"] and all(isinstance(field.dataType, _TEXT) for field in element.fields)
 
 
 class TopicWriter(DataSourceArrowWriter):

@@ -89,9 +89,9 @@ def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
 
 def listed_in(listed: Listed, where: TopicPartition) -> ListedOffset:
     """Return the result for a partition, or raise its error."""
-    one = listed.get(where)
-    if one is None:
+    listed_offset = listed.get(where)
+    if listed_offset is None:
         raise ProtocolViolation(f"the response with offsets does not name {where}")
-    if isinstance(one, MillstreamError):
-        raise one
-    return one
+    if isinstance(listed_offset, MillstreamError):
+        raise listed_offset
+    return listed_offset

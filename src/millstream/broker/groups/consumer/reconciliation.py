@@ -410,7 +410,9 @@ class Reconciliation:
         stale = [one for one in stale if due or one not in self._resolved]
         own = self.member.subscription.expression
         changed = False
-        for expression in sorted(stale, key=lambda one: (one != own, one in self._resolved))[:EXPRESSIONS_AT_ONCE_MAX]:
+        for expression in sorted(stale, key=lambda expression: (expression != own, expression in self._resolved))[
+            :EXPRESSIONS_AT_ONCE_MAX
+        ]:
             changed = self._refresh(expression, version) or changed
         return changed
 

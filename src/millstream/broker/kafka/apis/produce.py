@@ -713,9 +713,9 @@ class Produce:
     def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], request: Request) -> None:
         pending.unacknowledged = len(waiting)
         for partition, portion in waiting:
-            one = _Waiting(pending, portion, partition)
-            pending.waiting.append(one)
-            partition.notify_acknowledged(cast("AppendedRange", portion.appended), one, request.acks)
+            waiter = _Waiting(pending, portion, partition)
+            pending.waiting.append(waiter)
+            partition.notify_acknowledged(cast("AppendedRange", portion.appended), waiter, request.acks)
         self._hold(pending, request.timeout_ms)
 
     def _hold(self, pending: _Pending | _PendingPipelined, timeout_ms: int) -> None:

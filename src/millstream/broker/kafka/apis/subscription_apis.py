@@ -761,7 +761,7 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
         _check_offset(partition, request.offset)
         topic = partition.topic
         traces = []
-        for subscription in sorted(self._subscriptions.all(), key=lambda one: one.name):
+        for subscription in sorted(self._subscriptions.all(), key=lambda subscription: subscription.name):
             if subscription.name.startswith(OWN_PREFIX):
                 continue
             if topic.name not in await self._service.share_topics.of(subscription):

@@ -233,9 +233,11 @@ async def _leased(
                 piece, count = b"", 0
                 until = time.monotonic() + DECODE_S_MAX
                 while count < len(unsent) and len(piece) < PIECE_BYTES and (not count or time.monotonic() < until):
-                    one = unsent[count]
-                    more = await _decoded(services, decode, one.topic, one.record, memory, held) if decode else _NOTHING
-                    piece += event("message", in_one_line(_encode(leased(one, receive.worker, **more))))
+                    message = unsent[count]
+                    more = _NOTHING
+                    if decode:
+                        more = await _decoded(services, decode, message.topic, message.record, memory, held)
+                    piece += event("message", in_one_line(_encode(leased(message, receive.worker, **more))))
                     count += 1
                 yield piece
                 if disconnected is not None and disconnected.done():

@@ -172,7 +172,7 @@ class TopicDeleted(msgspec.Struct, frozen=True):
 async def list_topics(services: Services, request: Request[Listing, NoFields]) -> TopicList:
     topics = (await services.client.metadata()).topics.values()
     shown = sorted(
-        (topic for topic in topics if request.query.internal or not topic.is_internal), key=lambda one: one.name
+        (topic for topic in topics if request.query.internal or not topic.is_internal), key=lambda topic: topic.name
     )
     return TopicList([_summary(one) for one in shown])
 

@@ -211,7 +211,7 @@ async def _newest(visit: Visit, form: _SearchForm) -> _ReadStep:
 
 
 def _keep_newest(rows: list[Row]) -> None:
-    rows.sort(key=lambda one: (one.timestamp_ms, one.offset), reverse=True)
+    rows.sort(key=lambda row: (row.timestamp_ms, row.offset), reverse=True)
     del rows[ROWS:]
 
 

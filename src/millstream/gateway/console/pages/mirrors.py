@@ -20,7 +20,7 @@ async def show(visit: Visit) -> Response:
     """Show one mirror and its copies; those that are furthest behind come first."""
     name = visit.names["mirror"]
     (described,) = await MirrorClient(visit.services.client).describe([name])
-    partitions = sorted(described["partitions"], key=lambda one: -(one["lag"] or 0))
+    partitions = sorted(described["partitions"], key=lambda partition: -(partition["lag"] or 0))
     context = {
         "name": name,
         "described": described,

@@ -156,7 +156,7 @@ def _warnings(
         if mirror["error"]:
             text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}."
             warnings.append(ConsoleWarning(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
-    return sorted(warnings, key=lambda one: not one.is_bad)[:20]
+    return sorted(warnings, key=lambda warning: not warning.is_bad)[:20]
 
 
 async def events(visit: Visit) -> Response:

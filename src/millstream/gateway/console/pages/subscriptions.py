@@ -111,7 +111,7 @@ async def show(visit: Visit) -> Response:
     """Show a subscription: its queues, leases and settings, and the available actions."""
     name = visit.names["subscription"]
     (described,) = await visit.services.subscriptions.describe([name], leases_max=LEASES_SHOWN)
-    leases = sorted(described["leases"], key=lambda one: (one["deadline_ms"], one["topic"], one["partition"]))
+    leases = sorted(described["leases"], key=lambda lease: (lease["deadline_ms"], lease["topic"], lease["partition"]))
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     topics: Sequence[str] = described["topics"]
     await visit.look_up(

@@ -394,7 +394,7 @@ class _Votes:
 
     def _kind(self) -> str | None:
         # A counter keeps the order in which kinds came first.
-        return max(self._kinds, key=lambda one: self._kinds[one], default=None)
+        return max(self._kinds, key=lambda kind: self._kinds[kind], default=None)
 
     def _number_type(self) -> pa.DataType:
         if not self._has_fraction:

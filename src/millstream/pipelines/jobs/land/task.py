@@ -280,7 +280,7 @@ class LandTasks:
         with ThreadPoolExecutor(_TOPICS_AT_ONCE, thread_name_prefix="landing") as pool:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
-                    by_topic = groupby(self._tasks[number], key=lambda one: one.topic)
+                    by_topic = groupby(self._tasks[number], key=lambda offset_range: offset_range.topic)
                     parts = [(topic, list(topic_ranges)) for topic, topic_ranges in by_topic]
                     yield to_arrow(self._reports([pool.submit(self._land, *part) for part in parts]))
 

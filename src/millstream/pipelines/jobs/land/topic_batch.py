@@ -111,7 +111,9 @@ class TopicBatch:
 
     def topic_ranges(self) -> list[Range]:
         ranges = topic_ranges(self.topic, self.plans)
-        return sorted(ranges, key=lambda one: (one.partition != self.first_partition, one.partition))
+        return sorted(
+            ranges, key=lambda offset_range: (offset_range.partition != self.first_partition, offset_range.partition)
+        )
 
     def evolution(self) -> Evolution:
         """Return the payload fields over the messages of the batch."""
@@ -254,7 +256,7 @@ class TopicBatch:
         evolution = self.evolution()
         if self.rounds > ROUNDS_MAX:
             # Everything before the first of them is known.
-            first = min(new_fields, key=lambda one: evolution.position(one.partition, one.offset))
+            first = min(new_fields, key=lambda field: evolution.position(field.partition, field.offset))
             if not self._is_first(first.partition, first.offset):
                 self._end_before(first.partition, first.offset)
                 return

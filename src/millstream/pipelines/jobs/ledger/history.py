@@ -55,7 +55,7 @@ def add_history(document: Trace, lake: str, *, adds_deleted: bool = True) -> Tra
     published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
     if document["published_ms"] is None and published:
         document = {**document, "published_ms": _ms(published[-1]), "published": published[-1].isoformat()}
-    return {**document, "subscriptions": sorted(traces, key=lambda one: str(one["subscription"]))}
+    return {**document, "subscriptions": sorted(traces, key=lambda trace: str(trace["subscription"]))}
 
 
 def _rows(table: LedgerTable, topic_id: str, partition: int, offset: int) -> list[Trace]:
