@@ -89,7 +89,10 @@ def check_appearance(page: Page, name: str = "", *, schemes: Sequence[Any] = ("l
         # The themes differ in their colours only.
         checked = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] if scheme == "light" else ["color-contrast"]
         found = page.evaluate("rules => axe.run(document, {runOnly: rules, resultTypes: ['violations']})", checked)
-        violations = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found["violations"]]
+        violations = [
+            (violation["id"], [node["html"][:200] for node in violation["nodes"]][:3])
+            for violation in found["violations"]
+        ]
         assert violations == [], (page.url, scheme, violations)
         _save_theme_screenshot(page, name, scheme)
     page.emulate_media(color_scheme="light")

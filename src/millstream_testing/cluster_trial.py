@@ -114,7 +114,7 @@ class Outcome:
     def findings(self) -> str:
         """Return all findings, or that there are none."""
         more = [f"differing replicas: {one}" for one in self.differing]
-        more += [f"lost commit: {one}" for one in self.lost_commits]
+        more += [f"lost commit: {lost_commit}" for lost_commit in self.lost_commits]
         return "\n".join([str(self.report), *more])
 
 
@@ -265,7 +265,7 @@ class ClusterTrial:
             return Outcome(report, self._injected)
         self.load.end(_CLOSE_S_MAX)
         self._wait_until_healthy("the end")
-        lost = [one for group in self.load.groups for one in self._lost_commits(group)]
+        lost = [lost_commit for group in self.load.groups for lost_commit in self._lost_commits(group)]
         return Outcome(report, self._injected, self._differing_replicas(), lost)
 
     def _lost_commits(self, group: str) -> list[str]:

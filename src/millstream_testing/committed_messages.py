@@ -54,7 +54,7 @@ def committed_records(brokers: str, topic: str) -> list[Committed]:
 
 def committed_messages(brokers: str, topic: str) -> list[bytes]:
     """Return the values of all messages, in the order of each partition."""
-    return [one.value or b"" for one in committed_records(brokers, topic)]
+    return [record.value or b"" for record in committed_records(brokers, topic)]
 
 
 def _record(message: Any) -> Committed:

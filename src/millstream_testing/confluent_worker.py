@@ -60,7 +60,7 @@ class ConfluentWorker(Worker):
 
     def _discard_revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         """Discard polled messages of partitions that may be assigned to others by now."""
-        gone = {one.partition for one in partitions}
+        gone = {partition.partition for partition in partitions}
         self._batch = [message for message in self._batch if message.partition() not in gone]
 
     def _poll_batch(self) -> None:

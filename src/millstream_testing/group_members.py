@@ -45,10 +45,10 @@ class Member:
         return {partition for _, partition in self.held}
 
     def _assigned(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self.held |= {(one.topic, one.partition) for one in partitions}
+        self.held |= {(partition.topic, partition.partition) for partition in partitions}
 
     def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self.held -= {(one.topic, one.partition) for one in partitions}
+        self.held -= {(partition.topic, partition.partition) for partition in partitions}
 
     def step(self) -> None:
         """Read available messages."""

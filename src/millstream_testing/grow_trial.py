@@ -320,10 +320,10 @@ class GrowTrial:
             timeout=SETTLE_S_MAX
         )
         wrong = [
-            f"{name}-{index} on {one.replicas}"
+            f"{name}-{index} on {partition.replicas}"
             for name, topic in metadata.topics.items()
-            for index, one in topic.partitions.items()
-            if not is_right(set(one.replicas))
+            for index, partition in topic.partitions.items()
+            if not is_right(set(partition.replicas))
         ]
         if wrong:
             raise TrialFailed(f"wrong replicas: {wrong[:5]}")
@@ -352,7 +352,9 @@ class GrowTrial:
         folders = {node: server.data for node, server in self._nodes.items()}
         for server in self._nodes.values():
             server.stop()
-        return findings + [f"differing replicas: {one}" for one in differing_replicas(folders, [identity], PARTITIONS)]
+        return findings + [
+            f"differing replicas: {difference}" for difference in differing_replicas(folders, [identity], PARTITIONS)
+        ]
 
     def _pending_messages(self) -> str:
         async def ask() -> Sequence[dict[str, Any]]:

@@ -199,10 +199,10 @@ class TrialMachine(TrialSingleNode):
             if len(found.nodes) < self.server.cores:
                 return f"{address} knows only {len(found.nodes)} of {self.server.cores} brokers"
             leaderless = [
-                f"{name}-{one.partition}"
+                f"{name}-{partition.partition}"
                 for name, topic in found.topics.items()
-                for one in topic.partitions.values()
-                if one.leader_id < 0
+                for partition in topic.partitions.values()
+                if partition.leader_id < 0
             ]
             if leaderless:
                 return f"{address}: no leader for {', '.join(leaderless[:5])}"

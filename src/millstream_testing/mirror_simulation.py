@@ -396,7 +396,7 @@ class _SourceClient:
             for where, offset in positions.items():
                 responses[where] = self._fetch_response(where.partition, offset)
             if self._world.clock.monotonic() > deadline or any(
-                not isinstance(one, FetchedPartition) or len(one.records) for one in responses.values()
+                not isinstance(response, FetchedPartition) or len(response.records) for response in responses.values()
             ):
                 await self._world.cross_link(self._site)
                 return responses

@@ -537,7 +537,7 @@ class MirrorTrial:
         described = site.command("group", "describe", GROUP, "--json")
         if described.code != 0:
             return
-        committed = {one["partition"]: one["committed"] for one in described.document["offsets"]}
+        committed = {offset["partition"]: offset["committed"] for offset in described.document["offsets"]}
         found = self._read(site, "read_committed")
         read = {
             value

@@ -69,7 +69,9 @@ class Source:
 
     def read(self) -> list[str]:
         """Look up the positions of all of them; return what is already wrong."""
-        placed = [(Place(one.partition, one.offset), one) for one in committed_records(self._brokers, self.topic)]
+        placed = [
+            (Place(record.partition, record.offset), record) for record in committed_records(self._brokers, self.topic)
+        ]
         self.messages = dict(placed)
         self._places = {self.document(place)["id"]: place for place, _ in placed}
         is_whole = sorted(self.document(place)["id"] for place, _ in placed) == sorted(self.published)

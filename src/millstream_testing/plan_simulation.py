@@ -130,8 +130,10 @@ class PlanWorld(World):
     def _load(self) -> ClusterLoad:
         """Return the load as an operator sees it; it may be out of date when the plan is applied."""
         nodes = {
-            one.node_id: NodeLoad(node_id=one.node_id, is_live=one.is_running, is_drained=one.node_id in self._drained)
-            for one in self.nodes
+            node.node_id: NodeLoad(
+                node_id=node.node_id, is_live=node.is_running, is_drained=node.node_id in self._drained
+            )
+            for node in self.nodes
         }
         names = {topic.topic_id: topic.name for topic in self.plan.topics}
         partitions = [

@@ -68,7 +68,10 @@ def _writes_letters_again() -> None:
 
     async def again(self: DeadLetterAppender, topic: str, index: int, batch: bytearray) -> Offset:
         if _random.random() < _SOMETIMES:
-            records = [NewRecord(one.key, one.value, one.headers, one.timestamp_ms) for one in decode_records(batch)]
+            records = [
+                NewRecord(record.key, record.value, record.headers, record.timestamp_ms)
+                for record in decode_records(batch)
+            ]
             await append(self, topic, index, bytearray(encode_batch(records)))
         return await append(self, topic, index, batch)
 

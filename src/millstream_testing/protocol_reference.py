@@ -148,8 +148,9 @@ def protocol_page() -> str:
     public = [entry for entry in entries if entry.key < _PRIVATE_KEY_MIN]
     private = [entry for entry in entries if entry.key >= _PRIVATE_KEY_MIN]
     features = "".join(
-        f"| `{one.name}` | {_span(one.oldest, one.newest)} | {one.level or 'off'} | {_MEANINGS[one.name]} |\n"
-        for one in features_of({entry.key for entry in entries})
+        f"| `{feature.name}` | {_span(feature.oldest, feature.newest)} | {feature.level or 'off'} | "
+        f"{_MEANINGS[feature.name]} |\n"
+        for feature in features_of({entry.key for entry in entries})
     )
     quotas = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
     own = (
@@ -175,16 +176,17 @@ def api_entries() -> Iterator[ApiEntry]:
 
 def apis_of(module: Any) -> list[Any]:
     return [
-        one
-        for one in vars(module).values()
-        if isinstance(one, type) and one.__module__ == module.__name__ and isinstance(vars(one).get("key"), int)
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and isinstance(vars(value).get("key"), int)
     ]
 
 
 def _table(entries: list[ApiEntry]) -> str:
     rows = "".join(
-        f"| {one.key} | {one.name} | {_span(one.oldest, one.newest)} | {one.does.replace('|', chr(92) + '|')} |\n"
-        for one in entries
+        f"| {entry.key} | {entry.name} | {_span(entry.oldest, entry.newest)} | "
+        f"{entry.does.replace('|', chr(92) + '|')} |\n"
+        for entry in entries
     )
     return "| key | API | versions | what it does |\n|---|---|---|---|\n" + rows
 

@@ -231,23 +231,25 @@ class PushTrial(QueueTrial):
         """Return what the endpoint received as a worker's history. A delivery may be sent twice."""
         history = History()
         seen: set[tuple[Position, int]] = set()
-        for one in self._arrivals:
-            if one.subscription != name:
+        for arrival in self._arrivals:
+            if arrival.subscription != name:
                 continue
-            if (one.position, one.attempt) not in seen:
-                seen.add((one.position, one.attempt))
-                sent_ms = one.at_ms - TIMEOUT_MS
+            if (arrival.position, arrival.attempt) not in seen:
+                seen.add((arrival.position, arrival.attempt))
+                sent_ms = arrival.at_ms - TIMEOUT_MS
                 history.deliveries.append(
-                    Delivery(one.position, "endpoint", one.attempt, sent_ms, one.at_ms, 0, one.checksum)
+                    Delivery(arrival.position, "endpoint", arrival.attempt, sent_ms, arrival.at_ms, 0, arrival.checksum)
                 )
-            if one.taken:
+            if arrival.taken:
                 # The endpoint cannot know whether the node has received it.
-                settled = Settlement(one.position, "endpoint", one.attempt, Verb.ACCEPT, one.at_ms, None, False)
+                settled = Settlement(
+                    arrival.position, "endpoint", arrival.attempt, Verb.ACCEPT, arrival.at_ms, None, False
+                )
                 history.settlements.append(settled)
         return history
 
     def _summary(self, records: Mapping[Position, Record], dead_letters: Mapping[str, Counter[Position]]) -> str:
-        taken = Counter((one.subscription, one.position) for one in self._arrivals if one.taken)
+        taken = Counter((arrival.subscription, arrival.position) for arrival in self._arrivals if arrival.taken)
         again = sum(count > 1 for count in taken.values())
         return (
             f"{self._summary_of_load(records)}; {len(self._arrivals)} requests, {again} messages were accepted more "

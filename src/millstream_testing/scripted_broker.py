@@ -172,7 +172,7 @@ def fetched(records: bytes | None = b"", code: ErrorCode = ErrorCode.none) -> Ha
                 topic=topic.topic,
                 partitions=tuple(
                     messages.PartitionData(
-                        partition_index=one.partition,
+                        partition_index=partition.partition,
                         error_code=code,
                         high_watermark=9,
                         last_stable_offset=8,
@@ -180,7 +180,7 @@ def fetched(records: bytes | None = b"", code: ErrorCode = ErrorCode.none) -> Ha
                         aborted_transactions=None,
                         records=records,
                     )
-                    for one in topic.partitions
+                    for partition in topic.partitions
                 ),
             )
             for topic in request.topics

@@ -169,7 +169,9 @@ def declare_security(data: Path, passwords: Mapping[str, str], acls: frozenset[A
     data.mkdir(parents=True, exist_ok=True)
     catalog = Catalog.open_folder(data)
     try:
-        credentials = tuple(one for user, word in passwords.items() for one in new_credentials(user, word))
+        credentials = tuple(
+            credential for user, word in passwords.items() for credential in new_credentials(user, word)
+        )
         catalog.change_security(SecurityChange(put_credentials=credentials, add_acls=acls))
     finally:
         catalog.close()

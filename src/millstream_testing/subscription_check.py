@@ -112,12 +112,15 @@ class _Case:
     def accepted(self, position: Position, *, certainly: bool) -> bool:
         """Whether a worker accepted a message."""
         accepts = [one for one in self.settlements[position] if one.verb == Verb.ACCEPT]
-        return any(one.is_certain if certainly else one.is_possible for one in accepts)
+        return any(accept.is_certain if certainly else accept.is_possible for accept in accepts)
 
     def attempt_of(self, settlement: Settlement) -> int:
         """Return the attempt that a settlement belongs to: a worker that got a message twice settles the later one."""
         deliveries = [one for one in self.deliveries.get(settlement.position, ()) if one.worker == settlement.worker]
-        return max((one.attempt for one in deliveries if one.from_ms <= (settlement.response_ms or 0)), default=0)
+        return max(
+            (delivery.attempt for delivery in deliveries if delivery.from_ms <= (settlement.response_ms or 0)),
+            default=0,
+        )
 
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """Return the settlements of a delivery, in order."""
@@ -280,11 +283,14 @@ def _attempts_out_of_order(case: _Case) -> Iterator[str]:
 
 def _wrong_deadlines(case: _Case) -> Iterator[str]:
     """Check that each lease starts between request and response."""
-    for one in case.history.deliveries:
-        leased_ms = one.deadline_ms - case.guarantees.lease_ms
-        is_odd = not one.from_ms - TOLERANCE_MS <= leased_ms <= one.to_ms + TOLERANCE_MS
-        if one.deadline_ms and is_odd and not case.is_stepped(one.from_ms, one.to_ms):
-            yield f"{one.position} was leased to {one.worker} at {one.from_ms} to {one.to_ms} until {one.deadline_ms}"
+    for delivery in case.history.deliveries:
+        leased_ms = delivery.deadline_ms - case.guarantees.lease_ms
+        is_odd = not delivery.from_ms - TOLERANCE_MS <= leased_ms <= delivery.to_ms + TOLERANCE_MS
+        if delivery.deadline_ms and is_odd and not case.is_stepped(delivery.from_ms, delivery.to_ms):
+            yield (
+                f"{delivery.position} was leased to {delivery.worker} at {delivery.from_ms} to {delivery.to_ms} until "
+                f"{delivery.deadline_ms}"
+            )
 
 
 def _leased_twice(case: _Case) -> Iterator[str]:
@@ -306,8 +312,8 @@ def _redelivered_after_accept(case: _Case) -> Iterator[str]:
         accepts = [one for one in case.settlements[position] if one.verb == Verb.ACCEPT and one.is_certain]
         if not accepts:
             continue
-        accepted_ms = min(one.response_ms or 0 for one in accepts)
-        attempt, nodes = min(map(case.attempt_of, accepts)), {one.node for one in accepts}
+        accepted_ms = min(accept.response_ms or 0 for accept in accepts)
+        attempt, nodes = min(map(case.attempt_of, accepts)), {accept.node for accept in accepts}
         for one in ones:
             is_later = one.from_ms > accepted_ms
             if case.guarantees.delivery == EXACTLY_ONCE:

@@ -203,16 +203,16 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
 def _deliveries(event: ReceiveCompleted) -> list[Delivery]:
     return [
         Delivery(
-            Position(one.partition, one.offset),
+            Position(message.partition, message.offset),
             event.worker,
-            one.attempt,
+            message.attempt,
             event.from_ms,
             event.at_ms,
-            one.deadline_ms,
-            one.checksum,
-            one.node,
+            message.deadline_ms,
+            message.checksum,
+            message.node,
         )
-        for one in event.messages
+        for message in event.messages
     ]
 
 
@@ -242,11 +242,15 @@ def _settlements(
 
 
 def summary(checked: Collection[History], truths: Collection[GroundTruth]) -> str:
-    verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
-    unknown = sum(one.response_ms is None for history in checked for one in history.settlements)
-    refused = sum(one.response_ms is not None and not one.taken for history in checked for one in history.settlements)
-    again = sum(one.attempt > 1 for history in checked for one in history.deliveries)
-    shared = sum(not one.deadline_ms for history in checked for one in history.deliveries)
+    verbs = Counter(settlement.verb.name.lower() for history in checked for settlement in history.settlements)
+    unknown = sum(settlement.response_ms is None for history in checked for settlement in history.settlements)
+    refused = sum(
+        settlement.response_ms is not None and not settlement.taken
+        for history in checked
+        for settlement in history.settlements
+    )
+    again = sum(delivery.attempt > 1 for history in checked for delivery in history.deliveries)
+    shared = sum(not delivery.deadline_ms for history in checked for delivery in history.deliveries)
     dead_letters = sum(truth.dead_letters.total() for truth in truths)
     settled = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
     return (

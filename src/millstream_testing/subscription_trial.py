@@ -279,7 +279,7 @@ class SubscriptionTrial(QueueTrial):
         self, records: dict[Position, Record], truths: Mapping[str, GroundTruth], found: Mapping[str, History]
     ) -> str:
         never = sum(
-            len(truths[name].expected.keys() - {one.position for one in found[name].deliveries})
+            len(truths[name].expected.keys() - {delivery.position for delivery in found[name].deliveries})
             for name, guarantees in self._subscriptions.items()
             if guarantees.delivery == AT_MOST_ONCE
         )

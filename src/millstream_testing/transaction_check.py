@@ -122,10 +122,10 @@ class _Check:
     # -- the contents ------------------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        for one in self._history.transactions.values():
-            self._report.committed += one.committed is True
-            self._report.aborted += one.is_aborted
-            self._report.unknown += one.committed is None and not one.is_aborted
+        for transaction in self._history.transactions.values():
+            self._report.committed += transaction.committed is True
+            self._report.aborted += transaction.is_aborted
+            self._report.unknown += transaction.committed is None and not transaction.is_aborted
 
     def _polls(self, *, committed: bool = False) -> Iterator[tuple[str, Position, int, int]]:
         """Yield every poll of a message: reader, position, message and time."""
@@ -268,21 +268,21 @@ class _Check:
             self._report.add(Kind.SKIPPED, (*where, readable[first]), f"{consumer} {on}; {last - first} not read")
 
     def _find_wrong_inputs(self) -> None:
-        for (producer, number), one in self._history.transactions.items():
-            got = {(output.source_partition, output.source_offset) for output in one.begun.outputs}
-            for each in one.begun.inputs:
+        for (producer, number), transaction in self._history.transactions.items():
+            got = {(output.source_partition, output.source_offset) for output in transaction.begun.outputs}
+            for each in transaction.begun.inputs:
                 missing = [at for at in range(each.first, each.next) if (each.partition, at) not in got]
                 if missing:
-                    position = (one.begun.source, each.partition, missing[0])
+                    position = (transaction.begun.source, each.partition, missing[0])
                     self._report.add(Kind.SKIPPED, position, f"transaction {number} of {producer} did not receive it")
 
     # -- offsets of groups -------------------------------------------------------------------------------------
 
     def _find_wrong_offsets(self) -> None:
         committing: defaultdict[Position, list[Transaction]] = defaultdict(list)
-        for one in self._history.transactions.values():
-            for each in one.begun.inputs:
-                committing[one.begun.group, each.partition, each.next].append(one)
+        for transaction in self._history.transactions.values():
+            for each in transaction.begun.inputs:
+                committing[transaction.begun.group, each.partition, each.next].append(transaction)
         last: dict[tuple[str, str, int], int] = {}
         for observed in self._history.observed_offsets:
             stream = (observed.observer, observed.group, observed.partition)
@@ -317,11 +317,11 @@ class _Check:
         for message in self._visible:
             producer, number, index = self._history.messages[message]
             seen[producer, number].add(index)
-        for key, one in self._history.transactions.items():
+        for key, transaction in self._history.transactions.items():
             readable = seen.get(key, set())
-            missing = [index for index in range(len(one.begun.outputs)) if index not in readable]
-            if missing and (readable or one.committed):
-                self._report_missing(key, one, missing, torn=bool(readable))
+            missing = [index for index in range(len(transaction.begun.outputs)) if index not in readable]
+            if missing and (readable or transaction.committed):
+                self._report_missing(key, transaction, missing, torn=bool(readable))
 
     def _report_missing(self, key: Key, one: Transaction, missing: Sequence[int], *, torn: bool) -> None:
         self._torn.add(key)
@@ -359,9 +359,9 @@ class _Check:
 
     def _find_missing_effects(self, ends: Iterable[OffsetObserved], effects: Mapping[tuple[Source, str], int]) -> None:
         attempts: defaultdict[Source, dict[str, Key]] = defaultdict(dict)
-        for key, one in self._history.transactions.items():
-            for output in one.begun.outputs:
-                attempts[_source(one, output)][output.topic] = key
+        for key, transaction in self._history.transactions.items():
+            for output in transaction.begun.outputs:
+                attempts[_source(transaction, output)][output.topic] = key
         for end in ends:
             for offset in range(end.offset):
                 source, position = (end.group, end.partition, offset), (end.topic, end.partition, offset)

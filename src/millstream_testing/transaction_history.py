@@ -121,12 +121,12 @@ class TransactionHistory:
 
     def events(self) -> Iterator[Event]:
         """Return everything recorded, as events of a file."""
-        for (producer, number), one in self.transactions.items():
-            yield one.begun
-            for commit, at in one.end_requested:
+        for (producer, number), transaction in self.transactions.items():
+            yield transaction.begun
+            for commit, at in transaction.end_requested:
                 yield EndRequested(producer, number, commit, at)
-            if one.committed is not None:
-                yield TransactionEnded(producer, number, one.committed, one.begun.at)
+            if transaction.committed is not None:
+                yield TransactionEnded(producer, number, transaction.committed, transaction.begun.at)
         yield from (ConsumerStarted(consumer, committed) for consumer, committed in self.readers.items())
         for place, polls in self.polls.items():
             for offset, message, at in polls:

@@ -157,7 +157,7 @@ async def read_with_aiokafka(name: str, state: TransactionTrialState, address: s
     consumer.assign(list(partitions))
     async with asyncio.timeout(READ_S_MAX), consumer:
         ends: Mapping[Any, int] = await consumer.end_offsets(list(partitions))
-        while [one for one in partitions if await consumer.position(one) < ends[one]]:
+        while [partition for partition in partitions if await consumer.position(partition) < ends[partition]]:
             polled = await consumer.getmany(timeout_ms=500, max_records=5000)
             at = time.monotonic_ns()
             for one, records in polled.items():

@@ -301,7 +301,7 @@ class TransactionTrial:
                 if (at := self._offsets.committed.get((group, partition), 0)) < end
             ]
             replaced = [
-                f"{name} continues although it was replaced" for each in self._workers for name in each.replaced
+                f"{name} continues although it was replaced" for worker in self._workers for name in worker.replaced
             ]
             return "; ".join([*behind, *replaced]) or self.cluster.unhealthy_reason()
 
@@ -426,10 +426,10 @@ class TransactionTrial:
     def _unread(self) -> str:
         ends = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
         return "; ".join(
-            f"{one.name} is at {at} of {topic}-{index}, not at {end}"
-            for one in self._observers
+            f"{observer.name} is at {at} of {topic}-{index}, not at {end}"
+            for observer in self._observers
             for (topic, index), end in ends.items()
-            if (at := one.end_reached.get((topic, index), 0)) < end
+            if (at := observer.end_reached.get((topic, index), 0)) < end
         )
 
     def _wait_for_offsets(self) -> None:
@@ -451,7 +451,7 @@ class TransactionTrial:
             more.append(f"hanging transactions: {hanging.out or hanging.err}")
         if len(self.cluster.nodes) > 1:
             self._wait(self.cluster.unhealthy_reason, "the end")
-            more += [f"differing replicas: {one}" for one in self._differing_replicas()]
+            more += [f"differing replicas: {replica}" for replica in self._differing_replicas()]
         return more
 
     def _differing_replicas(self) -> list[str]:
@@ -460,9 +460,9 @@ class TransactionTrial:
         folders = {number: node.data for number, node in self.cluster.nodes.items()}
         self.cluster.stop()
         return [
-            one
+            replica
             for name, partitions in self._topics.items()
-            for one in differing_replicas(folders, [ids[name]], partitions)
+            for replica in differing_replicas(folders, [ids[name]], partitions)
         ]
 
     def _listed(self) -> list[dict[str, Any]]:
@@ -483,8 +483,8 @@ class TransactionTrial:
             if "transactional_id" in one and one["state"] not in _CLOSED
         ]
         responses += [command("group", "describe", group, "--json") for group in self._plan.groups]
-        printed = [each.out or each.err for each in responses]
-        logs = [f"--- {each.current.task.producer}\n{each.current.log_tail()}" for each in self._workers]
+        printed = [response.out or response.err for response in responses]
+        logs = [f"--- {worker.current.task.producer}\n{worker.current.log_tail()}" for worker in self._workers]
         return "\n".join([*printed, *logs, self.cluster.logs()])
 
 

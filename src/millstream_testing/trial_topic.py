@@ -95,7 +95,8 @@ async def dead_letters_of(client: Client, topic: str) -> list[tuple[Position, Re
     except UnknownTopic:
         return []
     with_headers = [
-        ({key: (value or b"").decode() for key, value in one.headers}, one) for one in dead_letters.values()
+        ({key: (value or b"").decode() for key, value in dead_letter.headers}, dead_letter)
+        for dead_letter in dead_letters.values()
     ]
     return [
         (Position(int(headers["dlq-partition"]), int(headers["dlq-offset"])), letter)

@@ -156,14 +156,14 @@ class TrialWorker:
         return [each.task.producer for each in self._replaced]
 
     def end(self) -> None:
-        for each in self.processes:
-            if each.is_running:
-                each.kill()
+        for process in self.processes:
+            if process.is_running:
+                process.kill()
 
     def lines(self) -> Iterator[bytes]:
         """Return the lines that all processes recorded since the last call."""
-        for each in self.processes:
-            yield from each.lines()
+        for process in self.processes:
+            yield from process.lines()
 
     def events(self) -> Iterator[Event]:
         """Return the decoded lines of a transactional program."""
