@@ -275,9 +275,9 @@ def _collect_damage(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, D
 
 
 def _samples(status: Mapping[str, Any], metric: str) -> Iterator[tuple[float, dict[str, str]]]:
-    for one in status.get("metrics", []):
-        if one["name"] == metric:
-            yield from one["samples"]
+    for sample in status.get("metrics", []):
+        if sample["name"] == metric:
+            yield from sample["samples"]
 
 
 def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

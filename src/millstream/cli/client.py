@@ -43,11 +43,11 @@ def list_(
         return await list_clients(asking, interval_s=interval)
 
     clients = call_broker(common, operation)
-    shown = [one for one in clients.clients if show_all or one.roles]
+    shown = [connected for connected in clients.clients if show_all or connected.roles]
     print_list(
-        {"clients": [dataclasses.asdict(one) for one in shown], "omitted": clients.omitted},
+        {"clients": [dataclasses.asdict(connected) for connected in shown], "omitted": clients.omitted},
         ["client id", "node", "address", "software", "version", "role", "in/s", "out/s", "idle"],
-        [_row(one) for one in shown],
+        [_row(connected) for connected in shown],
         empty="No producer and no consumer is connected; --all shows every connection.",
         as_json=common.as_json,
     )

@@ -110,10 +110,10 @@ def _print_description(group: Group, progress: list[Progress]) -> None:
     print_line(f"{one_line(group.name)}  ({group.state}{kind}, {members}{behind})")
     owners = {where: member for member in group.members for where in member.partitions}
     rows = []
-    for one in progress:
-        owner = owners.get(one.where)
+    for row in progress:
+        owner = owners.get(row.where)
         client = None if owner is None else f"{owner.client_id} {owner.host}"
-        rows.append([one.where.topic, one.where.partition, one.committed, one.end, one.lag, client])
+        rows.append([row.where.topic, row.where.partition, row.committed, row.end, row.lag, client])
     if rows:
         print_line()
         print_table(["topic", "partition", "committed", "end", "lag", "read by"], rows)

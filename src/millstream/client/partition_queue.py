@@ -456,7 +456,7 @@ class PartitionQueue:
         self.recovering = True
         doomed = [batch]
         if batch.maybe_stored or isinstance(error, OutOfOrderSequence | UnknownProducer):
-            doomed += [one for one in self.sent if one.maybe_stored and one is not batch and not one.is_done]
+            doomed += [sent for sent in self.sent if sent.maybe_stored and sent is not batch and not sent.is_done]
             self.identity = None
             self.troubled = True
         for one in doomed:

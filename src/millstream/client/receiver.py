@@ -285,9 +285,9 @@ class Receiver(Source):
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
         now = monotonic()
         if any(map(_is_settled, taken)) or any(now >= lease.fresh_until for lease in self._leases):
-            taken = [one for one in taken if not one.is_settled]
-            self._confirm([one for one in taken if now >= one._lease.fresh_until])
-            taken = [one for one in taken if now < one._lease.fresh_until]
+            taken = [candidate for candidate in taken if not candidate.is_settled]
+            self._confirm([candidate for candidate in taken if now >= candidate._lease.fresh_until])
+            taken = [candidate for candidate in taken if now < candidate._lease.fresh_until]
         if self._is_settled_at_once:
             for message in taken:
                 self.done(message)
@@ -423,7 +423,7 @@ class Receiver(Source):
     def _on_lost(self, settlement: Settlement) -> None:
         """Discard messages whose lease was lost."""
         offsets = set(settlement.offsets)
-        lost = [one for one in settlement.lease.messages if one.offset in offsets and not one.is_settled]
+        lost = [leased for leased in settlement.lease.messages if leased.offset in offsets and not leased.is_settled]
         waiting = {*self._buffer, *self._unconfirmed, *self._not_renewed} if lost else set()
         for message in lost:
             if message not in waiting:
@@ -580,11 +580,11 @@ class Receiver(Source):
         confirmed first.
         """
         here = {
-            one.offset: one
+            leased.offset: leased
             for other in self._leases
             if other is not lease and other.where == lease.where
-            for one in other.messages
-            if not one.is_settled
+            for leased in other.messages
+            if not leased.is_settled
         }
         new: list[Message] = []
         for at, message in enumerate(lease.messages):

@@ -340,7 +340,7 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
 
     def shares(node: NodeId, size: float = 0, rate: float = 0.0, count: int = 0) -> float:
         loads = (weights.size[node] + size, weights.rate[node] + rate, weights.replicas[node] + count)
-        return sum(scale * (one / total) ** 2 for (scale, total), one in zip(scales, loads, strict=True))
+        return sum(scale * (amount / total) ** 2 for (scale, total), amount in zip(scales, loads, strict=True))
 
     gain_min = 2 * _UNEVEN / len(takers)
     sources, has_moved = set(takers), False

@@ -73,7 +73,7 @@ class Layout:
         return cls(data, {node: f"{data}/{NODE_PREFIX}{node}" for node in ids})
 
     def without(self, node: NodeId) -> Layout:
-        return Layout(self.data, {one: folder for one, folder in self.folders.items() if one != node})
+        return Layout(self.data, {node_id: folder for node_id, folder in self.folders.items() if node_id != node})
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:

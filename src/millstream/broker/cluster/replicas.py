@@ -321,8 +321,8 @@ class InSyncWriter:
             await self._write_single(change)
 
     async def _change(self, pending: list[_PendingChange]) -> bool:
-        expects = {expect for one in pending for expect in one.expects}
-        revision = await self._store.change([one.put for one in pending], sorted(expects))
+        expects = {expect for waiting in pending for expect in waiting.expects}
+        revision = await self._store.change([waiting.put for waiting in pending], sorted(expects))
         if revision is None:
             return False
         self._backoff.reset()

@@ -525,15 +525,15 @@ class Topics:
 
     async def _add_all(self, new: Sequence[NewTopic]) -> list[Topic | MillstreamError]:
         """Store new topics in the catalog, and notify the controller."""
-        has_ids = any(one.topic_id is not None for one in new)
+        has_ids = any(new_topic.topic_id is not None for new_topic in new)
         deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
         async with self._changing:
             outcomes = self._creation_terms.declare_all(new, deleted)
             declared = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
             placed = [
-                (outcome.topic_id, one.placement)
-                for one, outcome in zip(new, outcomes, strict=True)
-                if isinstance(outcome, Topic) and one.placement
+                (outcome.topic_id, new_topic.placement)
+                for new_topic, outcome in zip(new, outcomes, strict=True)
+                if isinstance(outcome, Topic) and new_topic.placement
             ]
             for topic_id, placement in placed:
                 await self._store_placement(topic_id, placement)
@@ -605,12 +605,14 @@ class Topics:
     async def _delete_declared(self, named: Sequence[str | Topic]) -> list[Topic | MillstreamError]:
         outcomes: list[Topic | MillstreamError] = []
         async with self._changing:
-            for one in named:
+            for requested in named:
                 try:
-                    name = one if isinstance(one, str) else one.name
+                    name = requested if isinstance(requested, str) else requested.name
                     topic = self._require(name)
-                    if isinstance(one, Topic) and one.topic_id != topic.topic_id:
-                        raise UnknownTopicId(f"topic {name!r} with id {one.topic_id} was deleted and created again")
+                    if isinstance(requested, Topic) and requested.topic_id != topic.topic_id:
+                        raise UnknownTopicId(
+                            f"topic {name!r} with id {requested.topic_id} was deleted and created again"
+                        )
                     if topic.is_internal:
                         raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
                     outcomes.append(topic)

@@ -114,7 +114,7 @@ class ShareTopics:
                 # The topics of an unavailable node are found again when it returns.
                 with suppress(MillstreamError):
                     response = await ask_peer(self._peers, node.node_id, request)
-                    topic_names |= {topic for one in response.subscriptions for topic in one["topics"]}
+                    topic_names |= {topic for described in response.subscriptions for topic in described["topics"]}
         topics = tuple(sorted(topic_names))
         if topics:
             if len(self._cached_topics) >= KNOWN_MAX:
@@ -303,7 +303,7 @@ class SubscriptionService:
     async def track_letters(self, names: Collection[str]) -> None:
         """Declare the queues of open letters of those topics that exist."""
         # As the catalog has them: another node may have created the topic just now.
-        for topic in [one for one in await self.topics.declared() if one.name in names] if names else ():
+        for topic in [declared for declared in await self.topics.declared() if declared.name in names] if names else ():
             starts = {start_key(topic.name, topic.topic_id): (0,) * topic.partitions}
             with suppress(SubscriptionExists):
                 await self.declared.create(

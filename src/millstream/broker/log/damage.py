@@ -60,7 +60,11 @@ class Damage:
 
     def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
         """Remove a range, and all others of its segment except `left`."""
-        kept = [one for one in self._lost if one != lost and (one.segment != lost.segment or one.segment < 0)]
+        kept = [
+            lost_range
+            for lost_range in self._lost
+            if lost_range != lost and (lost_range.segment != lost.segment or lost_range.segment < 0)
+        ]
         self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:

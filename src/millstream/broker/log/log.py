@@ -598,7 +598,7 @@ class Log:
 
     def other_losses(self, lost: LostRange) -> list[LostRange]:
         """Return the other lost ranges of the same segment."""
-        return [one for one in self.damage if one.segment == lost.segment and one != lost]
+        return [lost_range for lost_range in self.damage if lost_range.segment == lost.segment and lost_range != lost]
 
     def needs_replay(self, lost: LostRange, left: Iterable[LostRange] = ()) -> bool:
         """Return whether the producers must be read again once a range is repaired except for what remains lost of its
@@ -606,8 +606,8 @@ class Log:
 
         The repaired batches may include the end of a transaction, or the last batch of a producer.
         """
-        others = (one for one in self.damage if one.segment != lost.segment)
-        return lost.unread and not any(one.unread for one in (*others, *left))
+        others = (lost_range for lost_range in self.damage if lost_range.segment != lost.segment)
+        return lost.unread and not any(lost_range.unread for lost_range in (*others, *left))
 
     def mark_repaired(
         self, lost: LostRange, next_offset: int, left: list[LostRange], replay: ProducerReplay | None = None

@@ -430,7 +430,11 @@ class Copier:
             return
         copy.repair_at = now + HELD_MAX_S
         repairable = log.damage.repairable
-        for lost in [one for one in log.damage if one not in repairable and one.start >= log.superseded_by]:
+        for lost in [
+            lost_range
+            for lost_range in log.damage
+            if lost_range not in repairable and lost_range.start >= log.superseded_by
+        ]:
             size = min(lost.end_position - lost.start_position or LINE_BYTES, LINE_BYTES)
             try:
                 fetched = await self._fetch_at(copy, Offset(lost.start), size)

@@ -650,7 +650,9 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     request = msgspec.structs.replace(request, cuts=kept)
     if request.step == "check":
         now = await service.high_watermarks([topic.name for topic in topics if topic.name in kept])
-        return AdoptResponse(removed=[one for one, _ in await _find_lost_ranges(service, request, kept, now)])
+        return AdoptResponse(
+            removed=[lost_range for lost_range, _ in await _find_lost_ranges(service, request, kept, now)]
+        )
     declared = service.mirrors.get(request.name)
     if request.is_fenced and any(topic.mirror != request.name for topic in topics):
         raise InvalidMirror(
@@ -676,7 +678,8 @@ async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse
     if request.step == "fence":
         ends = (await service.barriers.take(BarrierRequest(topics=[topic.name for topic in topics]))).offsets
         return AdoptResponse(
-            ends=ends, removed=[one for one, _ in await _find_lost_ranges(service, request, request.cuts, ends)]
+            ends=ends,
+            removed=[lost_range for lost_range, _ in await _find_lost_ranges(service, request, request.cuts, ends)],
         )
     return msgspec.structs.replace(await _follow(service, request, topics), recreated=recreated)
 

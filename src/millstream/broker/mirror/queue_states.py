@@ -212,17 +212,21 @@ class MirroredQueues:
         await self._store(plain, topics)
         if not fresh:
             return
-        ends = await self._letter_ends({letters[one.key.subscription_id] for one in fresh})
-        for one in fresh:
-            name = letters[one.key.subscription_id]
-            if name in ends and self._has_room(one):
-                self._waiting[one.key] = _WaitingState(one, name, self._round, ends[name])
+        ends = await self._letter_ends({letters[snapshot.key.subscription_id] for snapshot in fresh})
+        for snapshot in fresh:
+            name = letters[snapshot.key.subscription_id]
+            if name in ends and self._has_room(snapshot):
+                self._waiting[snapshot.key] = _WaitingState(snapshot, name, self._round, ends[name])
             else:
-                self._unread[one.key] = name
+                self._unread[snapshot.key] = name
 
     def _has_room(self, queue: QueueSnapshot) -> bool:
         kept = (*self._waiting.values(), *self._letter_states.values())
-        return not kept or sum(len(one.queue.snapshot) for one in kept) + len(queue.snapshot) <= WAITING_BYTES_MAX
+        return (
+            not kept
+            or sum(len(waiting_state.queue.snapshot) for waiting_state in kept) + len(queue.snapshot)
+            <= WAITING_BYTES_MAX
+        )
 
     def _copies_letters(self, name: str) -> bool:
         """Whether this mirror copies a dead letter topic, or will as soon as it exists."""
@@ -256,11 +260,11 @@ class MirroredQueues:
             return
         reached = await self._reached({}, is_readable=True)
         ready, late = list[QueueSnapshot](), set[str]()
-        for one in self._waiting.values():
-            if all(reached.get(at.topic, {}).get(at.partition, 0) >= end for at, end in one.ends.items()):
-                ready.append(one.queue)
-            elif self._round - one.read_in >= LATE_ROUNDS:
-                late.add(one.letters)
+        for waiting_state in self._waiting.values():
+            if all(reached.get(at.topic, {}).get(at.partition, 0) >= end for at, end in waiting_state.ends.items()):
+                ready.append(waiting_state.queue)
+            elif self._round - waiting_state.read_in >= LATE_ROUNDS:
+                late.add(waiting_state.letters)
         for key in await self._store(ready, topics):
             self._stored_in[key] = self._waiting.pop(key).read_in
         if late:
@@ -270,7 +274,7 @@ class MirroredQueues:
 
     async def _store_letters(self, topics: Mapping[UUID, Topic]) -> None:
         """Store the states of queues of dead letters, if those of the queues that wrote the letters are not older."""
-        behind = {**self._unread, **{key: one.letters for key, one in self._waiting.items()}}
+        behind = {**self._unread, **{key: waiting_state.letters for key, waiting_state in self._waiting.items()}}
         ready = [
             letter_state.queue
             for letter_state in self._letter_states.values()

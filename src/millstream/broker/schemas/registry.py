@@ -277,7 +277,7 @@ class SchemaRegistry:
         subjects = [
             QualifiedSubject(context, subject.name) for context in self.contexts() if context != DEFAULT_CONTEXT
         ]
-        return [one for one in subjects if one in self._subjects]
+        return [candidate for candidate in subjects if candidate in self._subjects]
 
     async def find_schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema:
         """Return the schema with an id in the context of a subject.

@@ -262,12 +262,14 @@ async def abort_on_partition(
     Without `force`, refuse if a coordinator knows the transaction: ending it on one partition alone would break it.
     """
     opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
-    transaction = next((one for one in opened if one.producer_id == producer_id), None)
+    transaction = next(
+        (open_transaction for open_transaction in opened if open_transaction.producer_id == producer_id), None
+    )
     if transaction is None:
         await _check_exists(client, where)
         raise InvalidTransactionState(f"producer {producer_id} has no open transaction on {where}")
     if not force and transaction not in await hanging_transactions(client):
-        known = next((one for one in await list_transactions(client) if one.producer_id == producer_id), None)
+        known = next((listed for listed in await list_transactions(client) if listed.producer_id == producer_id), None)
         named = "its transactional id" if known is None else repr(known.transactional_id)
         raise InvalidTransactionState(
             f"the transaction of producer {producer_id} on {where} is not hanging: its coordinator knows it, and "

@@ -135,7 +135,7 @@ class KeyedTable(LakeTable):
 
     def route(self, incoming_bytes: float, bucket_bytes: int) -> None:
         """Choose the buckets for the next step's changes: those of the table, split where they grow too large."""
-        sizes = {one.bucket: one.bytes for one in self.stored()}
+        sizes = {stored_bucket.bucket: stored_bucket.bytes for stored_bucket in self.stored()}
         buckets = completed(sizes)
         # Rows take about a quarter of their JSON in Parquet.
         share = incoming_bytes / 4
@@ -173,8 +173,8 @@ class KeyedTable(LakeTable):
                 sizes[number] = sizes.get(number, 0) + file.bytes // max(1, len(index))
         units = []
         for number, bucket in enumerate(self.routes):
-            source = next((one for one in stored if one.bucket.holds(bucket)), None)
-            if source is None and any(bucket.holds(one.bucket) for one in stored):
+            source = next((stored_bucket for stored_bucket in stored if stored_bucket.bucket.holds(bucket)), None)
+            if source is None and any(bucket.holds(stored_bucket.bucket) for stored_bucket in stored):
                 raise StalePlan(f"another run has split buckets of {self.storage.url}")
             is_split = source is not None and source.bucket != bucket
             if number in slices or is_split:
@@ -205,7 +205,11 @@ class KeyedTable(LakeTable):
         if table is None or merging is None or table.version() != merging:
             raise StalePlan(f"the table at {self.storage.url} was changed during a merge")
         new = [bucket for file in files if (bucket := bucket_of(file.path)) is not None]
-        replaced = [one for one in self.stored() if any(one.bucket.holds(bucket) for bucket in new)]
+        replaced = [
+            stored_bucket
+            for stored_bucket in self.stored()
+            if any(stored_bucket.bucket.holds(bucket) for bucket in new)
+        ]
         now = int(time.time() * 1000)
         removed = [RemoveAction(bucket.path, True, now, bucket.bytes, {}) for bucket in replaced]
         versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}

@@ -550,7 +550,7 @@ class Departure:
         remaining = +choices
         used = {expression for _, expression in remaining}
         unused = [expression for expression in group.resolved if expression not in used]
-        records += [tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, one)) for one in unused]
+        records += [tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, expression)) for expression in unused]
         names = {name for choice in remaining for name in names_of(choice, group.resolved)}
         hashed = metadata_hash(self._context.topics, names)
         return [*records, group_epoch_record(group.group_id, group.epoch + 1, hashed)]

@@ -184,7 +184,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         return published_ids
 
     def _topic_deleted(self, topic: Topic) -> None:
-        for known in [one for one in self._ids if one.topic.topic_id == topic.topic_id]:
+        for known in [key for key in self._ids if key.topic.topic_id == topic.topic_id]:
             self._drop_ids(known)
 
     def _drop_ids(self, partition: Partition) -> None:

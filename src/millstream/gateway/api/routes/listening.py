@@ -228,7 +228,7 @@ async def _leased(
         try:
             # A client that reads slowly keeps messages here, possibly for longer than their leases last.
             while unsent := await services.subscriptions.confirmed(receive.subscription, receive.worker, unsent):
-                held = READ_BYTES + sum(held_bytes(one.record) for one in unsent)
+                held = READ_BYTES + sum(held_bytes(held_message.record) for held_message in unsent)
                 memory.resize(held)
                 piece, count = b"", 0
                 until = time.monotonic() + DECODE_S_MAX

@@ -174,7 +174,7 @@ async def list_topics(services: Services, request: Request[Listing, NoFields]) -
     shown = sorted(
         (topic for topic in topics if request.query.internal or not topic.is_internal), key=lambda topic: topic.name
     )
-    return TopicList([_summary(one) for one in shown])
+    return TopicList([_summary(topic) for topic in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewTopic]) -> TopicCreated:
