@@ -19,7 +19,7 @@ from millstream.cli.options import Common
 from millstream.client.admin.cluster_status import cluster_status
 from millstream.core.errors import MillstreamError
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerGroup
 from millstream_testing.trial_clients import LoadProducer, PartitionKey, TrialState
 
 TOPIC = "failover"

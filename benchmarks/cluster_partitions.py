@@ -20,7 +20,7 @@ from millstream.cli.options import Common
 from millstream.core.errors import MillstreamError
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerGroup
 
 NODES = 3
 TOPICS = 10

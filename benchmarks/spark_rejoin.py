@@ -29,8 +29,8 @@ from benchmarks.report import Table
 from confluent_kafka import Consumer, Producer, TopicPartition
 from rich.console import Console
 
+from millstream_testing.child_process import children
 from millstream_testing.command import CommandLine
-from millstream_testing.driver_processes import children
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 

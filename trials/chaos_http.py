@@ -23,8 +23,7 @@ import httpx
 
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 
 TOPIC, SUBSCRIPTION = "orders", "billing"
 PUBLISHERS, WORKERS, PARTITIONS = 4, 6, 6

@@ -32,8 +32,7 @@ from millstream.cli.exit_code import ExitCode
 from millstream.core.errors import MillstreamError
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 
 TOPIC: Final = "work"
 PARTITIONS: Final = 3

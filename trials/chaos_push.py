@@ -19,8 +19,7 @@ from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.push_trial import SETTINGS, Plan, PushTrial
 from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialCluster, TrialSingleNode
 
 
 def main() -> int:

@@ -23,8 +23,7 @@ from millstream_testing.server import ServerFailed
 from millstream_testing.stepped_serve import PROGRAM
 from millstream_testing.subscription_trial import NODE_KINDS, SETTINGS, SINGLE_NODE_KINDS, Plan, SubscriptionTrial
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialCluster, TrialSingleNode
 
 CLUSTER = 3
 FAULTS = {1: 30, CLUSTER: 60}

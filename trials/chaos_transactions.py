@@ -28,8 +28,7 @@ from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, c
 from millstream_testing.server import ServerFailed
 from millstream_testing.transaction_trial import JAVA, SETTINGS, Plan, Round, TransactionTrial
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialCluster, TrialSingleNode
 
 JAVA_CLIENT = "4.4.0"
 SINGLE_NODE_KINDS = ("kill", "stop", "pause")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from millstream_testing.transaction_events import TransactionBegun
+from millstream_testing.transaction_history import TransactionBegun
 from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RestartRequired, Stuck, Worker
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from millstream_testing.transaction_events import TransactionBegun
+from millstream_testing.transaction_history import TransactionBegun
 from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RESTART, RestartRequired, Stuck, Task, Worker
 
 _CALL_S = 5.0

@@ -24,8 +24,7 @@ from millstream.core.errors import MillstreamError
 from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.server import READY_S_MAX, Server, ServerFailed
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import TrialNode
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialNode, TrialSingleNode
 
 CORES = (1, 2, 3, 4)
 VICTIMS = ("a broker", "the supervisor", "all processes")

@@ -40,7 +40,7 @@ from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryDirectory, MemoryFiles
-from millstream_testing.simulation.committed import Violation
+from millstream_testing.simulation.rules import Violation
 from millstream_testing.simulation.world import Outcome
 from millstream_testing.state_log import single_replica_state
 

@@ -57,11 +57,8 @@ from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMeta
 from millstream.protocol.wire.fetch import FetchedPartition
 from millstream.protocol.wire.group_offsets import MIRRORED, Commit
 from millstream_testing.files import MemoryFiles
-from millstream_testing.simulation.clock import SimulatedClock
-from millstream_testing.simulation.entropy import seeded_entropy
-from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.trace import Trace
-from millstream_testing.simulation.world import Outcome
+from millstream_testing.simulation.loop import SimulatedClock, SimulatedLoop
+from millstream_testing.simulation.world import Outcome, Trace, seeded_entropy
 
 NODE_ID = NodeId(1)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=4, replication=1, overrides={}, created_ms=0)

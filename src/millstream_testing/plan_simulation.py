@@ -31,9 +31,9 @@ from millstream.core.cluster_plan import (
 )
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
-from millstream_testing.simulation.committed import Violation
 from millstream_testing.simulation.network import LinkDown
 from millstream_testing.simulation.plan import Plan as Shape
+from millstream_testing.simulation.rules import Violation
 from millstream_testing.simulation.world import FINISH_S, NotRecovered, Outcome, World, run_world
 
 NODES: Final = 4

@@ -25,7 +25,6 @@ from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, Record
 from millstream_testing.queue_trial import Outcome, PrintLine, QueueTrial, cancel
 from millstream_testing.subscription_check import check
-from millstream_testing.subscription_events import now_ms
 from millstream_testing.subscription_history import (
     Delivery,
     GroundTruth,
@@ -35,6 +34,7 @@ from millstream_testing.subscription_history import (
     Settlement,
     Span,
     Spans,
+    now_ms,
 )
 from millstream_testing.trial_cluster import TrialCluster, TrialNode
 from millstream_testing.trial_topic import dead_letters_of, published

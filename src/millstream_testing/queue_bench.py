@@ -11,8 +11,12 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.delivery import Delivery, Demand, ReceivedMessages
 from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.frame import may_concern
 from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.snapshot import FoldImage
+from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
+from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.subscription import QueueKey, SubscriptionSettings
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
@@ -20,7 +24,79 @@ from millstream.protocol.records.control import Marker
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
-from millstream_testing.queue_store import MemoryStateStore
+
+
+class _StoredState:
+    def __init__(self, key: QueueKey) -> None:
+        self.image = FoldImage(key)
+        self.sequence = -1
+        self.leader_epoch = -1
+        self.frames: list[bytes] = []
+
+
+class MemoryStateStore:
+    """Stores the states of queues; `discard_pending` drops writes that are not durable yet."""
+
+    def __init__(self) -> None:
+        self.holds_writes = False
+        """Whether writes wait for `release_writes`."""
+        self.room = True
+        self.error: MillstreamError | None = None
+        """The error of every load and write, if any."""
+        self.loading = asyncio.Event()
+        self.loading.set()
+        self.writes = 0
+        self._states: dict[QueueKey, _StoredState] = {}
+        self._held: list[tuple[QueueWrite, PendingWrite]] = []
+
+    async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
+        await self.loading.wait()
+        if self.error is not None:
+            raise self.error
+        state = self._states.setdefault(key, _StoredState(key))
+        if state.leader_epoch > leader_epoch:
+            raise FencedLeaderEpoch(f"epoch {state.leader_epoch} has the queue")
+        state.leader_epoch = leader_epoch
+        return StoredQueue(None if state.sequence < 0 else state.image.snapshot(), state.sequence)
+
+    async def frames(self, key: QueueKey, offset: int, since_ms: int) -> list[bytes]:
+        """Return the frames about a message."""
+        return [frame for frame in self._states[key].frames if may_concern(frame, offset)]
+
+    def write(self, write: QueueWrite) -> PendingWrite:
+        """Apply a write, or hold it back."""
+        pending = PendingWrite()
+        self.writes += 1
+        self._held.append((write, pending))
+        if not self.holds_writes:
+            self.release_writes()
+        return pending
+
+    def has_room(self, _key: QueueKey) -> bool:
+        """Return what the test has set."""
+        return self.room
+
+    def release_writes(self) -> None:
+        """Make every waiting write durable."""
+        held, self._held = self._held, []
+        for write, pending in held:
+            pending.finish(self.error or self._apply(write))
+
+    def discard_pending(self) -> None:
+        """Lose the writes that are not durable, as in a crash."""
+        self._held.clear()
+
+    def _apply(self, write: QueueWrite) -> MillstreamError | None:
+        state = self._states[write.key]
+        if state.leader_epoch != write.leader_epoch:
+            return FencedLeaderEpoch(f"epoch {state.leader_epoch} has the queue")
+        if write.sequence != state.sequence + 1:
+            return OutOfOrderSequence(f"{write.sequence} follows {state.sequence}")
+        state.image.replay(write.deltas)
+        state.sequence = write.sequence
+        state.frames.append(write.deltas)
+        return None
+
 
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=4, replication=1, overrides={}, created_ms=0)
 SUBSCRIPTION_ID = UUID(int=9)

@@ -23,7 +23,6 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
         self.drops_responses = False
-        self.refuses_connections = False
 
     @property
     def address(self) -> str:
@@ -42,7 +41,7 @@ class Relay:
             await asyncio.wait(self._tasks)
 
     def cut(self) -> None:
-        """Break every connection; new ones are accepted unless `refuses_connections` is set."""
+        """Break every connection; new ones are accepted."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -53,8 +52,7 @@ class Relay:
             task.add_done_callback(self._tasks.discard)
         self._writers.add(writer)
         try:
-            if not self.refuses_connections:
-                await self._relay(reader, writer)
+            await self._relay(reader, writer)
         finally:
             writer.transport.abort()
             self._writers.discard(writer)

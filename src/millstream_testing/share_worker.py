@@ -12,7 +12,7 @@ from zlib import crc32
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
 
 from millstream.core.subscription import Verb
-from millstream_testing.subscription_events import JournalFile, Leased, WorkerJournal, now_ms
+from millstream_testing.subscription_history import JournalFile, Leased, WorkerJournal, now_ms
 from millstream_testing.subscription_worker import BATCH_MAX, POISON, Task
 
 POLL_S: Final = 0.5

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from millstream_testing.subscription_events import JournalFile
+from millstream_testing.subscription_history import JournalFile
 from millstream_testing.subscription_worker import Task, Worker
 from millstream_testing.transaction_program import die_with_parent
 

@@ -14,7 +14,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.wire.client import Client
-from millstream_testing.subscription_events import JournalFile, Leased, WorkerJournal
+from millstream_testing.subscription_history import JournalFile, Leased, WorkerJournal
 
 TIMEOUT_S: Final = 8.0
 PAUSE_S: Final = 0.2

@@ -34,8 +34,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millstream_testing.finding import SHOWN_MAX, Finding, Kind
-from millstream_testing.transaction_events import OffsetObserved, Output
-from millstream_testing.transaction_history import NOT_A_MESSAGE, Key, Polls, Transaction, TransactionHistory
+from millstream_testing.transaction_history import (
+    NOT_A_MESSAGE,
+    Key,
+    OffsetObserved,
+    Output,
+    Polls,
+    Transaction,
+    TransactionHistory,
+)
 
 Position = tuple[str, int, int]
 """Topic, partition and offset."""

@@ -17,21 +17,109 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from millstream_testing.transaction_events import (
-    ConsumerStarted,
-    EndRequested,
-    Event,
-    OffsetObserved,
-    Output,
-    Polled,
-    Positioned,
-    TransactionBegun,
-    TransactionEnded,
-    decode,
+
+class Input(msgspec.Struct, frozen=True, array_like=True):
+    """The input of a transaction from a partition of its source: the offsets from `first` to `next`, exclusive."""
+
+    partition: int
+    first: int
+    next: int
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """A message of a transaction: its target, and the message of the source that it was made from."""
+
+    topic: str
+    partition: int
+    source_partition: int
+    source_offset: int
+
+
+class TransactionBegun(msgspec.Struct, frozen=True, tag="begun", tag_field="event"):
+    """A transaction is about to begin. Of one message of the source it writes at most one to each topic."""
+
+    producer: str
+    number: int
+    group: str
+    source: str
+    inputs: list[Input]
+    outputs: list[Output]
+    at: int
+
+
+class EndRequested(msgspec.Struct, frozen=True, tag="end_requested", tag_field="event"):
+    """The program is about to ask its client to commit or abort."""
+
+    producer: str
+    number: int
+    commit: bool
+    at: int
+
+
+class TransactionEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
+    """The client has reported that the transaction is committed or aborted."""
+
+    producer: str
+    number: int
+    committed: bool
+    at: int
+
+
+class ConsumerStarted(msgspec.Struct, frozen=True, tag="consumer_started", tag_field="event"):
+    """A reader starts, of committed data or of everything."""
+
+    consumer: str
+    committed: bool
+
+
+class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event"):
+    """A reader continues from here; offset -1 means from its next poll."""
+
+    consumer: str
+    topic: str
+    partition: int
+    offset: int = -1
+
+
+class Polled(msgspec.Struct, frozen=True, tag="polled", tag_field="event"):
+    """A reader received a message."""
+
+    consumer: str
+    topic: str
+    partition: int
+    offset: int
+    producer: str
+    number: int
+    index: int
+    at: int
+
+
+class OffsetObserved(msgspec.Struct, frozen=True, tag="offset_observed", tag_field="event"):
+    """An observer fetched the committed offset of a group."""
+
+    observer: str
+    group: str
+    topic: str
+    partition: int
+    offset: int
+    at: int
+
+
+Event: TypeAlias = (
+    TransactionBegun | EndRequested | TransactionEnded | ConsumerStarted | Positioned | Polled | OffsetObserved
 )
+
+_DECODER = msgspec.json.Decoder(Event)
+
+
+def decode(line: bytes) -> Event:
+    event: Event = _DECODER.decode(line)
+    return event
+
 
 Key = tuple[str, int]
 """A transaction: its producer and its number."""

@@ -16,7 +16,14 @@ from typing import Any
 
 import msgspec
 
-from millstream_testing.transaction_events import EndRequested, Event, Input, Output, TransactionBegun, TransactionEnded
+from millstream_testing.transaction_history import (
+    EndRequested,
+    Event,
+    Input,
+    Output,
+    TransactionBegun,
+    TransactionEnded,
+)
 
 RESTART = 3
 STUCK = 4

@@ -18,7 +18,7 @@ from millstream.broker.catalog.sealing import SecretKey, write_keys
 from millstream.client.admin.cluster_status import ClusterStatus, cluster_status
 from millstream.core.errors import MillstreamError
 from millstream.protocol.wire.client import Client
-from millstream_testing.cluster_network import Network
+from millstream_testing.cluster_network import Network, RelayNetwork
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
@@ -250,4 +250,30 @@ class TrialCluster:
             if self._has_disks:
                 self.disks[number] = stack.enter_context(Disk(node.home))
             stack.callback(node.kill)
+        self.start()
+
+
+class TrialSingleNode(TrialCluster):
+    """A single node that can be killed, stopped and paused."""
+
+    def __init__(self, folder: Path, *, settings: Mapping[str, object], program: Sequence[str] = PROGRAM) -> None:
+        super().__init__(folder, RelayNetwork(1), nodes=1, settings=settings, program=program)
+
+    @property
+    def kafka(self) -> str:
+        """Return the node's own address; there is no relay."""
+        return self.nodes[1].kafka
+
+    def unhealthy_reason(self) -> str:
+        """Return why the node does not respond; empty if it does."""
+        try:
+            self.run_request(lambda client: client.metadata())
+        except (MillstreamError, OSError, TimeoutError) as error:
+            return f"{self.kafka} gives no response: {error!r}"
+        return ""
+
+    def _start(self) -> None:
+        self._stack.enter_context(self.network)
+        node = self.nodes[1] = TrialNode(1, self._folder, self.network, self._settings, self._program)
+        self._stack.callback(node.kill)
         self.start()

@@ -42,8 +42,7 @@ from millstream_testing.committed_messages import committed_messages
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.producer_load import ProducerLoad
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 from millstream_testing.waiting import until, wait_until
 
 WAIT_S = 120.0

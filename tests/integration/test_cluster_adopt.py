@@ -20,10 +20,10 @@ from millstream.core.clock import SystemClock
 from millstream_testing.command import run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.killed_adopt import STEPS
+from millstream_testing.node_group import single_node
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.producer_load import read_numbers, send_numbers
 from millstream_testing.server import Server
-from millstream_testing.single_node import single_node
 
 DEADLINE_S = 60.0
 QUICK = {"group-initial-delay-ms": 0}

@@ -13,8 +13,7 @@ from confluent_kafka.cimpl import NewTopic
 from millstream_testing.command import call_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import ServerFailed
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerFailed, ServerGroup
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0

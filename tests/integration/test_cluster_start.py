@@ -16,8 +16,7 @@ from millstream.cli.local_process import ReservedPort
 from millstream_testing.command import CommandLine, Outcome, run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 
 WAIT_S = 60.0
 NOBODY = "127.0.0.1:1"

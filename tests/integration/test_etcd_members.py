@@ -10,10 +10,10 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.committed_messages import committed_messages
-from millstream_testing.etcd_group import EtcdGroup
+from millstream_testing.etcd_server import EtcdGroup
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.producer_load import ProducerLoad
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerGroup
 
 WAIT_S = 60.0
 

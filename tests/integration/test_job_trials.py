@@ -22,8 +22,7 @@ from millstream_testing.committed_messages import committed_messages
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.security import declare_security, owner_rules
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 from millstream_testing.waiting import until_result, wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]

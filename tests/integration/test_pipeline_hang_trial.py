@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
+from millstream_testing.child_process import children
 from millstream_testing.command import CommandLine
-from millstream_testing.driver_processes import children
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 

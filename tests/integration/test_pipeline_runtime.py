@@ -15,14 +15,12 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from millstream_testing.child_process import child_process, is_alive
+from millstream_testing.child_process import child_process, children, is_alive
 from millstream_testing.command import CommandLine
 from millstream_testing.committed_messages import committed_messages
-from millstream_testing.driver_processes import children
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 from millstream_testing.spark_cluster import spark_cluster
 from millstream_testing.waiting import wait_until
 

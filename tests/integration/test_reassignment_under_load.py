@@ -21,7 +21,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.replica_bytes import differing_replicas
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerGroup
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 120.0

@@ -45,8 +45,7 @@ from millstream_testing.child_process import child_process
 from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server import Server
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import Server, ServerGroup
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0

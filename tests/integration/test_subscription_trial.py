@@ -10,8 +10,7 @@ from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.planted_serve import BUGS, planted
 from millstream_testing.queue_trial import Outcome
 from millstream_testing.subscription_trial import SETTINGS, Plan, SubscriptionTrial
-from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialCluster, TrialSingleNode
 
 
 def short(seed: int, **more: object) -> Plan:

@@ -9,8 +9,7 @@ import pytest
 from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.transaction_trial import SETTINGS, Plan, TransactionTrial
 from millstream_testing.trial_clients import TrialFailed
-from millstream_testing.trial_cluster import TrialCluster
-from millstream_testing.trial_single_node import TrialSingleNode
+from millstream_testing.trial_cluster import TrialCluster, TrialSingleNode
 
 
 def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:

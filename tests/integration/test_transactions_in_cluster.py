@@ -17,7 +17,7 @@ from millstream.broker.coordination.runtime import partition_for
 from millstream_testing.committed_messages import committed_records
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.server_group import ServerGroup
+from millstream_testing.server import ServerGroup
 
 WAIT_S = 120.0
 HANGS_S = 20.0

@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Protocol
 
-from millstream_testing.simulation.network import Network
+from millstream_testing.simulation.network import STORE, Network
 from millstream_testing.simulation.plan import CRASH
-from millstream_testing.simulation.store import STORE
 
 FAULTS_MIN, FAULTS_MAX = 3, 9
 BETWEEN_S = 3.0

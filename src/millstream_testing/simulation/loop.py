@@ -3,6 +3,10 @@
 Time stands still while anything can run, and then advances to the next timer. Work for a thread runs inline after a
 random delay, in order for each executor. Within a process, callbacks run in the order of `call_soon`, as asyncio
 guarantees; the seed decides which process runs next, and which of two simultaneous timers fires first.
+
+Everything that runs in a simulation belongs to a process, which can be paused, resumed and killed: a node, a client,
+the coordination store. It is found by its context: tasks, timers and callbacks inherit the context in which they were
+made, so that the code under test is unaware of it.
 """
 
 from __future__ import annotations
@@ -12,13 +16,57 @@ import heapq
 import sys
 from asyncio import events
 from bisect import insort
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Executor
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any, TypeVar
 
-from millstream_testing.simulation.process import PROCESS, Process
+_TASKS_MIN = 32
+
+
+class Process:
+    """A process. Its callbacks run in the order of scheduling; between processes there is no order."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.alive = True
+        self.paused = False
+        self.ready: deque[asyncio.Handle] = deque()
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.generators: list[AsyncGenerator[Any, Any]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks_max = _TASKS_MIN
+
+    def __repr__(self) -> str:
+        return f"Process({self.name})"
+
+    @property
+    def runs(self) -> bool:
+        """Whether its callbacks may be called now."""
+        return self.alive and not self.paused
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Keep a reference to a task, so that its `finally` does not run after the process has died."""
+        tasks = self._tasks
+        tasks.append(task)
+        if len(tasks) > self._tasks_max:
+            self._tasks = [task for task in tasks if not task.done()]
+            self._tasks_max = max(_TASKS_MIN, 2 * len(self._tasks))
+
+    def pending_tasks(self) -> list[asyncio.Task[Any]]:
+        return [task for task in self._tasks if not task.done()]
+
+
+PROCESS: ContextVar[Process] = ContextVar("PROCESS")
+
+
+def current_process() -> Process:
+    return PROCESS.get()
+
 
 T = TypeVar("T")
 
@@ -319,3 +367,25 @@ async def _close(generator: AsyncGenerator[Any, Any]) -> None:
     except RuntimeError:
         # It is running inside a task that did not end.
         return
+
+
+_BEGIN_MS = 1_700_000_000_000
+
+
+class SimulatedClock:
+    """Follows the loop; `jump_ms` moves its wall clock only."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+        self._ahead_ms = 0
+
+    def now_ms(self) -> int:
+        """Wall-clock milliseconds since 1970."""
+        return _BEGIN_MS + self._ahead_ms + int(self._loop.time() * 1000)
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def jump_ms(self, milliseconds: int) -> None:
+        """Move the wall clock, forward or back."""
+        self._ahead_ms += milliseconds

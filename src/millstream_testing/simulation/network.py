@@ -2,17 +2,39 @@
 
 A call is a request that may arrive late or never, work that may continue after the caller has timed out, and a response
 that may be lost. Only messages are shared: both sides copy what they send.
+
+The links of followers, the coordination store and the catalog are reached through it. A request can be executed long
+after its caller has timed out, a response can be lost after the change was made, and watch events can arrive late.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.process import Process, current_process
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.replica_fetcher import RESPONSE_S
+from millstream.broker.cluster.store import Change
+from millstream.broker.kafka.follower_fetch import FollowerFetch
+from millstream.core.clock import Clock
+from millstream.core.errors import BrokerUnreachable, CatalogUnavailable, StoreUnavailable
+from millstream.core.ids import NodeId
+from millstream.core.topic import Topic
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.wire.replica_fetch import (
+    FETCH_KEY,
+    VERSION,
+    ReplicaFetch,
+    ReplicaResponses,
+    read_replica_responses,
+    write_replica_fetch,
+)
+from millstream_testing.simulation.loop import Process, SimulatedLoop, current_process
 
 T = TypeVar("T")
 
@@ -155,3 +177,122 @@ def _settle(response: asyncio.Future[Any], outcome: Any) -> None:
 
 def _fail(response: asyncio.Future[Any], error: Exception) -> None:
     _settle(response, error)
+
+
+_SIZE_BYTES = 4
+_HEADER = RequestHeader(FETCH_KEY, VERSION, 0, "replica", 0, True)
+
+FindServer = Callable[[NodeId], FollowerFetch]
+"""Returns what responds to the fetches of followers on a node; raises `BrokerUnreachable` if it does not run yet."""
+
+
+class SimulatedLink:
+    """A follower's link to one leader."""
+
+    def __init__(self, name: str, node: NodeId, find: FindServer, network: Network) -> None:
+        self._name = name
+        self._node = node
+        self._find = find
+        self._network = network
+
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaResponses:
+        frame = bytes(write_replica_fetch(fetch))
+
+        async def serve() -> bytes:
+            response = self._find(self._node).handle_frame(memoryview(frame), _HEADER)
+            if inspect.isawaitable(response):
+                response = await response
+            return b"".join(response)  # type: ignore[arg-type]
+
+        try:
+            encoded = await self._network.call(self._name, serve, timeout_s=fetch.max_wait_ms / 1000 + RESPONSE_S)
+        except LinkDown as error:
+            raise BrokerUnreachable(str(error)) from error
+        return read_replica_responses(memoryview(encoded)[_SIZE_BYTES:])
+
+    async def close(self) -> None:
+        """Do nothing: no resources are held."""
+
+
+class SimulatedLinks:
+    """Opens links to the nodes of a simulation."""
+
+    def __init__(self, find: FindServer, network: Network) -> None:
+        self._find = find
+        self._network = network
+
+    def open(self, node: NodeId) -> SimulatedLink:
+        return SimulatedLink(node_name(node), node, self._find, self._network)
+
+
+def node_name(node: NodeId) -> str:
+    return f"node-{node}"
+
+
+STORE = "store"
+STORE_TIMEOUT_S = 2.0
+
+
+class ObservedService(EmbeddedService):
+    """The service itself; the rules see every change before any node does."""
+
+    def __init__(self, clock: Clock, *, on_changed: Callable[[], None]) -> None:
+        super().__init__(clock)
+        self._on_changed = on_changed
+
+    def _execute(self, changes: Sequence[Change], lease: int | None) -> None:
+        before = self.revision
+        super()._execute(changes, lease)
+        if self.revision != before:
+            self._on_changed()
+
+
+class SimulatedStore(EmbeddedStore):
+    """The access of one node to the service."""
+
+    def __init__(self, service: EmbeddedService, clock: Clock, network: Network) -> None:
+        super().__init__(service, clock)
+        self._network = network
+
+    async def _send(self, request: Callable[[], T]) -> T:
+        async def serve() -> T:
+            return request()
+
+        try:
+            return await self._network.call(STORE, serve, timeout_s=STORE_TIMEOUT_S)
+        except LinkDown as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def _deliver(self) -> None:
+        await self._network.changes_from(STORE)
+
+
+CATALOG: Final = "catalog"
+CATALOG_TIMEOUT_S = 3.0
+
+
+class SimulatedDeclarations(Declarations):
+    """The catalog that all nodes share."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._catalog = Catalog("sqlite://")
+        self._catalog.prepare()
+
+    def declare(self, topic: Topic) -> None:
+        """Add a topic without any node's help, as if it had been declared before."""
+        self._catalog.add_topics([topic])
+
+    def close(self) -> None:
+        self._catalog.close()
+
+    async def run(self, ask: Callable[[Catalog], T]) -> T:
+        """Call the catalog through the network."""
+
+        async def serve() -> T:
+            return ask(self._catalog)
+
+        try:
+            return await self._network.call(CATALOG, serve, timeout_s=CATALOG_TIMEOUT_S)
+        except LinkDown as error:
+            raise CatalogUnavailable(str(error)) from error

@@ -27,15 +27,17 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.errors import BrokerUnreachable, NodeIdTaken, RequestTimedOut, UnknownTopic
 from millstream.core.ids import NodeId, Offset
 from millstream_testing.files import MemoryFiles
-from millstream_testing.simulation.clock import SimulatedClock
-from millstream_testing.simulation.declarations import SimulatedDeclarations
-from millstream_testing.simulation.links import SimulatedLinks, node_name
-from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.network import Network
+from millstream_testing.simulation.loop import Process, SimulatedClock, SimulatedLoop
+from millstream_testing.simulation.network import (
+    Network,
+    ObservedService,
+    SimulatedDeclarations,
+    SimulatedLinks,
+    SimulatedStore,
+    node_name,
+)
 from millstream_testing.simulation.plan import Plan
-from millstream_testing.simulation.process import Process
 from millstream_testing.simulation.rules import Rules
-from millstream_testing.simulation.store import ObservedService, SimulatedStore
 
 FOLDER = Path("/data")
 JOURNAL_BYTES = 64 * 1024

@@ -8,29 +8,82 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
+from zlib import crc32
 
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.topic import FLUSH_ALWAYS
-from millstream_testing.simulation.clock import SimulatedClock
-from millstream_testing.simulation.committed import Violation
-from millstream_testing.simulation.declarations import CATALOG, SimulatedDeclarations
-from millstream_testing.simulation.entropy import seeded_entropy
 from millstream_testing.simulation.faults import Faults, Machine
-from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.network import LinkDown, Network
+from millstream_testing.simulation.loop import PROCESS, Process, SimulatedClock, SimulatedLoop
+from millstream_testing.simulation.network import (
+    CATALOG,
+    STORE,
+    LinkDown,
+    Network,
+    ObservedService,
+    SimulatedDeclarations,
+)
 from millstream_testing.simulation.node import SimulatedNode
 from millstream_testing.simulation.plan import CRASH, Plan
-from millstream_testing.simulation.process import PROCESS, Process
-from millstream_testing.simulation.rules import Rules
-from millstream_testing.simulation.store import STORE, ObservedService
-from millstream_testing.simulation.trace import Trace
+from millstream_testing.simulation.rules import Rules, Violation
 from millstream_testing.simulation.workload import Consumer, Producer
+
+
+@contextmanager
+def seeded_entropy(seed: int) -> Iterator[None]:
+    """Make `uuid`, `secrets` and the module `random` use a seed, and restore them afterwards."""
+    source = random.Random(seed)
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        with (
+            mock.patch.object(os, "urandom", source.randbytes),
+            mock.patch.object(random, "_urandom", source.randbytes),
+        ):
+            yield
+    finally:
+        random.setstate(state)
+
+
+class Trace:
+    """Lines with their virtual time."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+        self._began = loop.time()
+        self._lines: list[tuple[float, str, str]] = []
+        self._notes: list[tuple[int, float, str, str]] = []
+
+    def record(self, source: str, event: str) -> None:
+        self._lines.append((self.elapsed_s, source, event))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Return how long the simulation has run, in virtual time."""
+        return self._loop.time() - self._began
+
+    def note(self, source: str, event: str) -> None:
+        """Add a line that is printed only on request and is not part of the digest."""
+        self._notes.append((len(self._lines), self.elapsed_s, source, event))
+
+    def lines(self) -> list[str]:
+        """Return every line as text, including notes."""
+        numbered = [(number, 1, *line) for number, line in enumerate(self._lines)]
+        every = sorted([*numbered, *((number, 0, *rest) for number, *rest in self._notes)], key=lambda line: line[:2])
+        return [f"{when:10.4f}  {source:<10}  {event}" for _, _, when, source, event in every]
+
+    def digest(self) -> int:
+        """Return a number that, very likely, differs if anything happened differently."""
+        return crc32(repr((self._lines, self._loop.steps)).encode())
+
 
 START_S = 60.0
 SETTING_S = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from millstream.core.errors import InvalidTransactionState, MillstreamError
-from millstream_testing.simulation.process import Process
+from millstream_testing.simulation.loop import Process
 from millstream_testing.transaction_simulation.caller import Caller, ClientContext, RetriesExhausted
 from millstream_testing.transaction_simulation.model import Batch, ModelTransaction
 from millstream_testing.transaction_simulation.node import COORDINATOR, RequestTarget

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +20,7 @@ from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
 from kio.static.primitive import i16, i32, i64
 
 from millstream.broker.cluster.declarations import ProducerIds
+from millstream.broker.coordination.peers import RESPONSE_S
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import ClientInfo, Versioned
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsCall, AddPartitionsToTxn
@@ -28,18 +31,73 @@ from millstream.broker.kafka.quota_meter import QuotaMeters
 from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers
 from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.transaction import InitRequest, InitResponse, ProducerRef
+from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender, PartitionErrors
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, InitRequest, InitResponse, ProducerRef
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, Offset
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
 from millstream.protocol.messages.codec import RequestHeader, is_flexible
+from millstream.protocol.records.control import Marker
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.produce import PRODUCE_KEY, Produced, read_produce_response, write_produce
+from millstream_testing.simulation.loop import Process
+from millstream_testing.simulation.network import LinkDown, Network, node_name
 from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, NodeProcess, SimulatedNode
-from millstream_testing.simulation.process import Process
-from millstream_testing.transaction_simulation.peers import OrderedRoutes, SimulatedPeers
 from millstream_testing.transaction_simulation.plan import TransactionPlan
+
+Respond = Callable[[NodeId, Any], Awaitable[Any]]
+"""Delivers a message to a node, and returns its response."""
+
+
+class SimulatedPeers:
+    """Sends requests to other nodes; some arrive twice."""
+
+    def __init__(self, network: Network, respond: Respond, rng: Random, *, duplicate_chance: float) -> None:
+        self._network = network
+        self._respond = respond
+        self._rng = rng
+        self._duplicate_chance = duplicate_chance
+        self._duplicates: set[asyncio.Task[None]] = set()
+
+    async def send(self, node: NodeId, request: Any) -> Any:
+        if self._rng.random() < self._duplicate_chance and _may_come_twice(request):
+            task = asyncio.get_running_loop().create_task(self._send_again(node, request))
+            self._duplicates.add(task)
+            task.add_done_callback(self._duplicates.discard)
+        try:
+            return await self._call(node, request)
+        except LinkDown as error:
+            raise BrokerUnreachable(str(error)) from error
+
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Queues are not part of this simulation."""
+        raise BrokerUnreachable(f"node {node} cannot respond to request {api_key}")
+
+    async def _call(self, node: NodeId, request: Any) -> Any:
+        return await self._network.call(node_name(node), lambda: self._respond(node, request), timeout_s=RESPONSE_S)
+
+    async def _send_again(self, node: NodeId, request: Any) -> None:
+        with suppress(LinkDown, MillstreamError):
+            await asyncio.sleep(self._rng.expovariate(1.0))
+            await self._call(node, request)
+
+
+def _may_come_twice(request: Any) -> bool:
+    """Whether a duplicate is harmless: a late marker of the first version would end the next transaction."""
+    return not isinstance(request, WriteTxnMarkersRequest) or all(
+        marker.transaction_version >= EPOCH_PER_TRANSACTION for marker in request.markers
+    )
+
+
+class OrderedRoutes:
+    """The routes of markers, in an order that does not depend on memory addresses."""
+
+    def __init__(self, routes: MarkerRoutes) -> None:
+        self._routes = routes
+
+    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> PartitionErrors:
+        return await self._routes.write(marker, sorted(partitions, key=lambda one: (one.topic, one.partition)))
+
 
 READ_BYTES = 2000
 _SIZE_BYTES = 4

@@ -16,19 +16,16 @@ from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.replication.partition import Partition
 from millstream.broker.transactions import shard, transaction
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream_testing.simulation.clock import SimulatedClock
-from millstream_testing.simulation.committed import Violation
+from millstream_testing.simulation.loop import SimulatedClock
 from millstream_testing.simulation.node import SimulatedNode
+from millstream_testing.simulation.rules import Violation
 from millstream_testing.simulation.world import FINISH_S, Outcome, World, run_world
 from millstream_testing.transaction_simulation.batch_driver import BatchDriver
-from millstream_testing.transaction_simulation.caller import ClientContext
-from millstream_testing.transaction_simulation.consumer import CommittedConsumer, OffsetReader
-from millstream_testing.transaction_simulation.decisions import Decisions
-from millstream_testing.transaction_simulation.model import Model
+from millstream_testing.transaction_simulation.caller import ClientContext, CommittedConsumer, OffsetReader
+from millstream_testing.transaction_simulation.model import Decisions, Model, Visible
 from millstream_testing.transaction_simulation.node import TransactionNode
 from millstream_testing.transaction_simulation.plan import TransactionPlan
-from millstream_testing.transaction_simulation.supervisor import Supervisor
-from millstream_testing.transaction_simulation.visible import Visible
+from millstream_testing.transaction_simulation.producer import Supervisor
 
 
 def simulate_transactions(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) -> Outcome:

@@ -14,7 +14,7 @@ from millstream.broker.cluster.store import Put
 from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 
 async def test_a_plan_continues_where_it_was(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, encode_value
 from millstream_testing.files import MemoryFiles
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 FOLDER = "/data"
 FILE = f"{FOLDER}/coordination"

@@ -31,7 +31,7 @@ from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
 from millstream_testing.logs import memory_store
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 ORDERS = UUID(int=1)
 

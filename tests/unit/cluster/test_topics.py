@@ -22,7 +22,7 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 from millstream_testing.waiting import until
 
 

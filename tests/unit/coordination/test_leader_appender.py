@@ -17,7 +17,7 @@ from millstream.core.partition_state import PartitionState, encode_value
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.produce import Produced
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 SUCCESSOR_OFFSET = Offset(77)
 

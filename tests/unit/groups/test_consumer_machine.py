@@ -56,8 +56,7 @@ from millstream.core.errors import (
     UnknownMember,
     UnreleasedInstance,
 )
-from millstream_testing.consumer_clients import ClassicProtocolClient, ConsumerProtocolClient
-from millstream_testing.consumer_harness import classic_protocols
+from millstream_testing.consumer_harness import ClassicProtocolClient, ConsumerProtocolClient, classic_protocols
 from millstream_testing.group_harness import GROUP
 from millstream_testing.shard_history import EXPECTED, ShardHistory
 from millstream_testing.state_log import MemoryTopics

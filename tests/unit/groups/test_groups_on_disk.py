@@ -25,7 +25,7 @@ from millstream.core.config import Config
 from millstream.core.ids import Offset
 from millstream.core.topic import CONSUMER_OFFSETS
 from millstream.protocol.records.record import Record, decode_records
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 from millstream_testing.state_log import MemoryTopics
 
 CONFIG = Config(group_initial_delay_ms=0, offsets_partitions=2)

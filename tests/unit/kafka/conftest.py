@@ -22,7 +22,7 @@ from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.ids import NodeId
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from millstream.protocol.messages.codec import load_request_class, read_response
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.api_requests import write_request
 from millstream_testing.batches import encode_values
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 from millstream_testing.waiting import until
 
 PARTITIONS = 2

@@ -45,7 +45,7 @@ from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.control import Marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.api_requests import write_request
-from millstream_testing.single_node import single_node
+from millstream_testing.node_group import single_node
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCER = 70

@@ -17,8 +17,7 @@ from millstream.core.ids import Epoch, Offset, OffsetRange
 from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE, Verb
 from millstream.pipelines.jobs.ledger.account import Account, Unreadable
 from millstream.pipelines.jobs.ledger.events import decode_events
-from millstream_testing.queue_bench import Workbench, demand_for
-from millstream_testing.queue_store import MemoryStateStore
+from millstream_testing.queue_bench import MemoryStateStore, Workbench, demand_for
 
 
 class Recording(MemoryStateStore):

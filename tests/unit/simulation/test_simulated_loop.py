@@ -10,8 +10,7 @@ from random import Random
 
 import pytest
 
-from millstream_testing.simulation.loop import Deadlock, Runaway, SimulatedLoop
-from millstream_testing.simulation.process import current_process
+from millstream_testing.simulation.loop import Deadlock, Runaway, SimulatedLoop, current_process
 
 
 @pytest.fixture

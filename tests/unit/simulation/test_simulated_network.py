@@ -11,11 +11,15 @@ import pytest
 
 from millstream.broker.cluster.store import Expect, Put
 from millstream.core.errors import StoreUnavailable
-from millstream_testing.simulation.clock import SimulatedClock
-from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.network import LinkDown, Network, NotListening
-from millstream_testing.simulation.process import Process
-from millstream_testing.simulation.store import STORE, ObservedService, SimulatedStore
+from millstream_testing.simulation.loop import Process, SimulatedClock, SimulatedLoop
+from millstream_testing.simulation.network import (
+    STORE,
+    LinkDown,
+    Network,
+    NotListening,
+    ObservedService,
+    SimulatedStore,
+)
 
 T = TypeVar("T")
 

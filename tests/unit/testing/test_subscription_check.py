@@ -9,26 +9,24 @@ import pytest
 
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, Verb
 from millstream_testing.subscription_check import check
-from millstream_testing.subscription_events import (
-    Leased,
-    ReceiveCompleted,
-    ReceiveFailed,
-    ReceiveSent,
-    SettleCompleted,
-    SettleSent,
-    WorkerLeft,
-)
 from millstream_testing.subscription_history import (
     Call,
     Delivery,
     GroundTruth,
     Guarantees,
     History,
+    Leased,
     Position,
     Published,
+    ReceiveCompleted,
+    ReceiveFailed,
+    ReceiveSent,
+    SettleCompleted,
     Settlement,
+    SettleSent,
     Span,
     Spans,
+    WorkerLeft,
     histories,
     summary,
 )

@@ -14,7 +14,7 @@ from hypothesis.strategies import DrawFn
 
 from millstream_testing.finding import Kind
 from millstream_testing.transaction_check import check, main
-from millstream_testing.transaction_events import (
+from millstream_testing.transaction_history import (
     ConsumerStarted,
     EndRequested,
     Event,
@@ -23,10 +23,11 @@ from millstream_testing.transaction_events import (
     Output,
     Polled,
     Positioned,
+    Transaction,
     TransactionBegun,
     TransactionEnded,
+    TransactionHistory,
 )
-from millstream_testing.transaction_history import Transaction, TransactionHistory
 
 PRODUCERS = ("w0", "w1")
 FATES = ("committed", "aborted", "without a response, committed", "without a response, aborted", "killed before")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream_testing.transaction_events import EndRequested, TransactionBegun
+from millstream_testing.transaction_history import EndRequested, TransactionBegun
 from millstream_testing.transaction_worker import Task
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_worker import TrialWorker
