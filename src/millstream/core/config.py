@@ -20,6 +20,10 @@ DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
 COMPRESSION_RATIO_MAX = 1000
 """Limits on what one batch may decompress to, in bytes and as a multiple of its size; enforced by
 `protocol/records/compression.py`."""
+DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
+RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"
+LIMIT_VARIABLES = (DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE)
+"""The variables by which a node passes these limits to its child processes."""
 
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"

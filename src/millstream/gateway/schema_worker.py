@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from millstream.client.schemas import RegisteredCodec, SchemaCodecs
+from millstream.core.child_pool import ChildDied, ChildPool, ChildTimedOut, serve_parent
 from millstream.core.errors import SchemaMismatch
-from millstream.protocol.schemas.child_pool import ChildDied, ChildPool, ChildTimedOut, serve_parent
 from millstream.protocol.schemas.codec import Codec, codec_of
 from millstream.protocol.schemas.framing import Framed
 from millstream.protocol.wire.client import Client

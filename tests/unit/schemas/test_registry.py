@@ -14,6 +14,7 @@ from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.schemas import registry as registry_module
 from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
+from millstream.core.child_pool import WORKERS_MAX, ChildPool
 from millstream.core.errors import CatalogUnavailable, QuotaExceeded, SchemaRegistryError
 from millstream.core.schema import (
     AVRO,
@@ -24,7 +25,6 @@ from millstream.core.schema import (
     SchemaContent,
     SubjectVersion,
 )
-from millstream.protocol.schemas.child_pool import WORKERS_MAX, ChildPool
 from millstream.protocol.schemas.formats import SchemaText
 
 T = TypeVar("T")

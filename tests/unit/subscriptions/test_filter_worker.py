@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from millstream.broker.subscriptions import batch_scan as look_module
-from millstream.broker.subscriptions import filter_worker as worker_module
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX, BatchScan, BatchTooHeavy, scan_batch
 from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
@@ -150,7 +149,7 @@ async def test_a_request_that_killed_the_child_is_retried_once(worker: FilterWor
 async def test_a_child_that_cannot_start_makes_filters_unavailable(
     worker: FilterWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "MODULE", "this")
+    monkeypatch.setattr(worker._children, "_module", "this")
     with pytest.raises(FilterUnavailable):
         await worker.evaluate(messages(batch(100)), FILTERS)
     monkeypatch.undo()
@@ -158,11 +157,11 @@ async def test_a_child_that_cannot_start_makes_filters_unavailable(
 
 
 @pytest.fixture
-def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def deadly(worker: FilterWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """A batch that kills the child."""
     (tmp_path / "deadly_child.py").write_text(DEADLY_CHILD)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    monkeypatch.setattr(worker_module, "MODULE", "deadly_child")
+    monkeypatch.setattr(worker._children, "_module", "deadly_child")
     return bytes(encode_batch([NewRecord(b"k", b"deadly" + bytes(INLINE_BYTES_MAX), (), 1)] * 2, base_offset=10))
 
 
@@ -189,6 +188,7 @@ async def test_a_missing_response_times_out() -> None:
     with pytest.raises(FilterUnavailable):
         await worker.evaluate(messages(batch(100)), FILTERS)
     assert worker.pid is None
+    await worker.stop()
 
 
 async def test_abandoning_a_request_does_not_mix_up_responses(worker: FilterWorker) -> None:

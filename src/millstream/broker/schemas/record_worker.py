@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
+from millstream.core.child_pool import serve_parent
 from millstream.core.errors import BatchRejected, RecordError, SchemaMismatch
 from millstream.protocol.records.batch import check_crc, read_header
 from millstream.protocol.records.record import records_section
-from millstream.protocol.schemas.child_pool import serve_parent
 from millstream.protocol.schemas.codec import Codec, codec_of
 from millstream.protocol.schemas.framing import Framed
 from millstream.protocol.schemas.record_check import FieldRule, check_content, check_ids

@@ -38,6 +38,7 @@ from millstream.broker.schemas.worker import (
     Request,
     WorkerResponse,
 )
+from millstream.core.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.core.errors import MillstreamError, SchemaRegistryError
 from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX
 from millstream.core.mirror import SightingChange
@@ -66,7 +67,6 @@ from millstream.core.schema import (
     SubjectVersion,
 )
 from millstream.core.setting import with_changes
-from millstream.protocol.schemas.child_pool import RESPONSE_S_MAX, ChildDied, ChildPool, ChildTimedOut
 from millstream.protocol.schemas.formats import COMPILED, ParsedTexts, SchemaText
 
 _logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ import msgspec
 
 from millstream.broker.schemas.record_worker import CompiledSchema, RecordsRequest, RecordsResponse, schema_key
 from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.core.child_pool import ChildDied, ChildPool, ChildTimedOut
 from millstream.core.errors import BatchRejected, CorruptBatch, InvalidBatch, RecordError
 from millstream.core.metric import Metric, Sample, counter
 from millstream.core.schema import QualifiedSubject
@@ -27,7 +28,6 @@ from millstream.protocol.records.batch import (
     check_crc,
     read_header,
 )
-from millstream.protocol.schemas.child_pool import ChildDied, ChildPool, ChildTimedOut
 from millstream.protocol.schemas.formats import COMPILED
 from millstream.protocol.schemas.framing import NO_SCHEMA_ID
 from millstream.protocol.schemas.record_check import FEW_RECORDS, KEY, VALUE, FieldRule, check_ids, have_known_ids

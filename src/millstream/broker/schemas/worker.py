@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.protocol.schemas.child_pool import serve_parent
+from millstream.core.child_pool import serve_parent
 from millstream.protocol.schemas.formats import InvalidSchema, SchemaText, check, parse, render
 
 MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -27,8 +25,8 @@ from millstream.broker.subscriptions.filter_worker_child import (
     Unreadable,
 )
 from millstream.core.backoff import delay_after
-from millstream.core.child_process import exchange, frame_message
-from millstream.core.errors import CorruptBatch, FilterUnavailable
+from millstream.core.child_pool import ChildDied, ChildPool, ChildTimedOut
+from millstream.core.errors import CorruptBatch, FilterUnavailable, QuotaExceeded
 from millstream.core.tasks import within
 from millstream.protocol.filter.filter import Evaluation, Filter, Messages, evaluate_few
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
@@ -44,7 +42,7 @@ INLINE_CHECKS_MAX = 1024
 
 ATTEMPTS = 2
 RESPONSE_S_MAX = 60.0
-"""A child that takes longer, including its start, counts as dead."""
+"""A child that takes longer counts as dead."""
 
 FATAL_REQUESTS_MAX = 1024
 """The number of fatal requests that are remembered and not tried again for other queues."""
@@ -52,10 +50,9 @@ FATAL_REQUESTS_MAX = 1024
 IDLE_S = 300.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 
-_DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
-_FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
+_FAILURES = (ChildDied, ChildTimedOut, QuotaExceeded, OSError, msgspec.MsgspecError)
 _FATAL_RESPONSE = Unreadable(f"the process that reads it died {ATTEMPTS} times")
-_PROBE = frame_message(msgspec.msgpack.encode(FilterRequest("", 0, b"", 0, 0, [], [])))
+_PROBE = msgspec.msgpack.encode(FilterRequest("", 0, b"", 0, 0, [], []))
 
 
 class FilterWorker:
@@ -64,13 +61,9 @@ class FilterWorker:
     def __init__(
         self, *, response_s_max: float = RESPONSE_S_MAX, idle_s: float = IDLE_S, backoff_min_s: float = BACKOFF_MIN_S
     ) -> None:
-        self._response_s_max = response_s_max
-        self._idle_s = idle_s
+        self._children = ChildPool(MODULE, noun="messages", response_s=response_s_max, idle_s=idle_s, slow_workers=0)
         self._backoff_min_s = backoff_min_s
         self._lock = asyncio.Lock()
-        self._child: Process | None = None
-        self._idle: asyncio.TimerHandle | None = None
-        self._input_closed = False
         self._stopping = asyncio.Event()
         self._failures = 0
         self._fatal_requests: dict[int, None] = {}
@@ -82,8 +75,7 @@ class FilterWorker:
 
     @property
     def pid(self) -> int | None:
-        child = self._child
-        return child.pid if child is not None and child.returncode is None and not self._input_closed else None
+        return next(iter(self._children.pids), None)
 
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
         """Find which messages match which filter.
@@ -112,7 +104,7 @@ class FilterWorker:
 
         Raises `FilterUnavailable` without a response.
         """
-        request = frame_message(msgspec.msgpack.encode(BatchRequest(bytes(batch), first, with_keys)))
+        request = msgspec.msgpack.encode(BatchRequest(bytes(batch), first, with_keys))
         async with self._lock:
             response = await self._send_with_retries(request)
         self.scanned_in_child += 1
@@ -123,7 +115,7 @@ class FilterWorker:
     async def stop(self) -> None:
         """Stop the child; pending requests raise `FilterUnavailable`."""
         self._stopping.set()
-        await self._kill()
+        await self._children.close()
 
     async def _send_with_retries(self, request: bytes) -> FilterResponse:
         if hash(request) in self._fatal_requests:
@@ -137,7 +129,8 @@ class FilterWorker:
                 response = await self._send(request)
             except _FAILURES as error:
                 self._failures += 1
-                deaths += isinstance(error, _DEATHS)
+                self.restarts += 1
+                deaths += isinstance(error, ChildDied)
                 reason = str(error) or type(error).__name__
                 _logger.warning("evaluating filters failed", extra={"reason": reason, "attempt": attempt + 1})
             else:
@@ -173,57 +166,8 @@ class FilterWorker:
             await within(pause_s, self._stopping.wait())
 
     async def _send(self, request: bytes) -> FilterResponse:
-        try:
-            async with asyncio.timeout(self._response_s_max):
-                response = await self._exchange(request)
-        except BaseException:
-            # A late response must not be taken for the response to the next request.
-            await self._kill()
-            raise
-        self._schedule_idle_stop()
+        response: FilterResponse = msgspec.msgpack.decode(await self._children.request(request), type=FilterResponse)
         return response
-
-    async def _exchange(self, request: bytes) -> FilterResponse:
-        child = await self._running_child()
-        response: FilterResponse = msgspec.msgpack.decode(await exchange(child, request), type=FilterResponse)
-        return response
-
-    async def _running_child(self) -> Process:
-        if self._idle is not None:
-            self._idle.cancel()
-        child = self._child
-        if child is not None and self.pid is not None:
-            return child
-        await self._kill()
-        if self._failures:
-            self.restarts += 1
-        self._input_closed = False
-        # In its own session, so that Ctrl-C reaches only the broker, which shuts down in order.
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-        return self._child
-
-    def _schedule_idle_stop(self) -> None:
-        """Stop the child after an idle period."""
-        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._close_input)
-
-    def _close_input(self) -> None:
-        self._input_closed = True
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-
-    async def _kill(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        child, self._child = self._child, None
-        if child is None:
-            return
-        if child.stdin is not None:
-            child.stdin.close()
-        with suppress(ProcessLookupError):
-            child.kill()
-        await asyncio.shield(child.wait())
 
 
 def is_light(messages: Messages, filter_count: int) -> bool:
@@ -244,4 +188,4 @@ def _encode_request(messages: Messages, filters: Sequence[Filter]) -> bytes:
         list(messages.aborted),
         [each.text for each in filters],
     )
-    return frame_message(msgspec.msgpack.encode(request))
+    return msgspec.msgpack.encode(request)

@@ -5,14 +5,13 @@ It exits when its input closes, so it never outlives the broker.
 
 from __future__ import annotations
 
-import signal
 from contextlib import suppress
 from functools import lru_cache
 
 import msgspec
 
 from millstream.broker.subscriptions.batch_scan import BatchScan, scan_batch
-from millstream.core.child_process import serve_requests
+from millstream.core.child_pool import serve_parent
 from millstream.core.errors import BatchRejected
 from millstream.core.heap import freeze_heap
 from millstream.protocol.filter.filter import Evaluation, Messages, compile_filter, evaluate
@@ -101,6 +100,8 @@ FilterResponse = FilterMatches | ScannedBatch | Unreadable
 
 
 FILTERS_KEPT = 1024
+RESPONSE_S_MAX = 120.0
+"""After this long without an end, the child ends itself; a running broker ends it earlier."""
 
 _compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
 
@@ -119,12 +120,15 @@ def respond(request: FilterRequest | BatchRequest) -> FilterResponse:
 
 def main() -> None:
     """Serve the broker until it closes the input."""
-    # Ctrl-C reaches the whole process group; the broker decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     freeze_heap()
     decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
     with suppress(BrokenPipeError):
-        serve_requests(lambda body: msgspec.msgpack.encode(respond(decode(body))))
+        # The broker limits the time, and the size that batches decompress to.
+        serve_parent(
+            lambda body: msgspec.msgpack.encode(respond(decode(body))),
+            memory_bytes_max=None,
+            response_s_max=RESPONSE_S_MAX,
+        )
 
 
 if __name__ == "__main__":

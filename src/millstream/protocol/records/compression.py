@@ -21,7 +21,13 @@ from collections.abc import Callable, Iterator
 
 import cramjam
 
-from millstream.core.config import COMPRESSION_RATIO_MAX, DECOMPRESSED_BYTES_MAX
+from millstream.core.config import (
+    COMPRESSION_RATIO_MAX,
+    DECOMPRESSED_BYTES_MAX,
+    DECOMPRESSED_BYTES_VARIABLE,
+    LIMIT_VARIABLES,
+    RATIO_VARIABLE,
+)
 from millstream.core.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
 from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
@@ -34,10 +40,6 @@ from millstream.protocol.records.batch import (
 
 RATIO_FREE_BYTES = 8 * 1024 * 1024
 """Every batch may decompress to this size, regardless of its ratio."""
-
-DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
-RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"
-LIMIT_VARIABLES = (DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE)
 
 _GZIP_WINDOW = 31
 _GZIP_LEVEL = 6

@@ -198,7 +198,7 @@ def on_behalf_of(assertion: Callable[[], str], renew: Callable[[], Awaitable[Non
 def child_environment() -> dict[str, str]:
     """Return the environment of a process that works for this node: with its credentials, without its settings."""
     from millstream.core.child_process import environment_without_settings
-    from millstream.protocol.records.compression import LIMIT_VARIABLES
+    from millstream.core.config import LIMIT_VARIABLES
 
     limits = {name: os.environ[name] for name in LIMIT_VARIABLES if name in os.environ}
     exported = NODE_CREDENTIALS.get().exported

@@ -2,8 +2,8 @@
 
 Processes are started on demand and end after a while without work. The numbers of processes and of waiting requests are
 limited. A request that takes longer than `USUAL_S_MAX` is killed with its process and restarted in a separate queue, so
-that it delays only other slow requests; there it has more time, and is refused when that has passed. A child sends an
-empty message once it has started.
+that it delays only other slow requests; there it has more time, and is refused when that has passed. Without slow
+workers, a request gets all of the time at once. A child sends an empty message once it has started.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from millstream.core.child_process import exchange, frame_message, read_message, serve_requests, spawn_module
+from millstream.core.config import LIMIT_VARIABLES
 from millstream.core.errors import QuotaExceeded
-from millstream.protocol.records.compression import LIMIT_VARIABLES
 
 WORKERS_MAX: Final = 2
 SLOW_WORKERS_MAX: Final = 1
@@ -67,19 +67,29 @@ class ChildPool:
         response_s: float = RESPONSE_S_MAX,
         idle_s: float = IDLE_S,
         start_s: float = START_S_MAX,
+        slow_workers: int = SLOW_WORKERS_MAX,
     ) -> None:
         self._module = module
         self._noun = noun
         self.response_s = response_s
         self._idle_s = idle_s
         self._start_s = start_s
+        self._has_slow_workers = slow_workers > 0
+        self._usual_s = min(USUAL_S_MAX, response_s) if slow_workers else response_s
         self._turns = asyncio.Semaphore(WORKERS_MAX)
-        self._slow_turns = asyncio.Semaphore(SLOW_WORKERS_MAX)
+        self._slow_turns = asyncio.Semaphore(slow_workers)
         self._waiting = 0
         self._slow_waiting = 0
+        self._busy: list[_Worker] = []
         self._idle: list[tuple[_Worker, asyncio.TimerHandle]] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the ids of the running processes."""
+        workers = [*self._busy, *(worker for worker, _ in self._idle)]
+        return [worker.process.pid for worker in workers if worker.process.returncode is None]
 
     async def request(self, body: bytes) -> bytes:
         """Return the response of a child; raise `ChildTimedOut` or `ChildDied` without one.
@@ -92,9 +102,10 @@ class ChildPool:
         self._waiting += 1
         try:
             async with self._turns:
-                return await self._exchange(body, min(USUAL_S_MAX, self.response_s))
+                return await self._exchange(body, self._usual_s)
         except ChildTimedOut:
-            pass
+            if not self._has_slow_workers:
+                raise
         finally:
             self._waiting -= 1
         if self._slow_waiting >= SLOW_WAITING_MAX:
@@ -109,15 +120,20 @@ class ChildPool:
             self._slow_waiting -= 1
 
     async def close(self) -> None:
+        """End all processes; pending requests fail."""
         self._is_closed = True
+        for busy in self._busy:
+            with suppress(ProcessLookupError):
+                busy.process.kill()
         while self._idle:
             worker, timer = self._idle.pop()
             timer.cancel()
             await _kill(worker)
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*tuple(self._ending))
 
     async def _exchange(self, body: bytes, limit_s: float) -> bytes:
         worker, is_new = await self._acquire()
+        self._busy.append(worker)
         is_done = False
         try:
             if is_new:
@@ -130,6 +146,7 @@ class ChildPool:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ChildDied from None
         finally:
+            self._busy.remove(worker)
             if is_done and not self._is_closed:
                 self._release(worker)
             else:
@@ -158,7 +175,7 @@ class ChildPool:
             if worker.process.returncode is None:
                 return worker, False
             self._discard(worker)
-        folder = tempfile.mkdtemp(prefix="millstream-schemas-")
+        folder = tempfile.mkdtemp(prefix="millstream-child-")
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         # Without the secrets that the broker's environment may hold.
         try:
@@ -183,6 +200,8 @@ class ChildPool:
 
 
 async def _kill(worker: _Worker) -> None:
+    if worker.process.stdin is not None:
+        worker.process.stdin.close()
     with suppress(ProcessLookupError):
         worker.process.kill()
     await worker.process.wait()
@@ -192,16 +211,22 @@ async def _kill(worker: _Worker) -> None:
 # -- in the child -------------------------------------------------------------------------------------------
 
 
-def serve_parent(respond: Callable[[bytes], bytes], *, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
+def serve_parent(
+    respond: Callable[[bytes], bytes],
+    *,
+    memory_bytes_max: int | None = MEMORY_BYTES_MAX,
+    response_s_max: float = _CHILD_RESPONSE_S_MAX,
+) -> None:
     """Respond to requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
     # Ctrl-C in a terminal reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
+    if memory_bytes_max is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
     folder = tempfile.tempdir = sys.argv[1]
 
     def respond_in_time(body: bytes) -> bytes:
         # Ends this process; a running broker does so earlier.
-        signal.setitimer(signal.ITIMER_REAL, _CHILD_RESPONSE_S_MAX)
+        signal.setitimer(signal.ITIMER_REAL, response_s_max)
         response = respond(body)
         signal.setitimer(signal.ITIMER_REAL, 0)
         return response
