@@ -208,7 +208,7 @@ def test_the_command_line_publishes_and_shows_decoded_messages(
 
 def test_a_topic_is_described_with_its_schema_and_its_readers(command: CommandLine, subject: str) -> None:
     topic = subject.removesuffix("-value")
-    ran(command("topic", "create", topic, "--schema", f"value={subject}", "--validate", "content"))
+    assert ran(command("topic", "create", topic, "--schema", f"value={subject}", "--validate", "content")).err == ""
     ran(command("subscription", "create", f"of-{topic}", "--topic", topic))
     described = ran(command("topic", "describe", topic, "--json")).document
     assert described["schema"]["validate"] == "content"
@@ -256,3 +256,11 @@ def _no_colour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_COLOR", "1")
         yield
+
+
+def test_a_schema_rule_without_a_schema_is_noted(command: CommandLine, subject: str) -> None:
+    missing, topic = f"{subject}-missing", f"{subject}-noted"
+    noted = f"Subject {missing} has no schema yet: {topic} refuses messages until one is registered.\n"
+    assert ran(command("topic", "create", topic, "--schema", f"value={missing}")).err == noted
+    assert ran(command("topic", "alter", topic, "--validate", "off", "--schema", f"value={missing}")).err == ""
+    assert ran(command("topic", "alter", topic, "--validate", "id", "--schema", f"value={missing}")).err == noted

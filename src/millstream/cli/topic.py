@@ -84,7 +84,7 @@ def create(
     overrides.update({key: text for key, text in named_settings.items() if text})
 
     async def operation(client: Client) -> tuple[bool, TopicMetadata | None, list[str]]:
-        from millstream.client.admin.topic_notes import creation_notes
+        from millstream.client.admin.topic_notes import creation_notes, schema_notes
         from millstream.client.admin.topics import create_topic, find_topic
 
         created = True
@@ -109,7 +109,8 @@ def create(
         except TopicNotAuthorized:
             # The right to create a topic does not include the right to describe it.
             return created, None, ["You may not describe it."]
-        return created, topic, await creation_notes(client, topic) if created and replication is None else []
+        notes = await creation_notes(client, topic) if created and replication is None else []
+        return created, topic, [*notes, *(await schema_notes(client, name, overrides) if created else ())]
 
     created, topic, notes = call_broker(common, operation)
     made: dict[str, object] = {"topic": name, "id": None, "partitions": None, "replication": None, "created": created}
@@ -238,7 +239,7 @@ def alter(
         )
 
     async def operation(client: Client) -> list[str]:
-        from millstream.client.admin.topic_notes import change_notes
+        from millstream.client.admin.topic_notes import change_notes, schema_notes
         from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         topic = await find_topic(client, name, advice=_LIST_ADVICE)
@@ -248,7 +249,7 @@ def alter(
             await alter_topic(client, name, changes)
         if partitions is not None:
             await grow_topic(client, name, partitions)
-        return await change_notes(client, topic, changes, partitions)
+        return [*await change_notes(client, topic, changes, partitions), *await schema_notes(client, name, changes)]
 
     notes = call_broker(common, operation)
     document = {"topic": name, "changed": changes, "partitions": partitions}

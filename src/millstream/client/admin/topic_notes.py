@@ -10,10 +10,12 @@ from typing import Any, Final, NamedTuple
 from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
+from millstream.client.admin.topic_schema import topic_schemas
 from millstream.client.admin.topics import default_replication, find_topic
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import PipelineKind
 from millstream.core.subscription import DEAD_LETTER_TOPIC, OWN_PREFIX
+from millstream.core.topic import VALIDATE_OFF
 from millstream.protocol.private.subscriptions import SubscriptionClient, open_letters
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -78,6 +80,20 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
             has = "copy instead" if copies == 1 else "copies instead"
             reason = "because only that many nodes are running; replicas are not added when others join"
             return [f"It has {copies} {has} of {usual}, {reason}."]
+    return []
+
+
+async def schema_notes(client: Client, topic: str, settings: Mapping[str, str | None]) -> list[str]:
+    """Note the subjects in the new settings of a topic that have no schema yet."""
+    # Brokers other than Millstream have no registry.
+    with suppress(MillstreamError):
+        rule = await topic_schemas(client, settings)
+        if rule is None or rule["validate"] == VALIDATE_OFF:
+            return []
+        missing = [rule[name]["subject"] for name in ("key", "value") if name in rule and not rule[name]["versions"]]
+        return [
+            f"Subject {one} has no schema yet: {topic} refuses messages until one is registered." for one in missing
+        ]
     return []
 
 

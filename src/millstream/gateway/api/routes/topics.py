@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from millstream.client.admin.dead_letter import check_no_open_letters, close_letters_of
 from millstream.client.admin.pipelines import land_topic
-from millstream.client.admin.topic_notes import change_notes, creation_notes, deletion_notes
+from millstream.client.admin.topic_notes import change_notes, creation_notes, deletion_notes, schema_notes
 from millstream.client.admin.topics import (
     CARD,
     alter_topic,
@@ -192,6 +192,7 @@ async def create(services: Services, request: Request[NoFields, NewTopic]) -> To
     pipeline = await land_topic(services.client, new.called) if new.land else None
     made = await find_topic(services.client, new.called)
     notes = await creation_notes(services.client, made) if new.replication is None else []
+    notes += await schema_notes(services.client, new.called, settings)
     return TopicCreated(**msgspec.structs.asdict(_summary(made)), pipeline=pipeline, notes=notes)
 
 
@@ -213,7 +214,10 @@ async def alter(services: Services, request: Request[NoFields, TopicChanges]) ->
         await alter_topic(services.client, name, changes)
     if body.partitions is not None:
         await grow_topic(services.client, name, body.partitions)
-    notes = await change_notes(services.client, topic, changes, body.partitions)
+    notes = [
+        *await change_notes(services.client, topic, changes, body.partitions),
+        *await schema_notes(services.client, name, changes),
+    ]
     return msgspec.convert({**await describe_topic(services.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
 
 
