@@ -148,7 +148,7 @@ class NodeSender:
         response: asyncio.Future[Any]
         try:
             if self._channel is None:
-                raise RequestTimedOut("no connection")
+                raise RequestTimedOut("there is no connection to the node")
             if self._acks == ACKS_NONE:
                 response = self._loop.create_task(self._channel.send(produce.PRODUCE_KEY, self._version, body))
             else:
@@ -181,7 +181,9 @@ class NodeSender:
 
     def _handle_response(self, response: asyncio.Future[Any], sent: list[_SentBatch]) -> None:
         del self._requests[response]
-        error: BaseException | None = RequestTimedOut("cancelled") if response.cancelled() else response.exception()
+        error: BaseException | None = (
+            RequestTimedOut("the request was cancelled") if response.cancelled() else response.exception()
+        )
         if error is None:
             try:
                 self._read(response.result(), sent)

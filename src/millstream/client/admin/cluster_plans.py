@@ -71,23 +71,23 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
     }
     partitions = []
     for topic in metadata.topics.values():
-        for one in topic.partitions.values():
-            place = (topic.name, int(one.partition))
-            size = max((disks[node].sizes.get(place, 0) for node in one.replicas if node in disks), default=0)
-            grown = [
+        for partition in topic.partitions.values():
+            place = (topic.name, int(partition.partition))
+            size = max((disks[node].sizes.get(place, 0) for node in partition.replicas if node in disks), default=0)
+            growth = [
                 disks[node].sizes.get(place, 0) - first[node].sizes.get(place, 0)
-                for node in (one.leader_id,)
+                for node in (partition.leader_id,)
                 if node in disks and node in first
             ]
             partitions.append(
                 PartitionLoad(
                     topic=topic.name,
                     topic_id=topic.topic_id,
-                    index=one.partition,
-                    replicas=one.replicas,
-                    in_sync=one.in_sync,
+                    index=partition.partition,
+                    replicas=partition.replicas,
+                    in_sync=partition.in_sync,
                     size_bytes=size,
-                    bytes_per_s=max(0, *grown, 0) / elapsed_s,
+                    bytes_per_s=max(0, *growth, 0) / elapsed_s,
                 )
             )
     nodes = {}

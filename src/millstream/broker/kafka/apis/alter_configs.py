@@ -61,7 +61,7 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
             if config.name in settings:
                 raise InvalidRequest(f"{config.name} is named more than once for {name!r}")
             if config.value is None:
-                raise InvalidSetting(f"{config.name} has no value")
+                raise InvalidSetting(f"{config.name} has no value; leave it out to reset it")
             settings[config.name] = config.value
         alter = self._topics.alter if is_topic else self._topics.alter_broker
         await alter(name, settings, replace=True, validate_only=validate_only)

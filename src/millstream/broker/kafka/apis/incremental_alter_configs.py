@@ -151,7 +151,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             if config.config_operation not in (SET, DELETE):
                 raise InvalidSetting(f"{config.name} takes one value; set it")
             if config.config_operation == SET and config.value is None:
-                raise InvalidRequest(f"{config.name} has no value")
+                raise InvalidRequest(f"{config.name} has no value; the operation DELETE resets it")
             changes[config.name] = config.value if config.config_operation == SET else None
         own = {key: value for key, value in changes.items() if key in DECLARED}
         shared = {key: value for key, value in changes.items() if key not in DECLARED}
@@ -209,7 +209,7 @@ def _new_value(config: AlterableConfig, declared: Setting, now: str) -> str | No
     if config.config_operation == DELETE:
         return None
     if config.value is None:
-        raise InvalidRequest(f"{config.name} has no value")
+        raise InvalidRequest(f"{config.name} has no value; the operation DELETE resets it")
     if config.config_operation == SET:
         return config.value
     if config.config_operation not in (APPEND, SUBTRACT):

@@ -63,22 +63,22 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
         )
 
     def _describe(self, user: str, times: int) -> DescribeUserScramCredentialsResult:
-        found = tuple(
+        infos = tuple(
             CredentialInfo(mechanism=i8(number), iterations=i32(credential.iterations))
             for number, mechanism in _MECHANISMS.items()
             if (credential := self._security.credentials.get((user, mechanism))) is not None
         )
         code, message = ErrorCode.none, None
         if times > 1:
-            code, message, found = (
+            code, message, infos = (
                 ErrorCode.duplicate_resource,
                 f"user {user!r} is named more than once in the request",
                 (),
             )
-        elif not found:
+        elif not infos:
             code, message = ErrorCode.resource_not_found, f"user {user!r} has no password"
         return DescribeUserScramCredentialsResult(
-            user=user, error_code=code, error_message=message, credential_infos=found
+            user=user, error_code=code, error_message=message, credential_infos=infos
         )
 
 
@@ -98,11 +98,12 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
     async def handle(
         self, request: AlterUserScramCredentialsRequest, client: ClientInfo
     ) -> AlterUserScramCredentialsResponse:
-        named = [(one.name, int(one.mechanism)) for one in request.deletions]
-        named += [(one.name, int(one.mechanism)) for one in request.upsertions]
+        named = [(deletion.name, int(deletion.mechanism)) for deletion in request.deletions]
+        named += [(upsertion.name, int(upsertion.mechanism)) for upsertion in request.upsertions]
         results: dict[str, Refusal] = {}
         for (user, _), times in Counter(named).items():
-            results[user] = (ErrorCode.duplicate_resource, "named twice") if times > 1 else results.get(user, _DONE)
+            twice = ErrorCode.duplicate_resource, f"user {user!r} is named twice for one mechanism"
+            results[user] = twice if times > 1 else results.get(user, _DONE)
         puts: list[ScramCredential] = []
         for upsertion in request.upsertions:
             if results[upsertion.name] == _DONE:
