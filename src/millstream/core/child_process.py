@@ -116,8 +116,17 @@ class SupervisedChild(ABC):
 
     def _hang_up(self) -> None:
         """Close the child's standard input if it is open."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._process is not None:
+            hang_up(self._process)
+
+    async def _send_commands(self, process: Process, news: asyncio.Event, command: Callable[[], Any]) -> None:
+        """Send a command whenever there is news; hang up once it is None, as there is nothing left to do."""
+        while (due := command()) is not None:
+            news.clear()
+            await send_line(process, due)
+            await news.wait()
+        self._is_dismissed = True
+        hang_up(process)
 
     async def _wait_until_needed(self) -> None:
         """Wait until a child is needed, or until `stop` is called."""
@@ -169,6 +178,19 @@ def environment_without_settings() -> dict[str, str]:
         for name, text in os.environ.items()
         if not name.startswith(_SETTING_PREFIXES) and name != _DATABASE_PASSWORD
     }
+
+
+def hang_up(process: Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+async def send_line(process: Process, message: Any) -> None:
+    """Send a message as a JSON line; nobody reads it if the child has exited."""
+    if process.stdin is not None:
+        with suppress(ConnectionError):
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            await process.stdin.drain()
 
 
 async def read_events(

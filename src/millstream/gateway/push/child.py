@@ -10,7 +10,6 @@ import asyncio
 import logging
 from asyncio.subprocess import Process
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 from uuid import uuid4
 
@@ -108,7 +107,7 @@ class PushChild(SupervisedChild):
 
     async def _wait_for_exit(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
-            self._send_subscriptions(process), name="send subscriptions to the push process"
+            self._send_commands(process, self._news, self._command), name="send subscriptions to the push process"
         )
         try:
             async for line in read_events(process, PushReports, name=self.name):
@@ -121,18 +120,8 @@ class PushChild(SupervisedChild):
             # Messages that it has not returned go to other workers at once.
             self._worker_gone(self._worker)
 
-    async def _send_subscriptions(self, process: Process) -> None:
-        """Send the subscriptions whenever they change; close the pipe when there is nothing left to push."""
-        if process.stdin is None:
-            return
-        with suppress(ConnectionError):
-            while self._pushed and not self._stopping.is_set():
-                self._news.clear()
-                process.stdin.write(msgspec.json.encode(PushCommand(self._pushed)) + b"\n")
-                await process.stdin.drain()
-                await self._news.wait()
-            self._is_dismissed = True
-            process.stdin.close()
+    def _command(self) -> PushCommand | None:
+        return PushCommand(self._pushed) if self._pushed and not self._stopping.is_set() else None
 
     def _refresh(self) -> None:
         subscriptions, parked = [], {}

@@ -237,7 +237,7 @@ class PipelineChild(SupervisedChild):
         self._stepped.clear()
         self._settled.clear()
         sending = asyncio.get_running_loop().create_task(
-            self._send_pipelines(process), name="send pipelines to the driver"
+            self._send_commands(process, self._news, self._command), name="send pipelines to the driver"
         )
         sparing = asyncio.get_running_loop().create_task(self._maintain_spare(), name="keep a spare driver")
         code, is_over = -1, True
@@ -263,19 +263,8 @@ class PipelineChild(SupervisedChild):
             self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline: {reason}")
         self._update_board(is_running=False)
 
-    async def _send_pipelines(self, process: Process) -> None:
-        """Send the due pipelines whenever they change; close the pipe when none is left to run."""
-        if process.stdin is None:
-            return
-        with suppress(ConnectionError):
-            while self._is_needed:
-                self._news.clear()
-                command = DriverCommand([self._assign(pipeline) for pipeline in self._due])
-                process.stdin.write(msgspec.json.encode(command) + b"\n")
-                await process.stdin.drain()
-                await self._news.wait()
-            self._is_dismissed = True
-            process.stdin.close()
+    def _command(self) -> DriverCommand | None:
+        return DriverCommand([self._assign(pipeline) for pipeline in self._due]) if self._is_needed else None
 
     def _assign(self, pipeline: Pipeline) -> AssignedPipeline:
         return AssignedPipeline(

@@ -34,9 +34,11 @@ from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.backoff import Backoff, delay_after
 from millstream.core.child_process import (
     environment_without_settings,
+    hang_up,
     kill_session,
     memory_of_session,
     read_events,
+    send_line,
     spawn_module,
 )
 from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
@@ -618,16 +620,13 @@ class _Job:
             loop.create_task(watching.keep_bounds(), name="bounds of a job"),
         ]
         try:
-            if process.stdin is not None:
-                with suppress(ConnectionError):
-                    process.stdin.write(msgspec.json.encode(order) + b"\n")
-                    await process.stdin.drain()
+            await send_line(process, order)
             ending = loop.create_task(self._end_attempt.wait(), name="end of a job")
             tasks.append(ending)
             # The process reports how it ended; do not wait for Java and workers that hold its output open.
             await asyncio.wait([tasks[0], ending], return_when=asyncio.FIRST_COMPLETED)
-            if ending.done() and process.stdin is not None:
-                process.stdin.close()
+            if ending.done():
+                hang_up(process)
             code = await _wait_or_kill(process)
         finally:
             await asyncio.to_thread(kill_session, process.pid)
@@ -753,10 +752,7 @@ class _AttemptWatch:
                 is_kept = await self._job.keep(replace(run, progress={**run.progress, PIN: pin}))
             except MillstreamError as error:
                 _logger.warning("the input of a run is not stored yet", extra={"error": str(error)})
-        if self._process.stdin is not None:
-            with suppress(ConnectionError):
-                self._process.stdin.write(msgspec.json.encode(JobResponse(pinned=is_kept)) + b"\n")
-                await self._process.stdin.drain()
+        await send_line(self._process, JobResponse(pinned=is_kept))
 
     async def _store_progress(self, progress: dict[str, Any]) -> None:
         run = self._job.current

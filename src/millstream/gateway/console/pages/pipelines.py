@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of, shown_run, storage_in, summary_of, tables_of
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Operation, Permission, ResourceType, parse_rules
-from millstream.core.child_process import environment_without_settings, spawn_module
+from millstream.core.child_process import environment_without_settings, hang_up, read_events, send_line, spawn_module
 from millstream.core.errors import (
     CoordinatorUnavailable,
     InvalidRequest,
@@ -237,17 +235,14 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
         environment = {**environment_without_settings(), "TMPDIR": scratch}
         process = await spawn_module(_DRY_RUN, stderr=DEVNULL, limit=RESPONSE_BYTES_MAX, env=environment)
         stack.push_async_callback(_kill, process)
-        if process.stdin is None or process.stdout is None:
-            raise OSError("a process without pipes")
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await send_line(process, order)
         try:
             async with asyncio.timeout(DRY_RUN_S):
-                line = await process.stdout.readline()
+                response = await anext(read_events(process, DryRunResponse, name="a dry run"), None)
         except TimeoutError:
             raise RequestTimedOut(f"the dry run took longer than {DRY_RUN_S:g} s, and was ended") from None
-        if not line:
+        if response is None:
             raise CoordinatorUnavailable("the dry run process exited without a result; it may have run out of memory")
-        response = msgspec.json.decode(line, type=DryRunResponse)
         if response.failed:
             raise InvalidRequest(response.failed)
         return response.document
@@ -260,8 +255,7 @@ async def _revoke(services: Services, token_id: str) -> None:
 
 
 async def _kill(process: Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
+    hang_up(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
