@@ -23,13 +23,13 @@ import pyarrow.compute as pc
 from millstream.core.errors import InvalidRequest, NotFound, TransactionRejected
 from millstream.core.headers import MESSAGE_ID
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, next_batch, prepare_offsets
+from millstream.pipelines.source.batch_commit import Batch, abort_batch, next_batch
 from millstream.pipelines.source.landed_history import landings, read_landed
 from millstream.pipelines.source.link import Link, task_link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
 from millstream.pipelines.source.options import BROKERS, SourceOffsets, StartingTimestamp, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, Table, admitted, commit_offsets, ranges_between, stable_offsets
-from millstream.pipelines.source.row_producer import write_part
+from millstream.pipelines.source.row_producer import write_with_offsets
 from millstream.pipelines.source.rows import RowFilter, read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.private.transactions import Transactions
@@ -239,13 +239,10 @@ class Replay:
     def _commit(self, link: Link, number: int, rows: Iterator[pa.RecordBatch], until: Offsets) -> tuple[int, bool]:
         """Write a step and its position; return how many messages it has, and whether this run committed it."""
         batch = Batch(self._query, number, uuid4().hex[:12])
-        transactions = Transactions(link.client)
         try:
-            part = write_part(self._write, batch, rows)
-            source = SourceOffsets(self.order.group, until)
-            members = [link.call(prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source))]
-            members += [part.member] if part.member is not None else []
-            done = link.call(transactions.complete_batch(batch.query, batch.number, members))
+            part = write_with_offsets(self._write, batch, rows, SourceOffsets(self.order.group, until), {})
+            members = [part.member] if part.member is not None else []
+            done = link.call(Transactions(link.client).complete_batch(batch.query, batch.number, members))
         except BaseException as error:
             with suppress(Exception):
                 abort_batch(self._write, batch)
