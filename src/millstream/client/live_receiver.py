@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.message import InertSettler, Lease, Message, read_leased
+from millstream.client.message import Lease, Message, read_leased
 from millstream.client.message_stream import Source
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff
@@ -36,7 +36,6 @@ class LiveReceiver(Source):
         super().__init__(f"live {', '.join(topics)}")
         self._client = client
         self._topics = tuple(topics)
-        self.settling: InertSettler = InertSettler()
         self._positions: dict[TopicPartition, Offset] = {}
         self._topic_ids: dict[str, bytes] = {}
         self._room = asyncio.Event()
@@ -170,7 +169,7 @@ class LiveReceiver(Source):
     def _receive(self, responses: Mapping[TopicPartition, FetchedPartition]) -> None:
         before = len(self._buffer)
         for place, response in responses.items():
-            lease = Lease(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
+            lease = Lease(place.topic, self._topic_ids[place.topic], place.partition)
             lease.client = self._client
             everything = [LeasedRange(self._positions[place], _OFFSET_MAX, 0, 0)]
             self._buffer += read_leased(bytes(response.records), everything, lease, aborted=response.aborted)

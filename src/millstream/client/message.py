@@ -268,7 +268,7 @@ class MessageSettler(Protocol):
         """Settle a message; the future completes when that is durable."""
 
 
-class InertSettler:
+class _InertSettler:
     """The settler of messages that are not leased or are settled by other means; does nothing."""
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
@@ -277,11 +277,8 @@ class InertSettler:
         response.set_result(None)
         return response
 
-    async def flush(self) -> None:
-        """Return at once: nothing is pending."""
 
-
-_INERT_SETTLER: Final = InertSettler()
+_INERT_SETTLER: Final = _InertSettler()
 
 
 class Lease:

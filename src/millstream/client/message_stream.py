@@ -6,17 +6,10 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from millstream.client.message import Message, check_integer
 from millstream.core.errors import InvalidRequest, MillstreamError
-
-
-class Flushable(Protocol):
-    """Settles messages."""
-
-    async def flush(self) -> None:
-        """Wait until everything is settled."""
 
 
 class Source:
@@ -24,8 +17,6 @@ class Source:
 
     What settles and returns messages does nothing here: it is overridden where messages are leased.
     """
-
-    settling: Flushable
 
     def __init__(self, subscription: str) -> None:
         self.subscription = subscription
@@ -68,6 +59,9 @@ class Source:
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
         """Accept messages; the futures complete when that is durable."""
         return []
+
+    async def flush(self) -> None:
+        """Wait until everything is settled."""
 
     def stop_renewing(self, message: Message) -> None:
         """Stop renewing the lease of a message whose consumer has moved on to the next one."""

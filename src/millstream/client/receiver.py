@@ -467,6 +467,9 @@ class Receiver(Source):
     async def stop_and_return(self) -> None:
         await self.stop()
         self._return_all()
+        await self.flush()
+
+    async def flush(self) -> None:
         await self.settling.flush()
 
     def _return_all(self) -> None:
@@ -481,7 +484,7 @@ class Receiver(Source):
         while self._leases:
             self._empty.clear()
             await self._empty.wait()
-        await self.settling.flush()
+        await self.flush()
         await self.close()
 
     async def close(self) -> None:

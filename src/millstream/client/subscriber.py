@@ -250,7 +250,7 @@ class Subscriber:
                 await self._source.stop()
                 if self._workers:
                     await asyncio.wait(self._workers)  # Unlike `gather`, it cancels none of them when the time is up.
-                await self._source.settling.flush()
+                await self._source.flush()
         except TimeoutError:
             _logger.warning("subscription %r was not drained within %g s", self.name, timeout)
         finally:

@@ -29,7 +29,6 @@ class ScriptedSource(Source):
         super().__init__("billing")
         lease = Lease("orders", b"0" * 16, 0, settler=self)
         self.messages = [Message(lease, offset, 0, None, b"", b"\x00", 1) for offset in range(count)]
-        self.settling = self
         self.settled: dict[int, tuple[int, int | None, str]] = {}
         self._count = count
         self.limits: list[int | None] = []
