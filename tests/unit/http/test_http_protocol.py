@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from millstream.gateway import pressure as bodies
 from millstream.gateway import protocol as bounds
-from millstream.gateway.api.dispatch import PIECE_BYTES, _send
+from millstream.gateway.api.dispatch import PIECE_BYTES, send_response
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import Pressure, RequestMemory
@@ -50,9 +50,9 @@ class AppServer:
             try:
                 await room.read(dict(scope["headers"]), receive)
             except Refused as error:
-                await _send(send, error.status, (b"content-type", b"text/plain"), b"late")
+                await send_response(send, error.status, (b"content-type", b"text/plain"), b"late")
                 return
-        await _send(send, 200, (b"content-type", b"text/plain"), b"x" * self.size)
+        await send_response(send, 200, (b"content-type", b"text/plain"), b"x" * self.size)
         self.served.set()
 
 

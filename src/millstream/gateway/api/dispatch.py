@@ -275,14 +275,14 @@ class Api:
             status, response = response.status, response.content
         self._pressure.count(status)
         content = b"" if response is None else _encode(response)
-        await _send(send, status, _JSON_HEADER if content else _NO_HEADER, content)
+        await send_response(send, status, _JSON_HEADER if content else _NO_HEADER, content)
 
     async def _send_problem(self, scope: Scope, send: Send, error: Refused) -> None:
         self._pressure.count(error.status)
         document = problem_document(scope["path"], error.status, error.detail, error.more)
         more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
         try:
-            await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
+            await send_response(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
         except RuntimeError:
             # The response has started already; a stream that breaks off shows the client that it failed.
             _logger.warning("a response was cut off", extra={"path": scope["path"], "reason": error.detail})
@@ -383,7 +383,7 @@ _JSON_HEADER: Final = (b"content-type", JSON.encode())
 _NO_HEADER: Final = (b"cache-control", b"no-store")
 
 
-async def _send(
+async def send_response(
     send: Send, status: int, header: tuple[bytes, bytes], content: bytes, more: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
     headers = [header, (b"content-length", b"%d" % len(content)), *more]

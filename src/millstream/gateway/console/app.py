@@ -383,17 +383,11 @@ class ConsoleApp:
             "status": int(error.status),
             "title": error.status.phrase,
             "detail": error.detail,
-            "live": False,
             "read_only": self._settings.read_only,
-            "working": [],
-            "notice": "",
-            "visit": None,
-            "csrf": "",
         }
-        headers: Headers = [_HTML, *_encoded(error.headers)]
         with suppress(RuntimeError):
             # Raised if the response has started already; one that breaks off shows that it failed.
-            await self._send(exchange, error.status, headers, render("refused.html", context))
+            await self.send_page(exchange, error.status, "refused.html", context, _encoded(error.headers))
 
     async def send_page(
         self, exchange: Any, status: HTTPStatus, template: str, context: Mapping[str, Any], headers: Headers
@@ -413,9 +407,16 @@ class ConsoleApp:
     async def redirect(self, exchange: Any, to: str, headers: Headers) -> None:
         await self._send(exchange, HTTPStatus.SEE_OTHER, [(b"location", to.encode()), *headers], b"")
 
-    async def _send(self, exchange: _Exchange, status: HTTPStatus, headers: Headers, content: bytes) -> None:
+    async def _send(
+        self,
+        exchange: _Exchange,
+        status: HTTPStatus,
+        headers: Headers,
+        content: bytes,
+        caching: tuple[bytes, bytes] = _NO_STORE,
+    ) -> None:
         self._services.pressure.count(status)
-        sent = [*headers, *HEADERS, _NO_STORE, (b"content-length", b"%d" % len(content))]
+        sent = [*headers, *HEADERS, caching, (b"content-length", b"%d" % len(content))]
         await exchange.send({"type": "http.response.start", "status": int(status), "headers": sent})
         body = b"" if exchange.scope["method"] == "HEAD" else content
         await exchange.send({"type": "http.response.body", "body": body})
@@ -448,17 +449,11 @@ class ConsoleApp:
             )
             return
         content, kind = file
-        self._services.pressure.count(HTTPStatus.OK)
-        headers = [
-            (b"content-type", f"{kind}; charset=utf-8".encode()),
-            (b"content-length", b"%d" % len(content)),
-            # Addresses of static files carry the version.
-            (b"cache-control", b"public, max-age=86400"),
-            *HEADERS,
-        ]
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
-        body = b"" if exchange.scope["method"] == "HEAD" else content
-        await exchange.send({"type": "http.response.body", "body": body})
+        # Addresses of static files carry the version.
+        caching = (b"cache-control", b"public, max-age=86400")
+        await self._send(
+            exchange, HTTPStatus.OK, [(b"content-type", f"{kind}; charset=utf-8".encode())], content, caching
+        )
 
 
 def _section(path: str) -> str:

@@ -22,7 +22,7 @@ from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
 from millstream.core.json_problem import plain_problem
 from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_LEVEL, LEVEL, NUMBER_MAX, SCHEMA_TYPES, RegistryCode
-from millstream.gateway.api.dispatch import PathTree, Scope, Send, host_of, parse_pairs
+from millstream.gateway.api.dispatch import PathTree, Scope, Send, host_of, parse_pairs, send_response
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
 from millstream.gateway.api.services import Services
@@ -524,13 +524,8 @@ class RegistryApp:
         self, send: Send, status: int, content: bytes, kind: str | None, more: Mapping[str, str] | None = None
     ) -> None:
         self._services.pressure.count(status)
-        headers = [
-            (b"content-type", (kind or CONTENT_TYPE).encode()),
-            (b"content-length", b"%d" % len(content)),
-            *((name.encode(), value.encode()) for name, value in (more or {}).items()),
-        ]
-        await send({"type": "http.response.start", "status": int(status), "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        headers = [(name.encode(), value.encode()) for name, value in (more or {}).items()]
+        await send_response(send, status, (b"content-type", (kind or CONTENT_TYPE).encode()), content, headers)
 
 
 def _split_context(path: bytes) -> tuple[str, bytes]:
