@@ -38,6 +38,8 @@ MEMORY_BYTES_MAX: Final = 1 << 30
 _CHILD_RESPONSE_S_MAX: Final = 30.0
 _ENVIRONMENT: Final = (
     *("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV"),
+    # Where the machine code of the record codec is cached.
+    *("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"),
     *LIMIT_VARIABLES,
 )
 
