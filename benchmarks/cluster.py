@@ -85,7 +85,7 @@ def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list
     worst = results.extreme(_share, PRODUCED, least=True)
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
     if worst is not None:
-        good = sum(each >= SHARE_MIN for each in shares)
+        good = sum(share >= SHARE_MIN for share in shares)
         summary = f"{good} of {len(shares)} lines; lowest {worst[0]:.0%}"
         share = Target(share.metric, share.target, good == len(shares), summary, worst[1].case.name)
     slow = Target("failover, p99", f"below {FAILOVER_S_MAX:g} s", None, "")
@@ -144,7 +144,7 @@ def _partitions(many: Numbers, partitions: int) -> Table:
 
 def _verdict(verdict: Sequence[Target]) -> Table:
     table = Table("Targets", ["metric", "target", "verdict", "measured", "where"], words=5)
-    table.rows.extend([each.metric, each.target, each.mark, each.measured, each.where] for each in verdict)
+    table.rows.extend([target.metric, target.target, target.mark, target.measured, target.where] for target in verdict)
     return table
 
 
@@ -157,8 +157,8 @@ def _as_json(
         "failover s": list(failovers),
         "partitions": many,
         "targets": [
-            {"metric": one.metric, "target": one.target, "reached": one.reached, "measured": one.measured}
-            for one in verdict
+            {"metric": target.metric, "target": target.target, "reached": target.reached, "measured": target.measured}
+            for target in verdict
         ],
     }
 

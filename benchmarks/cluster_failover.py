@@ -102,7 +102,7 @@ class Failover:
         metadata = call_broker(
             Common(brokers=self._cluster.kafka, timeout=_REQUEST_S_MAX), lambda client: client.metadata([TOPIC])
         )
-        return {int(index): int(one.leader_id) for index, one in metadata.topics[TOPIC].partitions.items()}
+        return {int(index): int(partition.leader_id) for index, partition in metadata.topics[TOPIC].partitions.items()}
 
     def _wait_until_healthy(self) -> None:
         def is_healthy() -> bool:

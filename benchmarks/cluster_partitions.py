@@ -72,7 +72,7 @@ def _restart(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
     began = time.monotonic()
     cluster.start()
     yield "start: nodes ready s", time.monotonic() - began
-    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id >= 0))
+    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda partition: partition.leader_id >= 0))
     yield "start: all led s", time.monotonic() - began
     _wait(cluster, lambda metadata: _all(metadata, partitions, _is_in_sync))
     yield "start: all in sync s", time.monotonic() - began
@@ -92,12 +92,12 @@ def _rest(cluster: ServerGroup, partitions: int, idle_s: float) -> Found:
 def _kill_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
     """Kill the node that leads the most partitions; measure the time until all have another leader."""
     metadata = _metadata(cluster)
-    leaders = [int(one.leader_id) for one in _partitions(metadata)]
+    leaders = [int(partition.leader_id) for partition in _partitions(metadata)]
     lost = max(cluster.nodes, key=leaders.count)
     yield "lost: partitions led", leaders.count(lost)
     cluster[lost].kill()
     began = time.monotonic()
-    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id not in (lost, -1)))
+    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda partition: partition.leader_id not in (lost, -1)))
     yield "lost: all led again s", time.monotonic() - began
 
 
@@ -112,12 +112,15 @@ def _restart_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Foun
 
 def _settle(cluster: ServerGroup, partitions: int) -> None:
     """Wait until preferred leaders have taken over, so that the next measurement starts at rest."""
-    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id == one.replicas[0]))
+    _wait(
+        cluster,
+        lambda metadata: _all(metadata, partitions, lambda partition: partition.leader_id == partition.replicas[0]),
+    )
     time.sleep(_SETTLE_S)
 
 
-def _is_in_sync(one: PartitionMetadata) -> bool:
-    return one.leader_id >= 0 and len(one.in_sync) == len(one.replicas)
+def _is_in_sync(partition: PartitionMetadata) -> bool:
+    return partition.leader_id >= 0 and len(partition.in_sync) == len(partition.replicas)
 
 
 def _all(metadata: ClusterMetadata, partitions: int, holds: Callable[[PartitionMetadata], bool]) -> bool:
@@ -127,7 +130,7 @@ def _all(metadata: ClusterMetadata, partitions: int, holds: Callable[[PartitionM
 
 def _partitions(metadata: ClusterMetadata) -> list[PartitionMetadata]:
     topics = [topic for name, topic in metadata.topics.items() if name.startswith("many-")]
-    return [one for topic in topics for one in topic.partitions.values()]
+    return [partition for topic in topics for partition in topic.partitions.values()]
 
 
 def _metadata(cluster: ServerGroup) -> ClusterMetadata:

@@ -185,14 +185,14 @@ def _watched(server: Server, client: httpx.Client) -> float:
                     own.get("/", headers={"hx-request": "true"}).raise_for_status()
 
     threads = [threading.Thread(target=browse, daemon=True) for _ in range(BROWSERS)]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     time.sleep(3.0)
     used = _broker_share(server.pid)
     is_over.set()
-    for one in threads:
+    for thread in threads:
         # They notice with the next event.
-        one.join()
+        thread.join()
     return used
 
 
@@ -245,7 +245,7 @@ def _search_with_other_load(server: Server, client: httpx.Client) -> bool:
                 _begin_search(stack, client)
             timed[is_searching] += [_time_other_requests(server, client) for _ in range(OTHER_REQUESTS)]
     for name, at in (("publish", 0), ("page", 1)):
-        without, beside = (sorted(one[at] * 1000 for one in timed[way]) for way in (False, True))
+        without, beside = (sorted(sample[at] * 1000 for sample in timed[way]) for way in (False, True))
         print(
             f"search: a {name} takes {statistics.median(beside):.1f} ms beside a search, "
             f"{statistics.median(without):.1f} without; at most {beside[-1]:.0f} and {without[-1]:.0f}"
@@ -280,18 +280,22 @@ def _processes(pid: int) -> list[psutil.Process]:
 
 
 def _cpu_s(pid: int) -> float:
-    return sum(sum(one.cpu_times()[:2]) for one in _processes(pid))
+    return sum(sum(process.cpu_times()[:2]) for process in _processes(pid))
 
 
 def _worker_cpu_s(pid: int) -> float:
-    return sum(sum(one.cpu_times()[:2]) for one in _processes(pid) if "filter_worker_child" in " ".join(one.cmdline()))
+    return sum(
+        sum(process.cpu_times()[:2])
+        for process in _processes(pid)
+        if "filter_worker_child" in " ".join(process.cmdline())
+    )
 
 
 def _memory(pid: int) -> Iterator[tuple[str, int]]:
-    for one in _processes(pid):
-        command = " ".join(one.cmdline())
+    for process in _processes(pid):
+        command = " ".join(process.cmdline())
         name = "gateway" if "gateway.process" in command else "filters" if "filter_worker" in command else "broker"
-        yield f"{name} {one.pid}", one.memory_info().rss
+        yield f"{name} {process.pid}", process.memory_info().rss
 
 
 if __name__ == "__main__":

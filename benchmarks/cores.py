@@ -138,7 +138,10 @@ def _await_leaders(server: Server, count: int) -> None:
     while time.monotonic() < deadline:
         found = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=_ADMIN_S)
         topics = [topic for name, topic in found.topics.items() if name.startswith("many-")]
-        if sum(one.leader >= 0 for topic in topics for one in topic.partitions.values()) >= count // TOPICS * TOPICS:
+        if (
+            sum(partition.leader >= 0 for topic in topics for partition in topic.partitions.values())
+            >= count // TOPICS * TOPICS
+        ):
             return
         time.sleep(0.2)
     raise TimeoutError(f"not all of {count} partitions were led within {_MANY_S:g} s")
@@ -200,8 +203,8 @@ def _print(name: str, found: dict[str, list[Numbers]]) -> None:
     for label, rounds in found.items():
         parts = []
         for number in SHOWN:
-            middle = statistics.median(one[number] for one in rounds)
-            ratio = statistics.median(one[number] / other[number] for one, other in zip(rounds, base, strict=True))
+            middle = statistics.median(rates[number] for rates in rounds)
+            ratio = statistics.median(rates[number] / other[number] for rates, other in zip(rounds, base, strict=True))
             parts.append(f"{number} {middle:,.2f} ({ratio:.2f})")
         print(f"{label}: {', '.join(parts)}", flush=True)
 

@@ -115,7 +115,7 @@ class Bench:
         self._measure("decode the batch: keys, values, headers", lambda: list(decode_columns(self._raw)))
         self._measure("read one header of each", lambda: self._read(REGION))
         decode = msgspec.json.Decoder().decode
-        payloads = [[value or b"" for value in each.values.to_list()] for each in self._columns if each.values]
+        payloads = [[value or b"" for value in column.values.to_list()] for column in self._columns if column.values]
         self._measure(
             f"parse payloads and take out {len(self._uses.paths)} fields",
             lambda: self._read(TOTAL),
@@ -123,7 +123,9 @@ class Bench:
         )
         for compiled, limit in zip(self._filters, FILTERS.values(), strict=True):
             self._measure_filter(compiled, limit)
-        compiling = cpu_us(lambda: [compile_filter(each.text) for each in self._filters], len(self._filters))
+        compiling = cpu_us(
+            lambda: [compile_filter(bench_filter.text) for bench_filter in self._filters], len(self._filters)
+        )
         self.rows.append(("compile a filter (per filter)", compiling, None))
 
     def _batch(self, columns: Columns, uses: Uses) -> ColumnBatch:
@@ -146,8 +148,10 @@ class Bench:
         if limit is not None:
             sources, run = limit
             columns = [[batch.column(source) for source in sources] for batch in batches]
-            bare = lambda: [run(*each) for each in columns]  # noqa: E731
-            if [match for each in bare() for match in each] != [bool(m) for b in batches for m in compiled.matches(b)]:
+            bare = lambda: [run(*column) for column in columns]  # noqa: E731
+            if [match for matches in bare() for match in matches] != [
+                bool(m) for b in batches for m in compiled.matches(b)
+            ]:
                 raise SystemExit(f"the limit of {compiled.text} finds different messages")
         self._measure(compiled.text, lambda: [compiled.matches(batch) for batch in batches], bare)
 

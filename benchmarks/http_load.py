@@ -82,10 +82,10 @@ async def run_load(address: str, request: bytes, *, connections: int, requests: 
         (await loop.create_connection(lambda: Load(request, latencies), host, int(port)))[1] for _ in range(connections)
     ]
     began = time.perf_counter()
-    await asyncio.gather(*(one.begin(requests // connections) for one in opened))
+    await asyncio.gather(*(connection.begin(requests // connections) for connection in opened))
     took_s = time.perf_counter() - began
-    for one in opened:
-        one.close()
+    for connection in opened:
+        connection.close()
     return took_s, latencies
 
 

@@ -110,7 +110,7 @@ async def cost(server: Server, rounds: int, messages: int) -> bool:
                     if number:
                         # The first round is a warm-up.
                         taken[ledger].append(broker_cpu_s(server.pid) - before)
-            without, with_it = (statistics.median(taken[one]) for one in (False, True))
+            without, with_it = (statistics.median(taken[is_on]) for is_on in (False, True))
             ratio = statistics.median(b / a for a, b in zip(taken[False], taken[True], strict=True))
             per_message = 1e6 / count
             print(
@@ -162,7 +162,9 @@ def _land(server: Server, lake: str) -> float:
         while driver.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(driver.pid)
-                used |= {one.pid: sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True))}
+                used |= {
+                    process.pid: sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True))
+                }
             time.sleep(_SAMPLED_S)
     if driver.returncode:
         raise RuntimeError(f"landing failed with exit code {driver.returncode}")
@@ -200,7 +202,7 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
             messages = await subscriptions.receive(name, "worker", max_records=_AT_ONCE, wait_ms=1000)
             # As workers do: neighbouring messages that are accepted together would be one event.
             random.shuffle(messages)
-            await asyncio.gather(*(_settle_one(subscriptions, name, one) for one in messages))
+            await asyncio.gather(*(_settle_one(subscriptions, name, message) for message in messages))
             done += sum(message.attempt > 1 for message in messages)
         await client.produce(name, 0, encode_batch([record]))
         return str((await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].topic_id)

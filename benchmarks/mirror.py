@@ -82,7 +82,7 @@ class Pair:
 
     def address(self, server: Server) -> str:
         """Return the address of a server for the other side."""
-        (site,) = (one for one in self._sites if server in one.nodes)
+        (site,) = (site for site in self._sites if server in site.nodes)
         return site.outside if self._is_delayed else server.kafka
 
     def mirror(self, topic: str) -> None:
@@ -298,9 +298,9 @@ def _cpu_of(pids: dict[str, int]) -> Iterator[dict[str, float]]:
 
 
 def _cost(name: str, used: dict[str, float], megabytes: float, took_s: float) -> str:
-    each = ", ".join(f"{which} {seconds * 1000 / megabytes:.1f}" for which, seconds in used.items())
+    parts = ", ".join(f"{which} {seconds * 1000 / megabytes:.1f}" for which, seconds in used.items())
     total = sum(used.values()) * 1000 / megabytes
-    return f"{name}: {total:.1f} CPU seconds for each GB ({each}), {megabytes / took_s:.0f} MB/s"
+    return f"{name}: {total:.1f} CPU seconds for each GB ({parts}), {megabytes / took_s:.0f} MB/s"
 
 
 # -- failover and failback -----------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def _wait_for_end(server: Server, topic: str, end: int) -> float:
     while time.monotonic() < began + TIMEOUT_S:
         found = CommandLine(server.kafka)("topic", "describe", topic, "--json")
         if found.code == 0:
-            has = sum(one["end"] or 0 for one in found.document["partitions"])
+            has = sum(partition["end"] or 0 for partition in found.document["partitions"])
             if has >= end:
                 return time.monotonic() - began
         time.sleep(0.05)

@@ -243,7 +243,7 @@ class MessageLoad:
 def _acceptances(response: ReceiveResponse) -> list[PartitionSettles]:
     return [
         PartitionSettles(
-            part.topic, part.partition, [SettledRange(one.start, one.end, Verb.ACCEPT) for one in part.leases]
+            part.topic, part.partition, [SettledRange(lease.start, lease.end, Verb.ACCEPT) for lease in part.leases]
         )
         for part in response.partitions
     ]
@@ -427,11 +427,11 @@ def trace(folder: Path, tree: Path, flush: str) -> Table:
             tasks += 1
         elif messages:
             messages[-1].append((at, name))
-    usual, count = Counter(tuple(name for _, name in one) for one in messages).most_common(1)[0]
-    same = [one for one in messages if tuple(name for _, name in one) == usual]
+    usual, count = Counter(tuple(name for _, name in message) for message in messages).most_common(1)[0]
+    same = [message for message in messages if tuple(name for _, name in message) == usual]
     for place, name in enumerate(usual):
-        step = statistics.median(one[place][0] - one[max(0, place - 1)][0] for one in same) / 1000
-        total = statistics.median(one[place][0] - one[0][0] for one in same) / 1000
+        step = statistics.median(times[place][0] - times[max(0, place - 1)][0] for times in same) / 1000
+        total = statistics.median(times[place][0] - times[0][0] for times in same) / 1000
         table.rows.append([name, f"{step:.0f}", f"{total:.0f}"])
     table.rows.append(
         [f"tasks created for each message: {tasks / len(messages):.1f}", "", f"{count} of {len(messages)}"]
@@ -582,7 +582,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.one_message", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--rates", type=lambda text: [int(one) for one in text.split(",")], default=[100, 1000])
+    parser.add_argument("--rates", type=lambda text: [int(number) for number in text.split(",")], default=[100, 1000])
     parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0, help="the duration of a round")
     parser.add_argument("--rounds", type=int, default=3)

@@ -110,7 +110,7 @@ def _cpu(lines: list[Line], direction: str, path: Path) -> Path:
     places, labels, height = _bars(shown)
     figure, axes = _figure(height, f"{direction.capitalize()}: CPU seconds of the server per GB (less is better)")
     used = [[line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")] for _, line, name in places]
-    end = axis_end([sum(each) for each in used])
+    end = axis_end([sum(sizes) for sizes in used])
     axes.set_xlim(0, end * 1.12)
     for (at, _, name), (user, system) in zip(places, used, strict=True):
         inner, outer = min(user, end), min(user + system, end)

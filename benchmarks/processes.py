@@ -33,9 +33,9 @@ def tree_of(pid: int) -> list[int]:
 def cpu_of(pid: int) -> Cpu:
     """Return the CPU seconds of a process, its threads and its children, including ended ones."""
     user = system = 0
-    for each in tree_of(pid):
+    for process_id in tree_of(pid):
         # The program's name is in parentheses and may contain spaces, so count from the end of it.
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
         user += int(fields[11]) + int(fields[13])
         system += int(fields[12]) + int(fields[14])
     return Cpu(user / _TICKS_PER_S, system / _TICKS_PER_S)
@@ -66,9 +66,9 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while True:
-            each = [resident_of(pid) for pid in self._pids]
-            if sum(each) > self.peak_bytes:
-                self.peak_bytes, self.children_bytes = sum(each), sum(each[1:])
+            resident = [resident_of(pid) for pid in self._pids]
+            if sum(resident) > self.peak_bytes:
+                self.peak_bytes, self.children_bytes = sum(resident), sum(resident[1:])
             if self._stop.wait(_SAMPLE_S):
                 return
 

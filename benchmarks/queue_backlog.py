@@ -93,7 +93,7 @@ class Bench:
     async def lease_each_tenth(self, count: int) -> None:
         """Lease all messages to a slow worker, which keeps every tenth."""
         held: list[LeasedRange] = []
-        while sum(one.end - one.start for one in held) < count:
+        while sum(held_range.end - held_range.start for held_range in held) < count:
             held += await self.lease("slow", _SLOW_AT_ONCE)
         for lease in held:
             released = [
@@ -108,8 +108,8 @@ class Bench:
         before_ns, taken = _cpu_ns(self._server.pid), 0
         for _ in range(TAKEN // AT_ONCE):
             leases = await self.lease("quick", AT_ONCE)
-            await self.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
-            taken += sum(one.end - one.start for one in leases)
+            await self.settle("quick", [(lease.start, lease.end) for lease in leases], Verb.ACCEPT)
+            taken += sum(lease.end - lease.start for lease in leases)
         return (_cpu_ns(self._server.pid) - before_ns) / taken / 1e3
 
 
@@ -157,7 +157,7 @@ async def _prepare(server: Server, client: Client, backlog: int, spread: bool, f
     bench.publish(backlog)
     await SubscriptionClient(client).create(topic, [topic], _SETTINGS)
     leases = await bench.lease("quick", AT_ONCE)
-    await bench.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
+    await bench.settle("quick", [(lease.start, lease.end) for lease in leases], Verb.ACCEPT)
     if spread:
         before = await _resident(server)
         await bench.lease_each_tenth(backlog - AT_ONCE)

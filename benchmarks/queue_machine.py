@@ -101,7 +101,7 @@ def _ordered_cycles(size: int, count: int) -> Callable[[], None]:
             queue.add_scanned(first, first + size, now_ms=NOW_MS, keys=keys[first : first + size])
             leases = queue.acquire("share/worker", now_ms=NOW_MS, max_records=size)
             queue.settle(
-                "share/worker", [Settlement(one.first, one.last, Verb.ACCEPT) for one in leases], now_ms=NOW_MS
+                "share/worker", [Settlement(lease.first, lease.last, Verb.ACCEPT) for lease in leases], now_ms=NOW_MS
             )
             queue.drain()
 
@@ -119,11 +119,11 @@ def _taking(backlog: int, size: int, count: int) -> Callable[[], None]:
             leases = queue.acquire("share/worker", now_ms=NOW_MS, max_records=size)
             queue.settle(
                 "share/worker",
-                [Settlement(one.first, one.last, Verb.ACCEPT) for one in leases[::2]]
-                + [Settlement(one.first, one.last, Verb.RELEASE) for one in leases[1::2]],
+                [Settlement(lease.first, lease.last, Verb.ACCEPT) for lease in leases[::2]]
+                + [Settlement(lease.first, lease.last, Verb.RELEASE) for lease in leases[1::2]],
                 now_ms=NOW_MS,
             )
-            done += sum(one.last - one.first + 1 for one in leases)
+            done += sum(lease.last - lease.first + 1 for lease in leases)
             queue.drain()
 
     return work

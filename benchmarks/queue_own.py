@@ -74,7 +74,7 @@ class Worker:
     async def _accept(self, parts: Sequence[PartitionMessages], count: int) -> None:
         settles = [
             PartitionSettles(
-                part.topic, part.partition, [SettledRange(one.start, one.end, Verb.ACCEPT) for one in part.leases]
+                part.topic, part.partition, [SettledRange(lease.start, lease.end, Verb.ACCEPT) for lease in part.leases]
             )
             for part in parts
         ]

@@ -38,7 +38,7 @@ class QueueResults:
 
     def median(self, line: str, subject: str, what: str) -> float | None:
         rounds = self.lines[line].get(subject, [])
-        return median(one[what] for one in rounds) if rounds else None
+        return median(measured[what] for measured in rounds) if rounds else None
 
 
 def summary(results: QueueResults, line: str) -> str:
@@ -92,7 +92,7 @@ def _lines(results: QueueResults, title: str, lines: list[str], what: tuple[str,
     for line in lines:
         cells = []
         for subject in results.subjects:
-            values = [results.median(line, subject, one) for one in what]
+            values = [results.median(line, subject, column) for column in what]
             cells.append(" / ".join(f"{value:,.{digits}f}" for value in values if value is not None))
         table.rows.append([line, *cells])
     return table
@@ -125,9 +125,11 @@ def _compare(table: Table, results: QueueResults, ours: str, peer: str, least: f
             if line.endswith("/s") == is_better_high:
                 continue
             pairs = zip(results.lines[line].get(ours, []), results.lines[line].get(peer, []), strict=False)
-            each = [a[what] / b[what] if is_better_high else b[what] / a[what] for a, b in pairs if a[what] and b[what]]
-            if each:
-                ratios[line] = median(each)
+            quotients = [
+                a[what] / b[what] if is_better_high else b[what] / a[what] for a, b in pairs if a[what] and b[what]
+            ]
+            if quotients:
+                ratios[line] = median(quotients)
         if not ratios:
             continue
         worst = min(ratios, key=ratios.__getitem__)

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, reason in missing.items():
             console.print(f"{name}: not measured: {reason}")
         found.missing = missing
-        found.subjects = {one.name: [one.version, one.durability, one.settings()] for one in subjects}
+        found.subjects = {
+            subject.name: [subject.version, subject.durability, subject.settings()] for subject in subjects
+        }
         for subject in subjects:
             measure(console, found, _WARM, subject, 1.0, keep=False)
         for case in chosen(given):

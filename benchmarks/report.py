@@ -86,8 +86,8 @@ def summary(results: Results, case: Case) -> str:
         if line.case == case:
             main = MAIN[line.direction]
             digits = 0 if main in ("MB/s", "requests/s") else 2
-            each = [f"{name} {number(line.value(name, main), digits)}" for name in line.rounds]
-            parts.append(f"{line.direction} {main}: {', '.join(each)}")
+            cells = [f"{name} {number(line.value(name, main), digits)}" for name in line.rounds]
+            parts.append(f"{line.direction} {main}: {', '.join(cells)}")
     return f"{case.name}: {'; '.join(parts) or 'not measured'}"
 
 

@@ -23,12 +23,12 @@ class Line:
 
     def value(self, subject: str, number: str) -> float | None:
         """Return the median of one number over the rounds; None if it was not measured."""
-        values = [each[number] for each in self.rounds.get(subject, []) if number in each]
+        values = [measured[number] for measured in self.rounds.get(subject, []) if number in measured]
         return median(values) if values else None
 
     def peak(self, subject: str, number: str) -> float | None:
         """Return the maximum of one number over the rounds."""
-        return max((each[number] for each in self.rounds.get(subject, []) if number in each), default=None)
+        return max((measured[number] for measured in self.rounds.get(subject, []) if number in measured), default=None)
 
     def ratio(self, number: str, subject: str, other: str) -> float | None:
         """Return the ratio of one number to that of another server, as the median over the rounds.
@@ -39,10 +39,13 @@ class Line:
         mine, theirs = self.value(subject, number), self.value(other, number)
         if mine is None or not theirs:
             return None
-        pairs = [(one[number], two[number]) for one, two in zip(self.rounds[subject], self.rounds[other], strict=False)]
+        pairs = [
+            (ours[number], theirs[number])
+            for ours, theirs in zip(self.rounds[subject], self.rounds[other], strict=False)
+        ]
         if len(self.rounds[subject]) != len(self.rounds[other]) or not all(two for _, two in pairs):
             return mine / theirs
-        return median(one / two for one, two in pairs)
+        return median(numerator / two for numerator, two in pairs)
 
 
 def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -75,7 +78,7 @@ class Results:
         """Return the minimum or maximum of a number over lines, and its line."""
         found = [(value, line) for line in self.lines(*directions) if (value := pick(line)) is not None]
         choose = min if least else max
-        return choose(found, key=lambda each: each[0]) if found else None
+        return choose(found, key=lambda pair: pair[0]) if found else None
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all results, raw and as medians."""

@@ -146,8 +146,8 @@ def main() -> None:
     rows = [
         {
             **case._asdict(),
-            "records_per_s": round(median(one.records_per_s for one in found)),
-            "cpu_s_per_million": round(median(one.cpu_s for one in found), 3),
+            "records_per_s": round(median(result.records_per_s for result in found)),
+            "cpu_s_per_million": round(median(result.cpu_s for result in found), 3),
         }
         for case, found in results.items()
     ]
@@ -157,9 +157,10 @@ def main() -> None:
     print(f"{'size':>5} {'codec':>6} {'rule':>8} {'records/s':>12} {'CPU s per million':>18} {'of which the rule':>18}")
     for row in rows:
         plain = next(
-            one
-            for one in rows
-            if (one["size"], one["compression"], one["rule"]) == (row["size"], row["compression"], "none")
+            base_row
+            for base_row in rows
+            if (base_row["size"], base_row["compression"], base_row["rule"])
+            == (row["size"], row["compression"], "none")
         )
         extra = float(row["cpu_s_per_million"]) - float(plain["cpu_s_per_million"])
         print(

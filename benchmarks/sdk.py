@@ -194,7 +194,7 @@ def numbers(load: Load, rounds: list[dict[str, float]]) -> dict[str, float]:
     shown = ["messages/s", "CPU s/M"]
     if load.per_s:
         shown = ["publish p50 ms", "publish p99 ms", "receive p50 ms", "receive p99 ms", "CPU s/M"]
-    return {name: median(one[name] for one in rounds) for name in shown if all(name in one for one in rounds)}
+    return {name: median(rates[name] for rates in rounds) for name in shown if all(name in rates for rates in rounds)}
 
 
 def show(console: Console, load: Load, found: dict[str, list[dict[str, float]]]) -> None:

@@ -49,7 +49,7 @@ Measure = Callable[[Server, int, float], list[float]]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.small_requests")
-    parser.add_argument("--rates", type=lambda text: [int(one) for one in text.split(",")], default=[100, 1000])
+    parser.add_argument("--rates", type=lambda text: [int(number) for number in text.split(",")], default=[100, 1000])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
@@ -250,7 +250,7 @@ async def _http_at_rate(server: Server, rate_per_s: int, seconds: float) -> list
             for message in response["messages"]:
                 pulled[message["json"]["number"]] = now
             if response["messages"]:
-                leases = json.dumps({"accept": [one["lease"] for one in response["messages"]]}).encode()
+                leases = json.dumps({"accept": [message["lease"] for message in response["messages"]]}).encode()
                 await http.post(f"/v1/subscriptions/{name}/messages:settle", leases)
             if pulled.all():
                 everything.set()

@@ -174,8 +174,8 @@ def measure_loads(
                     if turn:
                         # The first round is a warm-up.
                         rounds_by_variant[variant.name].append(numbers)
-            for name, each in rounds_by_variant.items():
-                console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(each)}")
+            for name, variant_rounds in rounds_by_variant.items():
+                console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(variant_rounds)}")
     return found
 
 
@@ -243,8 +243,8 @@ def measure_triggers(stage: Stage, rounds: int, console: Console) -> dict[str, l
             numbers = trigger_costs(stage, name, options)
             if turn:
                 found[name].append(numbers)
-    for name, each in found.items():
-        console.print(f"{time.strftime('%H:%M:%S')} trigger, {name}: {shown(each)}")
+    for name, variant_rounds in found.items():
+        console.print(f"{time.strftime('%H:%M:%S')} trigger, {name}: {shown(variant_rounds)}")
     return found
 
 
@@ -262,9 +262,9 @@ def trigger_costs(stage: Stage, sink: str, options: dict[str, str]) -> Numbers:
         used_s = cpu_s() - before[0]
     finally:
         query.stop()
-    batches = [one for one in progress if one.batchId > before[1]]
+    batches = [batch for batch in progress if batch.batchId > before[1]]
     return {
-        "ms": median(one.durationMs["triggerExecution"] for one in batches),
+        "ms": median(batch.durationMs["triggerExecution"] for batch in batches),
         "CPU ms": used_s * 1000 / len(batches),
     }
 
@@ -282,7 +282,7 @@ def _wait_for(query: StreamingQuery, batches: int) -> None:
 
 def shown(rounds: Sequence[Numbers]) -> str:
     """Return the medians as one line."""
-    return ", ".join(f"{formatted(median(one[name] for one in rounds))} {name}" for name in rounds[0])
+    return ", ".join(f"{formatted(median(measured[name] for measured in rounds))} {name}" for name in rounds[0])
 
 
 def formatted(value: float) -> str:
@@ -291,12 +291,12 @@ def formatted(value: float) -> str:
 
 
 def middle(rounds: Sequence[Numbers], number: str) -> float:
-    return median(one[number] for one in rounds)
+    return median(measured[number] for measured in rounds)
 
 
 def ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers], number: str) -> float:
     """Return the median over the rounds of the ratio of ours to theirs."""
-    return median(one[number] / other[number] for one, other in zip(ours, theirs, strict=True))
+    return median(own[number] / other[number] for own, other in zip(ours, theirs, strict=True))
 
 
 def lines(found: Found) -> Iterator[Table]:

@@ -210,8 +210,8 @@ def measure_in_turn(
             numbers = measured(work, load.rows)
             if turn:
                 found[name].append(numbers)
-    for name, each in found.items():
-        console.print(f"{time.strftime('%H:%M:%S')} {load.title}, {name}: {shown(each)}")
+    for name, variant_rounds in found.items():
+        console.print(f"{time.strftime('%H:%M:%S')} {load.title}, {name}: {shown(variant_rounds)}")
     return found
 
 

@@ -77,7 +77,7 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
         stack.callback(consumer.close)
         passed(producer, consumer)
         settle(server, 2 if spare == "on" else 1)
-        memory = sum(private_of(one) for driver in drivers(server) for one in tree_of(driver))
+        memory = sum(private_of(pid) for driver in drivers(server) for pid in tree_of(driver))
         pauses = []
         for _ in range(kills):
             settle(server, 2 if spare == "on" else 1)
@@ -97,7 +97,7 @@ def settle(server: Server, count: int) -> None:
     while used > QUIET_CPU_S:
         time.sleep(QUIET_S)
         try:
-            now = sum(sum(cpu_of(one)) for one in drivers(server))
+            now = sum(sum(cpu_of(driver)) for driver in drivers(server))
         except FileNotFoundError:
             # A worker has just ended.
             continue

@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(" ".join(table.rows[-1]))
         neighbours = measure_concurrent(bench)
     tables = [table, neighbours] if given.only is None else [neighbours]
-    for one in tables:
-        console.print(one.rich())
+    for results_table in tables:
+        console.print(results_table.rich())
     given.out.parent.mkdir(parents=True, exist_ok=True)
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text("\n\n".join([listed, *(one.markdown() for one in tables)]), encoding="utf-8")
+    given.out.write_text("\n\n".join([listed, *(table.markdown() for table in tables)]), encoding="utf-8")
     console.print(f"Written to {given.out}.")
     return 0
 
@@ -108,7 +108,7 @@ def measure_concurrent(bench: SparkBench) -> Table:
             cpu = cpu_s()
             times = latencies(bench, transform)
             cpu_ms = (cpu_s() - cpu) / SINGLE * 1000
-        half, most = (float(one) for one in np.percentile(times, [50, 90]) * 1000)
+        half, most = (float(value_ms) for value_ms in np.percentile(times, [50, 90]) * 1000)
         halves[count] = half
         ratio = f"{half / halves[2]:.2f}" if 2 in halves else ""
         table.rows.append([f"{count}", f"{half:,.0f}", f"{most:,.0f}", ratio, f"{cpu_ms:,.0f}"])
@@ -267,7 +267,7 @@ def reading(bench: SparkBench, topic: str) -> Iterator[Callable[[], Any]]:
     found = consumer.list_topics(topic, timeout=WAIT_S).topics[topic]
     parts = [TopicPartition(topic, number) for number in found.partitions]
     consumer.assign(
-        [TopicPartition(topic, one.partition, consumer.get_watermark_offsets(one, WAIT_S)[1]) for one in parts]
+        [TopicPartition(topic, part.partition, consumer.get_watermark_offsets(part, WAIT_S)[1]) for part in parts]
     )
 
     def receive() -> Any:

@@ -58,7 +58,7 @@ def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
             sent = [pool.submit(_send, target, producer, load, ready, seconds) for producer in producers]
             ready.wait()
             began = time.perf_counter()
-            messages = sum(each.result() for each in sent)
+            messages = sum(future.result() for future in sent)
             elapsed = time.perf_counter() - began
         stored = sum(producers[0].end_offset(partition) for partition in range(case.partitions))
     if stored < messages + case.partitions * case.producers:

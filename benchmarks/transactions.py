@@ -137,7 +137,7 @@ def cpu(numbers: Numbers) -> float:
 
 def ratio(of: Sequence[Numbers], to: Sequence[Numbers], pick: Callable[[Numbers], float]) -> float | None:
     """The median of the ratios of rounds; None when one of them has not been measured."""
-    pairs = [pick(one) / pick(other) for one, other in zip(of, to, strict=False) if pick(other)]
+    pairs = [pick(after) / pick(other) for after, other in zip(of, to, strict=False) if pick(other)]
     return median(pairs) if pairs else None
 
 

@@ -129,7 +129,7 @@ def measure(keys: int, batches: list[int], bucket_bytes: int, report: Callable[[
             keyed.merge(rows)
             deltalake.write_deltalake(str(folder / "library"), pa.Table.from_batches([rows]), mode="append")
         stored = keyed.table.stored()
-        size = sum(one.bytes for one in stored)
+        size = sum(file.bytes for file in stored)
         for number, count in enumerate(batches):
             chosen = np.random.default_rng(number).choice(keys, count, replace=False).astype(np.int64)
             rows = changes(chosen, 1000 + number)

@@ -42,15 +42,15 @@ class Group:
         response = self.broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]
         members = sorted(
             [
-                one["instance_id"] or "",
-                self.relative(one["member_epoch"]),
-                one["subscribed_topic_names"],
-                one["subscribed_topic_regex"],
-                one["member_type"],
-                _count(one["assignment"]["topic_partitions"]),
-                _count(one["target_assignment"]["topic_partitions"]),
+                member["instance_id"] or "",
+                self.relative(member["member_epoch"]),
+                member["subscribed_topic_names"],
+                member["subscribed_topic_regex"],
+                member["member_type"],
+                _count(member["assignment"]["topic_partitions"]),
+                _count(member["target_assignment"]["topic_partitions"]),
             ]
-            for one in response["members"]
+            for member in response["members"]
         )
         fields = {
             name: response[name] for name in ("error_code", "group_state", "assignor_name", "authorized_operations")
@@ -116,7 +116,7 @@ def consumer_life(broker: Broker) -> Any:
     member = Consumer(group, "m")
     steps = [member.join(), member.report(), member.beat(), member.report_owned(), *group.described()]
     listed = broker.ask(Key.LIST_GROUPS, 5, {"types_filter": ["consumer"]})["groups"]
-    steps += [one for one in listed if one["group_id"] == group.name]
+    steps += [listing for listing in listed if listing["group_id"] == group.name]
     steps.append(broker.ask(Key.DESCRIBE_GROUPS, 6, {"groups": [group.name]}))
     steps.append(broker.ask(Key.DELETE_GROUPS, 2, {"groups_names": [group.name]}))
     steps += [member.leave(), member.beat(), member.leave(), *group.described()]
@@ -174,8 +174,8 @@ def consumer_assignors(broker: Broker) -> Any:
     group = Group(broker, "assignors", assignors=2)
     members = [Consumer(group, f"m{number}", server_assignor="range") for number in range(2)]
     other = Consumer(group, "other", server_assignor="uniform")
-    steps = [one.join() for one in (other, *members)]
-    return [*steps, group.described()[0]["assignor_name"], *(one.leave() for one in (other, *members))]
+    steps = [member.join() for member in (other, *members)]
+    return [*steps, group.described()[0]["assignor_name"], *(member.leave() for member in (other, *members))]
 
 
 def consumer_offsets(broker: Broker) -> Any:
@@ -219,7 +219,7 @@ def consumer_older_epochs(broker: Broker) -> Any:
         values = {"group_id": group.name, "generation_id_or_member_epoch": epoch, "member_id": member.member}
         asked = {**values, "topics": [{"name": group.topics[0], "partitions": partitions}]}
         response = broker.ask(Key.OFFSET_COMMIT, 9, asked)["topics"][0]["partitions"]
-        return sorted(one["error_code"] for one in response)
+        return sorted(response_part["error_code"] for response_part in response)
 
     second.join()
     first.beat()

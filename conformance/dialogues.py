@@ -208,8 +208,10 @@ def fetch_turns(broker: Broker) -> Any:
     asked["topics"] = [{"topic": name, "partitions": partitions}]
     for epoch in range(1, 8):
         response = broker.ask(Key.FETCH, 11, asked)
-        filled = [one for topic in response["responses"] for one in topic["partitions"] if one["records"]]
-        steps.append(f"{response['error_code']} {[one['partition_index'] for one in filled]}")
+        filled = [
+            partition for topic in response["responses"] for partition in topic["partitions"] if partition["records"]
+        ]
+        steps.append(f"{response['error_code']} {[partition['partition_index'] for partition in filled]}")
         asked.update(session_id=response["session_id"], session_epoch=epoch, topics=[])
     # Turns begin with the first response of a session here and with the second in Kafka, so each round is sorted.
     return [steps[0], sorted(steps[1:4]), sorted(steps[4:])]
@@ -229,7 +231,10 @@ def _fetched_bytes(broker: Broker, topic: str, order: list[int], max_bytes: int,
     partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": of_each} for index in order]
     asked = {"max_wait": 100, "min_bytes": 0, "max_bytes": max_bytes, "session_epoch": -1}
     response = broker.ask(Key.FETCH, 11, {**asked, "topics": [{"topic": topic, "partitions": partitions}]})
-    found = {one["partition_index"]: len(one["records"] or b"") for one in response["responses"][0]["partitions"]}
+    found = {
+        partition["partition_index"]: len(partition["records"] or b"")
+        for partition in response["responses"][0]["partitions"]
+    }
     # Kafka also sends the beginning of a batch that does not fit; what counts is how many are whole.
     ends = [sum(len(batch(size=size)) for size in _SIZES[:count]) for count in (1, 2)]
     return [str(max_bytes), str(of_each), *(sum(found[index] >= end for end in ends) for index in order)]
@@ -249,9 +254,9 @@ def _settings(broker: Broker, kind: int, name: str, keys: list[str]) -> Any:
     """The settings of these names: their values and where these come from."""
     resources = [{"resource_type": kind, "resource_name": name, "configuration_keys": keys}]
     result = broker.ask(Key.DESCRIBE_CONFIGS, 4, {"resources": resources, "include_synonyms": True})["results"][0]
-    found = {one["name"]: one for one in result["configs"]}
+    found = {config["name"]: config for config in result["configs"]}
     shown = ("value", "read_only", "config_source", "is_sensitive")
-    return [result["error_code"], {key: {name: one[name] for name in shown} for key, one in sorted(found.items())}]
+    return [result["error_code"], {key: {name: value[name] for name in shown} for key, value in sorted(found.items())}]
 
 
 def _alter(broker: Broker, kind: int, name: str, changes: dict[str, str | None]) -> Any:
@@ -269,7 +274,7 @@ def group_settings(broker: Broker) -> Any:
         steps.append(_alter(broker, _GROUP_KIND, group, {keys[0]: value}))
         steps.append(_eventually(lambda: _settings(broker, _GROUP_KIND, group, keys), value or "45000"))
         listed = broker.ask(Key.LIST_CONFIG_RESOURCES, 1, {"resource_types": [_GROUP_KIND]})["config_resources"]
-        steps.append(group in [one["resource_name"] for one in listed])
+        steps.append(group in [resource["resource_name"] for resource in listed])
     return steps
 
 
@@ -277,7 +282,7 @@ def _eventually(ask: Callable[[], Any], value: str) -> Any:
     """Ask until the first setting has this value: Kafka applies changes a little later."""
     for _ in range(50):
         response = ask()
-        if any(one["value"] == value for one in response[1].values()):
+        if any(config["value"] == value for config in response[1].values()):
             break
         time.sleep(0.1)
     return response
@@ -287,7 +292,7 @@ def node_names(broker: Broker) -> Any:
     """Settings of a node that go by Kafka's names."""
     resources = [{"resource_type": _NODE_KIND, "resource_name": "1", "configuration_keys": list(_NODE_SETTINGS)}]
     result = broker.ask(Key.DESCRIBE_CONFIGS, 4, {"resources": resources})["results"][0]
-    return [result["error_code"], sorted((one["name"], one["is_sensitive"]) for one in result["configs"])]
+    return [result["error_code"], sorted((config["name"], config["is_sensitive"]) for config in result["configs"])]
 
 
 def log_dirs(broker: Broker) -> Any:

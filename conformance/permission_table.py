@@ -177,7 +177,7 @@ def _metadata_questions() -> Iterator[Question]:
     yield question("topics and cluster", Key.METADATA, 8, topics=_both(), **cluster)
     unasked = {"allow_auto_topic_creation": False, "include_topic_authorized_operations": False}
     yield question("topics, not what one may do", Key.METADATA, 12, topics=names, **unasked)
-    by_id = [{"topic_id": one["topic_id"], "name": None} for one in _ids()]
+    by_id = [{"topic_id": topic["topic_id"], "name": None} for topic in _ids()]
     yield question("topics by id", Key.METADATA, 12, topics=by_id, **plain)
     yield question("all topics", Key.METADATA, 12, topics=None, **plain)
     new = [{"topic_id": None, "name": name} for name in ("p-auto-{user}", "other-auto-{user}")]
@@ -219,18 +219,20 @@ def _config_questions() -> Iterator[Question]:
     resources = [(2, MINE), (2, OTHER), (2, MISSING), (2, OTHER_MISSING), (4, "1"), (4, ""), (32, GROUP)]
     resources += [(32, OTHER_GROUP)]
     named: list[dict[str, Any]] = [{"resource_type": kind, "resource_name": name} for kind, name in resources]
-    described = [{**one, "configuration_keys": ["retention.ms", "consumer.session.timeout.ms"]} for one in named]
+    described = [
+        {**resource, "configuration_keys": ["retention.ms", "consumer.session.timeout.ms"]} for resource in named
+    ]
     yield question("resources", Key.DESCRIBE_CONFIGS, 4, resources=described)
     setting = {2: "retention.ms", 4: "message.max.bytes", 32: "consumer.session.timeout.ms"}
     changes = [
-        {**one, "configs": [{"name": setting[one["resource_type"]], "config_operation": 0, "value": "50000"}]}
-        for one in named
+        {**resource, "configs": [{"name": setting[resource["resource_type"]], "config_operation": 0, "value": "50000"}]}
+        for resource in named
     ]
     yield question("resources", Key.INCREMENTAL_ALTER_CONFIGS, 1, resources=changes, validate_only=True)
     whole = [
-        {**one, "configs": [{"name": setting[one["resource_type"]], "value": "50000"}]}
-        for one in named
-        if one["resource_type"] != 4
+        {**resource, "configs": [{"name": setting[resource["resource_type"]], "value": "50000"}]}
+        for resource in named
+        if resource["resource_type"] != 4
     ]
     yield question("resources", Key.ALTER_CONFIGS, 2, resources=whole, validate_only=True)
     yield question("clients", Key.LIST_CONFIG_RESOURCES, 0)
@@ -299,8 +301,8 @@ def _group_questions() -> Iterator[Question]:
                 yield question(f"{group}{about}", key, 1, group_id=group, member_id=MEMBER, **fields)
     groups = [{"group_id": name, "topics": _both(partition_indexes=[0])} for name in (GROUP, OTHER_GROUP)]
     yield question("groups", Key.OFFSET_FETCH, 9, groups=groups)
-    yield question("groups, all topics", Key.OFFSET_FETCH, 9, groups=[{**one, "topics": None} for one in groups])
-    by_id = [{**one, "topics": _ids(partition_indexes=[0])} for one in groups]
+    yield question("groups, all topics", Key.OFFSET_FETCH, 9, groups=[{**group, "topics": None} for group in groups])
+    by_id = [{**group, "topics": _ids(partition_indexes=[0])} for group in groups]
     yield question("groups, topics by id", Key.OFFSET_FETCH, 10, groups=by_id)
     both = [GROUP, OTHER_GROUP]
     yield question("groups", Key.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=both)
@@ -364,12 +366,12 @@ def _share_questions() -> Iterator[Question]:
         yield question(f"topics, {group}", Key.DELETE_SHARE_GROUP_OFFSETS, 0, group_id=group, topics=topics)
     asked = [{"group_id": name, "topics": _both("topic_name", partitions=[0])} for name in ("p-missing", OTHER_GROUP)]
     yield question("groups", Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, groups=asked)
-    everything = [{**one, "topics": None} for one in asked]
+    everything = [{**question_part, "topics": None} for question_part in asked]
     yield question("groups, all topics", Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, groups=everything)
 
 
 QUESTIONS: Final = tuple(
-    one
+    question
     # Members leave after a while, so groups are described first.
     for some in (
         _group_questions,
@@ -382,7 +384,7 @@ QUESTIONS: Final = tuple(
         _security_questions,
         _share_questions,
     )
-    for one in some()
+    for question in some()
 )
 
 # -- what it is asked about ---------------------------------------------------------------------------------------
@@ -434,7 +436,7 @@ def _declare_rules(admin: SignedIn) -> None:
 
     def are_known() -> bool:
         resources = admin.ask(Key.DESCRIBE_ACLS, 3, everything)["resources"]
-        return sum(len(one["acls"]) for one in resources) == len(creations)
+        return sum(len(resource["acls"]) for resource in resources) == len(creations)
 
     _until(are_known)
 
@@ -454,7 +456,9 @@ def _join(admin: SignedIn, key: Key, group: str, topics: list[str]) -> None:
     def is_assigned() -> bool:
         nonlocal response
         assigned = response["assignment"]
-        if assigned is not None and sum(len(one["partitions"]) for one in assigned["topic_partitions"]) == len(topics):
+        if assigned is not None and sum(
+            len(partition["partitions"]) for partition in assigned["topic_partitions"]
+        ) == len(topics):
             return True
         again = {"group_id": group, "member_id": MEMBER, "member_epoch": response["member_epoch"]}
         response = {
@@ -513,14 +517,14 @@ def ask_all(address: str, users: Sequence[str] = USERS, *, only: str = "") -> Re
     admin = SignedIn(address, ADMIN)
     ids = lay_fixtures(admin)
     admin.close()
-    responses: Responses = {one.name: {} for one in QUESTIONS if only in one.name}
+    responses: Responses = {case.name: {} for case in QUESTIONS if only in case.name}
     with ExitStack() as stack:
         brokers = {user: SignedIn(address, user) for user in users}
         for broker in brokers.values():
             stack.callback(broker.close)
-        for one in QUESTIONS:
-            if only in one.name:
-                responses[one.name] = _ask(one, brokers, ids)
+        for case in QUESTIONS:
+            if only in case.name:
+                responses[case.name] = _ask(case, brokers, ids)
     return responses
 
 

@@ -127,7 +127,7 @@ def _value(annotation: Any, kafka_type: str | None, value: Any) -> Any:
         return None
     item = item_of(kind)
     if item is not None:
-        return tuple(_value(item, kafka_type, each) for each in value)
+        return tuple(_value(item, kafka_type, item_value) for item_value in value)
     if is_entity(kind):
         return _build(kind, value)
     if kafka_type is not None and kafka_type.startswith("timedelta"):
@@ -142,7 +142,7 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, datetime.timedelta):

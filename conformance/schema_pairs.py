@@ -163,7 +163,7 @@ class AvroPairs:
         fields = record["fields"]
         what = self._random.choice(("add", "remove", "rename", "alias", "name"))
         if what == "add" or not fields:
-            free = [name for name in "pqrstuv" if all(name != each["name"] for each in fields)]
+            free = [name for name in "pqrstuv" if all(name != field["name"] for field in fields)]
             fields.insert(self._random.randint(0, len(fields)), self._field(self._random.choice(free), 0))
         elif what == "remove":
             fields.pop(self._random.randrange(len(fields)))
@@ -177,7 +177,7 @@ class AvroPairs:
             chosen["name"] = f"{chosen['name']}x"
 
     def _change_union(self, branches: list[Any]) -> None:
-        missing = [each for each in _PRIMITIVES if each not in branches]
+        missing = [primitive for primitive in _PRIMITIVES if primitive not in branches]
         if len(branches) > 1 and self._random.random() < 0.5:
             branches.pop(self._random.randrange(len(branches)))
         else:
@@ -367,11 +367,11 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     for key in ("not", "additionalProperties", "additionalItems", "items"):
         yield from _subschemas(schema.get(key))
     for key in ("items", "oneOf", "anyOf", "allOf"):
-        for one in schema[key] if isinstance(schema.get(key), list) else ():
-            yield from _subschemas(one)
+        for subschema in schema[key] if isinstance(schema.get(key), list) else ():
+            yield from _subschemas(subschema)
     for key in ("properties", "patternProperties"):
-        for one in schema.get(key, {}).values():
-            yield from _subschemas(one)
+        for subschema in schema.get(key, {}).values():
+            yield from _subschemas(subschema)
 
 
 # -- Protobuf --------------------------------------------------------------------------------------------------------
@@ -436,12 +436,12 @@ class ProtobufPairs:
         )
         if what == "package" and random.random() < 0.3:
             schema["package"] = "x"
-        elif what == "message" and random.random() < 0.5 and not any("B" in each.kind for each in schema["A"]):
+        elif what == "message" and random.random() < 0.5 and not any("B" in field.kind for field in schema["A"]):
             schema["messages"] = ["A"]
         elif what == "enum":
             schema["enum"] = random.choice((["ZERO"], ["ZERO", "ONE", "TWO"], ["ZERO", "UNO"]))
         elif what == "add" or chosen is None:
-            number = max((each.number for each in fields), default=0) + 1
+            number = max((field.number for field in fields), default=0) + 1
             fields.append(self._field(f"n{number}", number, nested=fields is schema["A"]))
         elif what in ("remove", "reserve"):
             fields.remove(chosen)
@@ -450,7 +450,7 @@ class ProtobufPairs:
         elif what == "rename":
             chosen.name = f"{chosen.name}z"
         elif what == "renumber":
-            chosen.number = max(each.number for each in fields) + 1
+            chosen.number = max(field.number for field in fields) + 1
         elif what == "kind" and "<" not in chosen.kind:
             chosen.kind = random.choice(_SCALARS)
         elif what == "label" and not chosen.oneof and "<" not in chosen.kind:
@@ -465,19 +465,23 @@ class ProtobufPairs:
         for name in schema["messages"]:
             lines.append(f"message {name} {{")
             if name == "A":
-                lines += [f"  reserved {_reserved(one)};" for one in sorted(schema["reserved"], key=str)]
-            plain = [each for each in schema[name] if not each.oneof]
-            chosen = [each for each in schema[name] if each.oneof]
-            lines += [f"  {each.label}{each.kind} {each.name} = {each.number};" for each in plain]
+                lines += [f"  reserved {_reserved(item)};" for item in sorted(schema["reserved"], key=str)]
+            plain = [field for field in schema[name] if not field.oneof]
+            chosen = [field for field in schema[name] if field.oneof]
+            lines += [f"  {field.label}{field.kind} {field.name} = {field.number};" for field in plain]
             if chosen:
-                lines += ["  oneof o {", *(f"    {each.kind} {each.name} = {each.number};" for each in chosen), "  }"]
+                lines += [
+                    "  oneof o {",
+                    *(f"    {field.kind} {field.name} = {field.number};" for field in chosen),
+                    "  }",
+                ]
             lines.append("}")
         symbols = " ".join(f"{name} = {number};" for number, name in enumerate(schema["enum"]))
         return "\n".join([*lines, f"enum E {{ {symbols} }}", ""])
 
 
-def _reserved(one: int | str) -> str:
-    return json.dumps(one)
+def _reserved(item: int | str) -> str:
+    return json.dumps(item)
 
 
 # -- Both opinions ---------------------------------------------------------------------------------------------------
@@ -612,26 +616,26 @@ def explain(side: str, reason: str, pair: Pair) -> str | None:
     """Return why only one side rejects the pair; None if the reason is unknown."""
     if pair.type == "JSON" and '"patternProperties"' in pair.reader + pair.writer:
         return _PATTERNS
-    known = ((one, why) for one, why in EXPLAINED.items() if one[:2] == (pair.type, side))
+    known = ((key, why) for key, why in EXPLAINED.items() if key[:2] == (pair.type, side))
     return next((why for (_, _, begins), why in known if reason.startswith(begins)), None)
 
 
 _SCALARS_OF_JSON: Final = (None, True, False, 0, 1, 2, 3, 4, 5, 1.5, -1, "", "a", "b", "ab", "abc", "bbbbb")
 _DOCUMENTS: Final[Sequence[Any]] = (
     *_SCALARS_OF_JSON,
-    *([one] for one in _SCALARS_OF_JSON),
-    *([1, one] for one in _SCALARS_OF_JSON),
+    *([value] for value in _SCALARS_OF_JSON),
+    *([1, value] for value in _SCALARS_OF_JSON),
     *([], ["a", "b", 1], [1, 2, 3, 4, 5], [[]], [{}], {}),
-    *({name: one} for name in "abcdx" for one in _SCALARS_OF_JSON),
-    *({"a": one, "b": other} for one in _SCALARS_OF_JSON[:9] for other in _SCALARS_OF_JSON[:9]),
-    *({"a": one, "b": one, "c": one, "d": one, "x": one} for one in _SCALARS_OF_JSON),
+    *({name: value} for name in "abcdx" for value in _SCALARS_OF_JSON),
+    *({"a": value, "b": other} for value in _SCALARS_OF_JSON[:9] for other in _SCALARS_OF_JSON[:9]),
+    *({"a": value, "b": value, "c": value, "d": value, "x": value} for value in _SCALARS_OF_JSON),
 )
 
 
 def breaks(pair: Pair) -> bool:
     """Whether one of some documents is valid for the writer of JSON and not for the reader: proof against a pair."""
     reader, writer = (jsonschema_rs.validator_for(json.loads(text)) for text in (pair.reader, pair.writer))
-    return any(writer.is_valid(one) and not reader.is_valid(one) for one in _DOCUMENTS)
+    return any(writer.is_valid(document) and not reader.is_valid(document) for document in _DOCUMENTS)
 
 
 def compare_type(schema_type: str, count: int, seed: int, *, show_all: bool) -> bool:
@@ -657,7 +661,7 @@ def compare_type(schema_type: str, count: int, seed: int, *, show_all: bool) -> 
         proof = f", {sum(map(breaks, cases))} with a document that proves it" if schema_type == "JSON" else ""
         print(f"  {len(cases):>5}  only {side}{proof}: {why}")
         if show_all or why.startswith("UNEXPLAINED"):
-            for pair in sorted(cases, key=lambda each: len(each.reader) + len(each.writer))[:3]:
+            for pair in sorted(cases, key=lambda pair: len(pair.reader) + len(pair.writer))[:3]:
                 print(f"           reader {pair.reader!r}\n           writer {pair.writer!r}")
     return is_unexplained
 
@@ -673,7 +677,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         types = [arguments.type] if arguments.type else list(_MAKERS)
-        unexplained = [compare_type(one, arguments.pairs, arguments.seed, show_all=arguments.all) for one in types]
+        unexplained = [
+            compare_type(schema_type, arguments.pairs, arguments.seed, show_all=arguments.all) for schema_type in types
+        ]
         return int(any(unexplained))
     except Unavailable as reason:
         print(f"skipped: {reason}")

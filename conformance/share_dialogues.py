@@ -63,8 +63,11 @@ class ShareGroup:
         asked = {"group_ids": [self.name], "include_authorized_operations": False}
         response = self.broker.ask(Key.SHARE_GROUP_DESCRIBE, 1, asked)["groups"][0]
         members = [
-            [one["subscribed_topic_names"], [topic["partitions"] for topic in one["assignment"]["topic_partitions"]]]
-            for one in response["members"]
+            [
+                member["subscribed_topic_names"],
+                [topic["partitions"] for topic in member["assignment"]["topic_partitions"]],
+            ]
+            for member in response["members"]
         ]
         return [response["error_code"], response["group_state"], response["assignor_name"], str(sorted(members))]
 
@@ -109,7 +112,7 @@ class Sharer:
         numbers = (
             None
             if compared is None
-            else sorted(number for one in compared["topic_partitions"] for number in one["partitions"])
+            else sorted(number for partition in compared["topic_partitions"] for number in partition["partitions"])
         )
         return [
             response["error_code"],
@@ -143,8 +146,10 @@ class Sharer:
         found: list[Any] = []
         for _ in range(_ROUNDS_MAX):
             response = self.ask_for(**more)
-            for one in (one for topic in response["responses"] for one in topic["partitions"]):
-                found += [[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in one["acquired_records"]]
+            for partition in (partition for topic in response["responses"] for partition in topic["partitions"]):
+                found += [
+                    [r["first_offset"], r["last_offset"], r["delivery_count"]] for r in partition["acquired_records"]
+                ]
             if sum(last - first + 1 for first, last, _ in found) >= count:
                 return _merged(found)
         raise TimeoutError(f"{self.group.name} got {found}")
@@ -154,8 +159,8 @@ class Sharer:
         response = self.line.ask(Key.SHARE_ACKNOWLEDGE, version, {**self._asked(batches), **more})
         if response["error_code"] == "none" and "share_session_epoch" not in more:
             self.session += 1
-        partitions = [one for topic in response["responses"] for one in topic["partitions"]]
-        return [response["error_code"], *(one["error_code"] for one in partitions)]
+        partitions = [partition for topic in response["responses"] for partition in topic["partitions"]]
+        return [response["error_code"], *(partition["error_code"] for partition in partitions)]
 
     def _asked(self, batches: Any, *, opens: bool = False) -> dict[str, Any]:
         named = [
@@ -174,9 +179,13 @@ class Sharer:
 
 def _fetched(response: Any) -> Any:
     compared = [response["error_code"]]
-    for one in (one for topic in response["responses"] for one in topic["partitions"]):
-        ranges = _merged([[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in one["acquired_records"]])
-        compared.append([one["partition_index"], one["error_code"], one["acknowledge_error_code"], ranges])
+    for partition in (partition for topic in response["responses"] for partition in topic["partitions"]):
+        ranges = _merged(
+            [[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in partition["acquired_records"]]
+        )
+        compared.append(
+            [partition["partition_index"], partition["error_code"], partition["acknowledge_error_code"], ranges]
+        )
     return str(compared)
 
 
@@ -197,7 +206,7 @@ def _short(response: Any) -> str:
         kept = ("error_code", "start_offset", "partition_index")
         lists = [_short(value) for value in response.values() if isinstance(value, list)]
         return str([*(f"{name} {response[name]}" for name in kept if name in response), *lists])
-    return str([_short(one) for one in response])
+    return str([_short(step) for step in response])
 
 
 def share_life(broker: Broker) -> Any:
@@ -219,30 +228,38 @@ def share_sessions(broker: Broker) -> Any:
     """Share session: opened, counted, gone on with, closed."""
     group = ShareGroup(broker, "sessions")
     with Line(broker) as line:
-        one = Sharer(group, line)
-        one.join()
-        steps: list[Any] = [one.fetch(share_session_epoch=5), one.fetch(share_session_epoch=-1, topics=[])]
-        steps += [one.fetch((0, 1, _ACCEPT)), one.acknowledge((0, 1, _ACCEPT)), one.acknowledge(share_session_epoch=4)]
-        steps += [one.acknowledge(share_session_epoch=-1), one.until(10), one.fetch(share_session_epoch=99)]
-        steps += [one.acknowledge((0, 1, _ACCEPT), share_session_epoch=99), one.fetch((0, 4, _ACCEPT))]
-        steps += [one.acknowledge((5, 5, _RELEASE)), one.fetch(share_session_epoch=-2), one.fetch(max_records=-1)]
-        steps += [one.fetch(member_id=""), one.fetch(group_id="")]
-        steps += [one.acknowledge((6, 6, _ACCEPT), share_session_epoch=-1), one.fetch((7, 7, _ACCEPT))]
-        one.session = 0
+        sharer = Sharer(group, line)
+        sharer.join()
+        steps: list[Any] = [sharer.fetch(share_session_epoch=5), sharer.fetch(share_session_epoch=-1, topics=[])]
+        steps += [
+            sharer.fetch((0, 1, _ACCEPT)),
+            sharer.acknowledge((0, 1, _ACCEPT)),
+            sharer.acknowledge(share_session_epoch=4),
+        ]
+        steps += [sharer.acknowledge(share_session_epoch=-1), sharer.until(10), sharer.fetch(share_session_epoch=99)]
+        steps += [sharer.acknowledge((0, 1, _ACCEPT), share_session_epoch=99), sharer.fetch((0, 4, _ACCEPT))]
+        steps += [
+            sharer.acknowledge((5, 5, _RELEASE)),
+            sharer.fetch(share_session_epoch=-2),
+            sharer.fetch(max_records=-1),
+        ]
+        steps += [sharer.fetch(member_id=""), sharer.fetch(group_id="")]
+        steps += [sharer.acknowledge((6, 6, _ACCEPT), share_session_epoch=-1), sharer.fetch((7, 7, _ACCEPT))]
+        sharer.session = 0
         # All four that are left, since a broker may give them in several responses.
-        return [*steps, one.until(4), one.fetch((7, 7, _ACCEPT), share_session_epoch=-1), one.fetch()]
+        return [*steps, sharer.until(4), sharer.fetch((7, 7, _ACCEPT), share_session_epoch=-1), sharer.fetch()]
 
 
 def share_session_renewed(broker: Broker) -> Any:
     """Share session: when it is reopened, the member keeps its acquired messages."""
     group = ShareGroup(broker, "renewed")
     with Line(broker) as line:
-        one = Sharer(group, line)
-        one.join()
-        got = one.until(10)
-        one.session = 0
-        opened = one.ask_for(max_wait=0)["error_code"]
-        return [got, opened, one.fetch((0, 9, _ACCEPT), max_wait=0)]
+        sharer = Sharer(group, line)
+        sharer.join()
+        got = sharer.until(10)
+        sharer.session = 0
+        opened = sharer.ask_for(max_wait=0)["error_code"]
+        return [got, opened, sharer.fetch((0, 9, _ACCEPT), max_wait=0)]
 
 
 def share_connection_ends(broker: Broker) -> Any:
@@ -251,13 +268,13 @@ def share_connection_ends(broker: Broker) -> Any:
     with Line(broker) as line:
         two = Sharer(group, line)
         with Line(broker) as short:
-            one = Sharer(group, short)
-            one.join()
-            steps: list[Any] = [one.until(10)]
+            sharer = Sharer(group, short)
+            sharer.join()
+            steps: list[Any] = [sharer.until(10)]
         two.join()
         steps.append(two.until(10))
-        one.line = line
-        return [*steps, one.fetch(max_wait=0), one.acknowledge((0, 0, _ACCEPT))]
+        sharer.line = line
+        return [*steps, sharer.fetch(max_wait=0), sharer.acknowledge((0, 0, _ACCEPT))]
 
 
 def share_acknowledgements(broker: Broker) -> Any:
@@ -308,13 +325,13 @@ def share_unknown_topics(broker: Broker) -> Any:
     beyond = {"partition_index": 9, "acknowledgement_batches": []}
     one_batch = {"first_offset": 0, "last_offset": 0, "acknowledge_types": [1]}
     with Line(broker) as line:
-        one = Sharer(group, line)
-        one.join()
-        steps: list[Any] = [one.fetch(topics=[{"topic_id": group.topic_id, "partitions": [beyond]}], max_wait=0)]
+        sharer = Sharer(group, line)
+        sharer.join()
+        steps: list[Any] = [sharer.fetch(topics=[{"topic_id": group.topic_id, "partitions": [beyond]}], max_wait=0)]
         nowhere = {"topic_id": UNKNOWN_ID, "partitions": [{**partition, "acknowledgement_batches": [one_batch]}]}
-        steps += [one.acknowledge(topics=[nowhere])]
+        steps += [sharer.acknowledge(topics=[nowhere])]
         outside = {"topic_id": group.topic_id, "partitions": [{**beyond, "acknowledgement_batches": [one_batch]}]}
-        return [*steps, one.acknowledge(topics=[outside])]
+        return [*steps, sharer.acknowledge(topics=[outside])]
 
 
 def share_renewals(broker: Broker) -> Any:
@@ -322,19 +339,22 @@ def share_renewals(broker: Broker) -> Any:
     group = ShareGroup(broker, "renewals")
     nothing = {"max_wait": 0, "min_bytes": 0, "max_bytes": 0, "max_records": 0}
     with Line(broker) as line:
-        one = Sharer(group, line)
-        one.join()
-        steps: list[Any] = [one.until(10)]
-        steps += [one.fetch((0, 4, _RENEW), is_renew_ack=True), one.fetch((0, 4, _RENEW), is_renew_ack=True, **nothing)]
-        steps += [one.fetch((0, 4, _RENEW), **nothing), one.acknowledge((0, 4, _RENEW), is_renew_ack=True)]
-        steps += [one.acknowledge((0, 4, _RENEW)), one.acknowledge((0, 1, _RENEW, _ACCEPT), is_renew_ack=True)]
+        sharer = Sharer(group, line)
+        sharer.join()
+        steps: list[Any] = [sharer.until(10)]
         steps += [
-            one.acknowledge((0, 4, _ACCEPT), is_renew_ack=True),
-            one.acknowledge((5, 5, _ACCEPT), is_renew_ack=True),
+            sharer.fetch((0, 4, _RENEW), is_renew_ack=True),
+            sharer.fetch((0, 4, _RENEW), is_renew_ack=True, **nothing),
         ]
-        steps += [one.fetch((6, 6, _ACCEPT), is_renew_ack=True, **nothing)]
-        one.session = 0
-        return [*steps, one.fetch(is_renew_ack=True, **nothing)]
+        steps += [sharer.fetch((0, 4, _RENEW), **nothing), sharer.acknowledge((0, 4, _RENEW), is_renew_ack=True)]
+        steps += [sharer.acknowledge((0, 4, _RENEW)), sharer.acknowledge((0, 1, _RENEW, _ACCEPT), is_renew_ack=True)]
+        steps += [
+            sharer.acknowledge((0, 4, _ACCEPT), is_renew_ack=True),
+            sharer.acknowledge((5, 5, _ACCEPT), is_renew_ack=True),
+        ]
+        steps += [sharer.fetch((6, 6, _ACCEPT), is_renew_ack=True, **nothing)]
+        sharer.session = 0
+        return [*steps, sharer.fetch(is_renew_ack=True, **nothing)]
 
 
 def share_offsets(broker: Broker) -> Any:
@@ -342,13 +362,13 @@ def share_offsets(broker: Broker) -> Any:
     group = ShareGroup(broker, "offsets")
     steps: list[Any] = [group.offsets(), group.offsets([0]), group.move(3), group.forget()]
     with Line(broker) as line:
-        one = Sharer(group, line)
-        one.join()
-        one.until(10)
+        sharer = Sharer(group, line)
+        sharer.join()
+        sharer.until(10)
         # Kafka reports the group's position later.
-        steps += [one.acknowledge((0, 3, _ACCEPT))]
-        steps += [group.move(3), group.forget(), one.fetch(share_session_epoch=-1, topics=[])]
-        one.beat(member_epoch=-1)
+        steps += [sharer.acknowledge((0, 3, _ACCEPT))]
+        steps += [group.move(3), group.forget(), sharer.fetch(share_session_epoch=-1, topics=[])]
+        sharer.beat(member_epoch=-1)
     steps += [group.move(2), group.offsets(), group.move(2, partition=9), group.move(2, topic=NOWHERE)]
     steps += [group.forget(NOWHERE), group.forget(), group.offsets([0]), group.offsets()]
     with Line(broker) as line:
@@ -360,8 +380,8 @@ def share_offsets(broker: Broker) -> Any:
 def share_beside_others(broker: Broker) -> Any:
     """Share group: other requests with its id, and its requests with ids of other groups."""
     group = ShareGroup(broker, "others")
-    one = Sharer(group, broker)
-    one.join()
+    sharer = Sharer(group, broker)
+    sharer.join()
     classic = Member(broker, group.name)
     steps: list[Any] = [classic.join()["error_code"]]
     beat = {"group_id": group.name, "member_id": "m", "member_epoch": 0, "rebalance_timeout": 60000}
@@ -375,7 +395,7 @@ def share_beside_others(broker: Broker) -> Any:
     steps += [broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]["error_code"]]
     for types in ([], ["share"], ["SHARE"], ["consumer"]):
         listed = broker.ask(Key.LIST_GROUPS, 5, {"states_filter": [], "types_filter": types})["groups"]
-        steps += [str([dict(one) for one in listed if one["group_id"] == group.name])]
+        steps += [str([dict(listing) for listing in listed if listing["group_id"] == group.name])]
     commit = {"group_id": group.name, "generation_id_or_member_epoch": -1, "member_id": "", "topics": []}
     topic = {
         "name": group.topic,
@@ -385,7 +405,7 @@ def share_beside_others(broker: Broker) -> Any:
     steps += [response["topics"][0]["partitions"][0]["error_code"]]
     deleted = {"groups_names": [group.name]}
     steps += [broker.ask(Key.DELETE_GROUPS, 2, deleted)["results"][0]["error_code"]]
-    one.beat(member_epoch=-1)
+    sharer.beat(member_epoch=-1)
     steps += [broker.ask(Key.DELETE_GROUPS, 2, deleted)["results"][0]["error_code"], group.described()]
     other = ShareGroup(broker, "classic")
     member = Member(broker, other.name)

@@ -291,7 +291,12 @@ def _state(broker: Broker, producer: ProducerState) -> str:
     wanted = {"state_filters": [], "producer_id_filters": [producer.producer_id]}
     listed = broker.ask(Key.LIST_TRANSACTIONS, 0, wanted)["transaction_states"]
     return next(
-        (one["transaction_state"] for one in listed if one["transactional_id"] == producer.transactional_id), "-"
+        (
+            transaction["transaction_state"]
+            for transaction in listed
+            if transaction["transactional_id"] == producer.transactional_id
+        ),
+        "-",
     )
 
 

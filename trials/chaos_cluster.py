@@ -84,10 +84,10 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
 def summarize(injected: Sequence[InjectedFault]) -> list[str]:
     """Return lines with how long producers waited, by kind of fault."""
     lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  recovery: longest"]
-    for kinds in sorted({one.kinds for one in injected}):
-        of_kind = [one for one in injected if one.kinds == kinds]
-        waits, recovery = [one.next_produce_s for one in of_kind], max(one.recovery_s for one in of_kind)
-        longest = max(one.longest_wait_s for one in of_kind)
+    for kinds in sorted({fault.kinds for fault in injected}):
+        of_kind = [fault for fault in injected if fault.kinds == kinds]
+        waits, recovery = [fault.next_produce_s for fault in of_kind], max(fault.recovery_s for fault in of_kind)
+        longest = max(fault.longest_wait_s for fault in of_kind)
         numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {recovery:19.2f} s"
         lines.append(f"{' + '.join(kinds):32} {len(of_kind):5}  {numbers}")
     return lines
@@ -105,13 +105,13 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
         "findings": outcome.findings().splitlines(),
         "injected": [
             {
-                "kinds": one.kinds,
-                "what": one.what,
-                "next produce s": one.next_produce_s,
-                "longest wait s": one.longest_wait_s,
-                "recovery s": one.recovery_s,
+                "kinds": fault.kinds,
+                "what": fault.what,
+                "next produce s": fault.next_produce_s,
+                "longest wait s": fault.longest_wait_s,
+                "recovery s": fault.recovery_s,
             }
-            for one in outcome.injected
+            for fault in outcome.injected
         ],
     }
 

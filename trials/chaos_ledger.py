@@ -238,15 +238,15 @@ class LedgerTrial:
         for row in report["subscriptions"]:
             counts = {name: row[name] for name in ("published", *_CLASSES, "duplicated")}
             print(f"{row['subscription']} ({row['subscription_id'][:8]}): {counts}", flush=True)
-        findings = [one for one in report["findings"] if one["kind"] != "expired"] + report["damage"]
+        findings = [finding for finding in report["findings"] if finding["kind"] != "expired"] + report["damage"]
         # Receipts of deleted messages are not findings.
-        findings += [one for one in report["receipts"] if one["kind"] != "expired"]
+        findings += [receipt for receipt in report["receipts"] if receipt["kind"] != "expired"]
         print(
             f"{report['receipts_checked']:,} receipts, {len(report['receipts']):,} of them for deleted messages",
             flush=True,
         )
-        for one in findings[:20]:
-            print(one, flush=True)
+        for finding in findings[:20]:
+            print(finding, flush=True)
         sums = all(row["published"] == sum(row[name] for name in _CLASSES) for row in report["subscriptions"])
         return not findings and sums and len(report["subscriptions"]) >= len(DELIVERY_MODES)
 

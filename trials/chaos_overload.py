@@ -113,7 +113,7 @@ class Watch:
         watching = [self._produce_and_consume(), self._connect(), self._sample_memory()]
         if self._has_health:
             watching.append(self._check_health())
-        tasks = [asyncio.create_task(each) for each in watching]
+        tasks = [asyncio.create_task(watcher) for watcher in watching]
         try:
             await load
             await asyncio.sleep(self._settle_s)
@@ -280,8 +280,8 @@ class Interfaces:
             path = f"/subscriptions/{topic}-http/messages"
             pulled = (await self._post(f"{path}:pull", {"max": 1000, "wait_ms": 20_000})).json()["messages"]
             if pulled:
-                await self._post(f"{path}:settle", {"accept": [one["lease"] for one in pulled]})
-            if any(one.get("key") == "last" for one in pulled):
+                await self._post(f"{path}:settle", {"accept": [message["lease"] for message in pulled]})
+            if any(message.get("key") == "last" for message in pulled):
                 return
 
     async def _work(self, topic: str) -> None:
@@ -363,9 +363,9 @@ def whole_partition(brokers: str, topic: str) -> tuple[Range, ReadOptions]:
 
 def read_as_spark(brokers: str, topic: str) -> None:
     """Read a topic as a Spark task does, which must fail on unreadable batches unless configured to skip them."""
-    one, options = whole_partition(brokers, topic)
+    whole, options = whole_partition(brokers, topic)
     last: bytes | None = None
-    for columns in read_columns(Range(topic, 0, one.start, one.end), options, frozenset({"key"})):
+    for columns in read_columns(Range(topic, 0, whole.start, whole.end), options, frozenset({"key"})):
         last = columns.keys.to_list()[-1] if columns.keys is not None else None
     if last != b"last":
         raise RequestTimedOut(f"the last key was {last!r}")
@@ -373,7 +373,7 @@ def read_as_spark(brokers: str, topic: str) -> None:
         return
     strict = replace(options, fail_on_unreadable=True)
     try:
-        for _ in read_columns(Range(topic, 0, one.start, one.end), strict, frozenset({"key"})):
+        for _ in read_columns(Range(topic, 0, whole.start, whole.end), strict, frozenset({"key"})):
             pass
     except UnreadableData:
         return
@@ -396,12 +396,12 @@ def read_by_executor(brokers: str, topic: str) -> None:
 
 def land(brokers: str, topic: str) -> None:
     """Land a topic as a task of the pipeline does; unreadable batches go to the quarantine."""
-    one, _ = whole_partition(brokers, topic)
+    whole, _ = whole_partition(brokers, topic)
     with tempfile.TemporaryDirectory(prefix="millstream-overload-lake-") as lake:
         table = open_table(f"{lake}/{topic}")
         topic_id = "00000000-0000-0000-0000-000000000001"
         work = TopicWork(writer=table.writer(RAW, topic_id), quarantine=table.quarantine_writer(topic_id))
-        tasks = LandTasks(brokers, [[one]], {topic: work})
+        tasks = LandTasks(brokers, [[whole]], {topic: work})
         numbers = pa.RecordBatch.from_pydict({"number": [0]})
         reported = [tuple(row.values()) for batch in tasks([numbers]) for row in batch.to_pylist()]
         (report,) = from_rows(cast("Any", reported))
@@ -530,7 +530,7 @@ async def run(arguments: argparse.Namespace) -> list[str]:
     """Run every trial; return the findings."""
     seconds, counts, rounds = (3.0, (50,), 1) if arguments.quick else (10.0, (50, 150, 400), 5)
     floods = [(kind, count) for kind in overload_flood.KINDS for count in counts]
-    floods = [one for one in floods if arguments.only in f"{one[1]} connections: {one[0]}"]
+    floods = [flood for flood in floods if arguments.only in f"{flood[1]} connections: {flood[0]}"]
     with tempfile.TemporaryDirectory(prefix="millstream-overload-") as path:
         with Server(Path(path) / "data", settings={"push-private-addresses": "true"}) as server:
             async with httpx.AsyncClient(timeout=60) as http:
@@ -585,8 +585,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(stuck) + "\n")
         return
     findings = asyncio.run(run(arguments))
-    for each in findings:
-        sys.stderr.write(f"FINDING: {each}\n")
+    for finding in findings:
+        sys.stderr.write(f"FINDING: {finding}\n")
     sys.stderr.write(f"{len(findings)} criteria are not met\n" if findings else "all criteria are met\n")
     sys.exit(1 if findings else 0)
 

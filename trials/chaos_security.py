@@ -194,7 +194,7 @@ class Trial:
             try:
                 async with self.connect(secure=secure) as client:
                     partitions = (await client.metadata([TOPIC])).topics[TOPIC].partitions.values()
-                    if all(len(one.in_sync) == len(NODES) for one in partitions):
+                    if all(len(partition.in_sync) == len(NODES) for partition in partitions):
                         return
             except MillstreamError as error:
                 reason = str(error)

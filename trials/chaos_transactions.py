@@ -110,7 +110,10 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
     print_line(outcome.findings())
     if report is not None:
         summary = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
-        found = {"findings": outcome.findings().splitlines(), "rounds": [str(one) for one in outcome.rounds]}
+        found = {
+            "findings": outcome.findings().splitlines(),
+            "rounds": [str(chaos_round) for chaos_round in outcome.rounds],
+        }
         report.write_text(json.dumps({**summary, **found}, indent=1) + "\n")
     if not outcome.ok:
         print_line(f"seed {plan.seed}")
@@ -119,10 +122,10 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
 
 def summarize(rounds: Sequence[Round]) -> list[str]:
     """Return how often each kind of fault happened, and how long programs took to catch up afterwards."""
-    counts = Counter(kind for one in rounds for kind in one.kinds)
+    counts = Counter(kind for chaos_round in rounds for kind in chaos_round.kinds)
     lines = [f"{'kind of fault':20} count  caught up: median  longest"]
     for kind in sorted(counts):
-        waits = [one.healed_s for one in rounds if kind in one.kinds]
+        waits = [chaos_round.healed_s for chaos_round in rounds if kind in chaos_round.kinds]
         lines.append(f"{kind:20} {counts[kind]:5} {statistics.median(waits):16.1f} s {max(waits):6.1f} s")
     return lines
 

@@ -87,7 +87,7 @@ def run_many(name: str, seeds: range, jobs: int) -> int:
         f"steps, {virtual_s / 3600:.1f} simulated hours, {batches} batches committed; {len(failed)} failed"
     )
     if failed:
-        print("failed: " + " ".join(str(outcome.seed) for outcome in sorted(failed, key=lambda one: one.seed)))
+        print("failed: " + " ".join(str(outcome.seed) for outcome in sorted(failed, key=lambda outcome: outcome.seed)))
     return 1 if failed else 0
 
 

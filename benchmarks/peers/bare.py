@@ -144,5 +144,5 @@ class BareMillstream(Millstream):
         """Measure on a new topic, with a partition for each producer."""
         with self.topic(case) as target, ExitStack() as stack:
             connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(case.producers)]
-            topics = [Topic(each, target.topic, case.size_bytes, at) for at, each in enumerate(connections)]
+            topics = [Topic(connection, target.topic, case.size_bytes, at) for at, connection in enumerate(connections)]
             return measure(topics, case, target.pid, seconds, _WINDOW, _AT_ONCE)

@@ -208,7 +208,7 @@ def _produce(
         for session, flying in zip(sessions, windows, strict=True):
             stack.enter_context(_acknowledging(session, flying))
         pool = stack.enter_context(ThreadPoolExecutor(len(sessions)))
-        senders = [partial(_send, *each, at_once) for each in zip(sessions, windows, chunks, strict=True)]
+        senders = [partial(_send, *session, at_once) for session in zip(sessions, windows, chunks, strict=True)]
         for done in [pool.submit(sender, 0.0) for sender in senders]:
             done.result()
         with Meter(pid) as meter:
@@ -241,7 +241,7 @@ def _consume(session: Session, case: Case, pid: int, goal: int) -> Numbers:
 
 
 def _requests(session: Session, pid: int, seconds: float) -> Measured:
-    one = session.messages(1)
+    message = session.messages(1)
     count = session.acknowledgements()
 
     def exchange(request: bytes, responses: int) -> None:
@@ -250,18 +250,18 @@ def _requests(session: Session, pid: int, seconds: float) -> Measured:
             responses -= count(session.connection.receive())
 
     for _ in range(200):
-        exchange(one, 1)
+        exchange(message, 1)
     times_ms = []
     with Meter(pid) as alone:
         deadline = time.perf_counter() + seconds
         while (began := time.perf_counter()) < deadline:
-            exchange(one, 1)
+            exchange(message, 1)
             times_ms.append((time.perf_counter() - began) * 1000)
     pipelined = 0
     with Meter(pid) as meter:
         began = time.perf_counter()
         while time.perf_counter() < began + seconds:
-            exchange(one * WINDOW, WINDOW)
+            exchange(message * WINDOW, WINDOW)
             pipelined += WINDOW
         elapsed = time.perf_counter() - began
     return {

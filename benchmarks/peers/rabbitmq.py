@@ -110,8 +110,8 @@ class Stream(Session):
 
     def messages(self, count: int) -> bytes:
         """Return one frame with this many messages; their ids are irrelevant here."""
-        each = struct.pack(">I", len(self._text)) + self._text
-        body = b"".join(struct.pack(">Q", number) + each for number in range(count))
+        encoded = struct.pack(">I", len(self._text)) + self._text
+        body = b"".join(struct.pack(">Q", number) + encoded for number in range(count))
         return frame(_PUBLISH, b"\x01" + struct.pack(">I", count) + body)
 
     def acknowledgements(self) -> Callable[[bytes], int]:
