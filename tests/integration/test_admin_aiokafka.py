@@ -35,7 +35,7 @@ async def test_the_cluster_and_its_topics(admin: AIOKafkaAdminClient, created: s
     assert created in await admin.list_topics()
     (described,) = await admin.describe_topics([created])
     assert described["topic"] == created
-    assert sorted(one["partition"] for one in described["partitions"]) == [0, 1]
+    assert sorted(partition["partition"] for partition in described["partitions"]) == [0, 1]
 
 
 async def settings_of(admin: AIOKafkaAdminClient, topic: str) -> dict[str, str]:

@@ -168,9 +168,11 @@ def test_settings_of_a_consumer_group_do_not_declare_a_subscription(server: Serv
     (altered,) = broker.ask(44, 1, {"resources": [{**group, "configs": [session]}]})["responses"]
     assert altered["error_code"] == "none"
     (described,) = broker.ask(32, 4, {"resources": [group]})["results"]
-    assert ("consumer.session.timeout.ms", "9000") in [(one["name"], one["value"]) for one in described["configs"]]
+    assert ("consumer.session.timeout.ms", "9000") in [
+        (config["name"], config["value"]) for config in described["configs"]
+    ]
     listed = CommandLine(server.kafka)("subscription", "list", "--json").document["subscriptions"]
-    assert topic not in [one["subscription"] for one in listed]
+    assert topic not in [subscription["subscription"] for subscription in listed]
 
 
 def test_a_node_has_settings_under_kafkas_names(admin: AdminClient) -> None:
@@ -183,4 +185,4 @@ def test_moving_replicas_between_folders_gets_a_response(server: Server, admin: 
     create(admin, topic, num_partitions=1, replication_factor=1)
     folders = [{"path": "/elsewhere", "topics": [{"name": topic, "partitions": [0]}]}]
     (moved,) = Broker(server.kafka).ask(34, 2, {"dirs": folders})["results"]
-    assert [one["error_code"] for one in moved["partitions"]] == ["log_dir_not_found"]
+    assert [partition["error_code"] for partition in moved["partitions"]] == ["log_dir_not_found"]

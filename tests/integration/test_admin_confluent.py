@@ -68,7 +68,7 @@ def test_topics_are_described_with_ids_and_operations(admin: AdminClient, create
     assert (topic.name, topic.is_internal, len(topic.partitions)) == (created, False, 2)
     assert str(topic.topic_id)
     assert AclOperation.WRITE in topic.authorized_operations
-    assert {one.leader.id for one in topic.partitions} == {1}
+    assert {partition.leader.id for partition in topic.partitions} == {1}
     cluster = admin.describe_cluster(request_timeout=WAIT_S).result(WAIT_S)
     assert (cluster.controller.id, [node.id for node in cluster.nodes]) == (1, [1])
 

@@ -67,7 +67,7 @@ def test_log_folders_report_sizes(server: Server, admin: KafkaAdminClient, creat
     (folder,) = node["log_dirs"]
     assert (node["broker"], folder["error_code"], folder["log_dir"]) == (1, 0, str(server.data))
     (described,) = folder["topics"]
-    sizes = {one["partition_index"]: one["partition_size"] for one in described["partitions"]}
+    sizes = {partition["partition_index"]: partition["partition_size"] for partition in described["partitions"]}
     assert sizes[0] == 0
     assert sizes[1] > 1000
     assert folder["total_bytes"] > folder["usable_bytes"] > 0
@@ -90,7 +90,9 @@ def test_topics_are_paginated(admin: KafkaAdminClient, created: str) -> None:
     assert first["next_cursor"] == {"topic_name": created, "partition_index": 2}
     second = admin.describe_topic_partitions([created], response_partition_limit=2, cursor=first["next_cursor"])
     assert second["next_cursor"] is None
-    indexes = [one["partition_index"] for page in (first, second) for one in page["topics"][0]["partitions"]]
+    indexes = [
+        partition["partition_index"] for page in (first, second) for partition in page["topics"][0]["partitions"]
+    ]
     assert indexes == [0, 1, 2]
 
 
@@ -135,7 +137,9 @@ def test_resources_with_settings_are_listed(admin: KafkaAdminClient, created: st
 
 def test_one_node_needs_no_elections_and_moves_nothing(admin: KafkaAdminClient, created: str) -> None:
     (elected,) = admin.elect_leaders(0, {created: [0]}).replica_election_results
-    assert [one.error_code for one in elected.partition_result] == [kafka_errors.ElectionNotNeededError.errno]
+    assert [partition.error_code for partition in elected.partition_result] == [
+        kafka_errors.ElectionNotNeededError.errno
+    ]
     partition, other = TopicPartition(created, 0), TopicPartition(created, 1)
     moved = admin.alter_partition_reassignments({partition: [1], other: [2]})
     assert moved[partition] is None

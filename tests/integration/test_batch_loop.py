@@ -58,7 +58,9 @@ class Trial:
         return loop.plan([self.topic])
 
     def ranges(self, loop: BatchLoop) -> list[tuple[int, int, int]]:
-        return [(one.partition, one.start, one.end) for one in self.plan(loop).ranges]
+        return [
+            (offset_range.partition, offset_range.start, offset_range.end) for offset_range in self.plan(loop).ranges
+        ]
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_unread_messages_deleted_by_retention_are_skipped_and_counted_on_request
     trial.admin.delete_records([gone])[gone].result(WAIT_S)
     assert trial.plan(trial.loop()).lost == 0
     plan = trial.plan(trial.loop(on_lost=SKIP))
-    first = {one.partition: one.start for one in plan.ranges}
+    first = {offset_range.partition: offset_range.start for offset_range in plan.ranges}
     assert (first[0], plan.lost, plan.counts(routed=1)) == (8, 6, {"routed": 1, "lost": 6})
     assert loop.commit(trial.plan(loop)) == 0
     assert trial.plan(loop).counts(routed=1) == {"routed": 1}

@@ -39,7 +39,7 @@ def test_an_operator_lists_all_groups_and_describes_its_own(run: Run, monkeypatc
     monkeypatch.setenv("MILLSTREAM_USER", "oper")
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "oper-password")
     listed = run("group", "list", "--json").document["groups"]
-    numbers = {one["group"]: (one["members"], one["lag"]) for one in listed}
+    numbers = {group["group"]: (group["members"], group["lag"]) for group in listed}
     assert (numbers["own-group"], numbers["others-group"]) == ((0, 0), (None, None))
     refused = run("group", "describe", "others-group")
     assert refused.code != 0
@@ -196,15 +196,15 @@ def test_a_token_made_with_a_token_has_its_limits_and_says_so(run: Run, monkeypa
     child = run("token", "create", "--expires", "300d")
     assert "Not valid for 300d: it expires with the token that it was created with." in child.err
     parent_ms, child_ms = (
-        one["expires_ms"]
+        listed_token["expires_ms"]
         for token in (short, child)
-        for one in run("token", "list", "--json").document["tokens"]
-        if token.lines[0].startswith(one["id"])
+        for listed_token in run("token", "list", "--json").document["tokens"]
+        if token.lines[0].startswith(listed_token["id"])
     )
     assert child_ms == parent_ms
     # It has what both its owner and the first token may do.
     monkeypatch.setenv("MILLSTREAM_TOKEN", child.lines[0])
-    assert [one["topic"] for one in run("topic", "list", "--json").document["topics"]] == ["toms"]
+    assert [topic["topic"] for topic in run("topic", "list", "--json").document["topics"]] == ["toms"]
     assert [run("tail", topic, "-n", 1).code for topic in ("toms", "others", "theirs")] == [0, 1, 1]
 
 

@@ -42,7 +42,7 @@ def consumer(server: Server, topic: str, producer: Producer) -> Iterator[Consume
 
 
 def of(listed: Any, client_id: str) -> list[dict[str, Any]]:
-    return [one for one in listed["clients"] if one["client_id"] == client_id]
+    return [client for client in listed["clients"] if client["client_id"] == client_id]
 
 
 @pytest.mark.usefixtures("consumer")

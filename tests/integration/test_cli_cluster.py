@@ -90,8 +90,8 @@ def up(tmp_path: Path) -> Iterator[Callable[..., ClusterUp]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.stop()
+    for cluster in started:
+        cluster.stop()
 
 
 def test_a_locked_cluster_does_not_print_the_password_of_its_catalog(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., Cl
     # All nodes land in the same tables.
     folder = cluster.log.with_name("cluster")
     settings = [tomllib.loads((folder / f"node-{node}.toml").read_text()) for node in (1, 2, 3)]
-    assert {one["pipelines-lake"] for one in settings} == {f"{folder}/lake"}
-    assert {one["pipelines-folder"] for one in settings} == {f"{folder}/pipelines"}
+    assert {setting["pipelines-lake"] for setting in settings} == {f"{folder}/lake"}
+    assert {setting["pipelines-folder"] for setting in settings} == {f"{folder}/pipelines"}
     # Three nodes on one machine are one rack, and still spread replicas and leaders.
     assert sum(node["replicas"] for node in shown["nodes"]) >= 18
     assert all(node["leads"] for node in shown["nodes"])
@@ -164,7 +164,7 @@ def test_a_cluster_starts_survives_a_node_and_stops_cleanly(up: Callable[..., Cl
     assert f"restart it with: {serve}" in cluster.log.read_text()
     with by_hand(serve, cluster.log.with_name("by-hand.log")) as node:
         cluster.wait_until(lambda: not cluster.status()["under_replicated"])
-        assert [each["state"] for each in cluster.status()["nodes"]] == ["ready"] * 3
+        assert [node["state"] for node in cluster.status()["nodes"]] == ["ready"] * 3
         assert cluster.command("cluster", "status").code == 0
         assert cluster.stop() == 0
         assert cluster.all_gone()

@@ -47,7 +47,7 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
 
 def open_letters(millstream: CommandLine, name: str) -> int:
     reported = millstream("dlq", "list", "--json").document["dead_letters"]
-    return next(int(one["letters"]) for one in reported if one["topic"] == f"{name}-dead")
+    return next(int(topic["letters"]) for topic in reported if topic["topic"] == f"{name}-dead")
 
 
 def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: CommandLine, name: str) -> None:
@@ -81,9 +81,9 @@ def test_a_redrive_redelivers_the_originals_in_their_subscription_only(millstrea
     def place(message: dict[str, Any]) -> tuple[int, int]:
         return message["partition"], message["offset"]
 
-    assert [one["attempt"] for one in again] == [1] * LETTERS
+    assert [letter["attempt"] for letter in again] == [1] * LETTERS
     assert list(map(place, again)) == sorted(map(place, originals)), "in the order of their offsets"
-    assert {one["id"] for one in again} == {one["id"] for one in originals}
+    assert {letter["id"] for letter in again} == {original["id"] for original in originals}
     assert millstream("topic", "describe", name, "--json").document["partitions"] == before, "nothing was published"
     assert millstream("subscription", "pull", other, "--json").documents == []
     assert open_letters(millstream, name) == 0
@@ -123,7 +123,7 @@ def test_many_letters_are_redriven_in_rounds(
     counted = millstream("dlq", "redrive", name, "--where", condition, "--json").document
     assert (counted["redriven"], counted["skipped"], counted["subscriptions"]) == (10, 10, {name: 10})
     again = pulled(millstream, name, 10, "--accept")
-    assert sorted(one["offset"] for one in again) == list(range(1, LETTERS, 2))
+    assert sorted(letter["offset"] for letter in again) == list(range(1, LETTERS, 2))
     assert open_letters(millstream, name) == 10
 
 
@@ -154,14 +154,16 @@ def test_a_letter_too_large_for_its_topic_is_reported_until_it_fits(millstream: 
 
     def listed() -> dict[str, Any]:
         reported = millstream("dlq", "list", "--json").document["dead_letters"]
-        return next(one for one in reported if one["topic"] == dead)
+        return next(topic for topic in reported if topic["topic"] == dead)
 
     wait_until(lambda: listed()["refused"] == 1)
     (reason,) = listed()["refusals"]
     advice = re.search(rf"millstream topic alter {dead} --set (max.message.bytes=\d+)", reason)
     assert advice is not None, reason
     assert f"1 message cannot be dead-lettered: {reason}\n" in millstream("dlq", "list").err
-    (found,) = [one for one in millstream("doctor", "--json").document["findings"] if one["check"] == "dead letters"]
+    (found,) = [
+        finding for finding in millstream("doctor", "--json").document["findings"] if finding["check"] == "dead letters"
+    ]
     assert found["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
     assert millstream("topic", "alter", dead, "--set", advice[1]).code == 0
     wait_until(lambda: listed()["letters"] == 1)
@@ -264,7 +266,9 @@ def test_letters_of_no_subscription_any_more_stay_open(
         assert altered["error_code"] == "none"
     else:
         assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
-    left = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
+    left = next(
+        letter for letter in millstream("dlq", "list", "--json").document["dead_letters"] if letter["topic"] == dead
+    )
     assert (left["subscriptions"], left["letters"], left["unreachable"]) == ([], LETTERS, [])
     assert f'millstream_dead_letters_open{{topic="{dead}"}} {LETTERS}.0' in server.metrics()
     refused = millstream("topic", "delete", dead, "--yes")
@@ -289,7 +293,9 @@ def test_open_letters_are_deleted_only_with_force(server: Server, millstream: Co
     refused = millstream("topic", "delete", dead, "--yes")
     assert (refused.code, f"{LETTERS - 5} open dead letters" in refused.err) == (5, True)
     assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
-    orphans = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
+    orphans = next(
+        letter for letter in millstream("dlq", "list", "--json").document["dead_letters"] if letter["topic"] == dead
+    )
     assert (orphans["subscriptions"], orphans["letters"], orphans["unreachable"]) == ([], LETTERS - 5, [])
     refused = millstream("dlq", "redrive", dead)
     assert (refused.code, "does not exist" in refused.err) == (5, True)

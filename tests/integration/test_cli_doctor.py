@@ -12,7 +12,7 @@ StartServer = Callable[..., Server]
 
 
 def found(document: Any, check: str) -> list[tuple[str, str]]:
-    return [(one["severity"], one["detail"]) for one in document["findings"] if one["check"] == check]
+    return [(finding["severity"], finding["detail"]) for finding in document["findings"] if finding["check"] == check]
 
 
 def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: StartServer) -> None:
@@ -24,7 +24,7 @@ def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: St
 
     running = millstream("doctor", "--json")
     assert (running.code, running.document["healthy"]) == (0, True)
-    assert {one["severity"] for one in running.document["findings"] if one["check"] != "space"} == {"ok"}
+    assert {finding["severity"] for finding in running.document["findings"] if finding["check"] != "space"} == {"ok"}
     assert found(running.document, "space")[0][1].startswith("node 1: ")
 
     folder = ["doctor", "--json", "--data", str(server.data)]
@@ -33,7 +33,7 @@ def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: St
     assert found(used.document, "lock") == [("ok", "a broker is using the folder")]
     assert found(used.document, "segments")[0][0] == "ok"
     both = millstream("doctor", "--json", "--data", str(server.data), "--brokers", server.kafka)
-    assert {one["severity"] for one in both.document["findings"] if one["check"] != "space"} == {"ok"}
+    assert {finding["severity"] for finding in both.document["findings"] if finding["check"] != "space"} == {"ok"}
 
     server.stop()
     clean = call_command(folder)
@@ -56,7 +56,7 @@ def test_a_broker_and_its_folder_are_checked_running_and_failed(start_server: St
     silent = millstream("doctor", "--timeout", 1, "--json")
     assert silent.code == 4
     assert found(silent.document, "broker")[0][0] == "problem"
-    (finding,) = (one for one in silent.document["findings"] if one["check"] == "broker")
+    (finding,) = (finding for finding in silent.document["findings"] if finding["check"] == "broker")
     assert "millstream serve" not in finding["detail"]
     assert "millstream serve" in finding["advice"]
 

@@ -100,7 +100,10 @@ def test_a_trace_shows_the_history_of_a_message_in_every_subscription(
         found = millstream("message", "trace", position, "--json")
         assert found.code == 0
         assert found.document["published_ms"] > 0
-        return {one["subscription"].removeprefix(f"{topic}-"): one for one in found.document["subscriptions"]}
+        return {
+            subscription["subscription"].removeprefix(f"{topic}-"): subscription
+            for subscription in found.document["subscriptions"]
+        }
 
     deadline = time.monotonic() + WAIT_S
     while (lives := traced(f"{topic}/0/0"))["all"]["state"] != "dead-lettered":

@@ -146,8 +146,8 @@ class Shape:
 
 def differences(shape: Any, document: Any, where: str = "") -> Iterator[str]:
     if isinstance(shape, list) and shape and isinstance(document, list):
-        for one in document:
-            yield from differences(shape[0], one, f"{where}[]")
+        for item in document:
+            yield from differences(shape[0], item, f"{where}[]")
     elif isinstance(shape, Mapping) and document is not None:
         if not isinstance(document, dict):
             yield f"{where} is {document!r}"
@@ -187,7 +187,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setenv("MILLSTREAM_BROKERS", broker.kafka_address)
         patch.setenv(TIMEOUT_VARIABLE, PATIENCE_S)
         patch.chdir(folder)
-        yield lambda *arguments: call_command([str(one) for one in arguments])
+        yield lambda *arguments: call_command([str(argument) for argument in arguments])
     broker.stop_and_wait()
 
 
@@ -195,7 +195,7 @@ def commands(of: Any, *names: str) -> Iterator[tuple[str, set[str]]]:
     for name, inner in getattr(of, "commands", {}).items():
         yield from commands(inner, *names, name)
     if not hasattr(of, "commands"):
-        yield " ".join(names), {flag for one in of.params for flag in one.opts if flag.startswith("--")}
+        yield " ".join(names), {flag for param in of.params for flag in param.opts if flag.startswith("--")}
 
 
 def test_the_page_has_every_command_with_its_flags() -> None:
@@ -239,5 +239,7 @@ def test_commands_print_the_documented_fields(run: Run) -> None:
         ended = run(*command.split(), "--json")
         assert ended.code == 0, (command, ended.err)
         name = min((name for name in shapes if name.startswith(known)), key=len)
-        found += [f"{command}: {one}" for one in differences(Shape(shapes[name]).value, json.loads(ended.out))]
+        found += [
+            f"{command}: {difference}" for difference in differences(Shape(shapes[name]).value, json.loads(ended.out))
+        ]
     assert not found, "\n".join(found)

@@ -198,7 +198,7 @@ def test_pipelines_over_http(server: Server, http: httpx.Client) -> None:
     rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
     assert (rules["rules"], rules["notes"][0][:29]) == ([other], "There is no topic 'web-x' yet")
     assert http.get("/pipelines/web/rules").json() == {"rules": [other]}
-    listed = {one["pipeline"]: one for one in http.get("/pipelines").json()["pipelines"]}
+    listed = {pipeline["pipeline"]: pipeline for pipeline in http.get("/pipelines").json()["pipelines"]}
     assert (listed["web"]["state"], listed["web"]["lag"]) == ("stopped", None)
     assert 'millstream_pipeline_parked{pipeline="web"} 0.0' in server.metrics()
     for refused in (http.patch("/pipelines/web", json={"settings": {}}), http.patch("/pipelines/web/rules", json={})):

@@ -151,10 +151,13 @@ def test_a_delayed_message_is_delivered_later(millstream: CommandLine, topic: st
     assert millstream("publish", topic, "late", "--delay", 3600).code == 0
     assert millstream("publish", topic, "at once", "--delay", 0).code == 0
     late, at_once = millstream("tail", topic, "--json").documents
-    due = {one["value"]: int(dict(one["headers"])["deliver-at"]) - one["timestamp_ms"] for one in (late, at_once)}
+    due = {
+        message["value"]: int(dict(message["headers"])["deliver-at"]) - message["timestamp_ms"]
+        for message in (late, at_once)
+    }
     assert 3_590_000 < due["late"] <= 3_610_000
     pulled = millstream("subscription", "pull", topic, "--wait", 30, "--json").documents
-    assert [one["value"] for one in pulled] == ["at once"]
+    assert [message["value"] for message in pulled] == ["at once"]
 
 
 def test_tail_skips_a_batch_that_it_cannot_decompress(server: Server, millstream: CommandLine) -> None:

@@ -27,7 +27,9 @@ def test_schemas_are_registered_shown_compared_and_deleted(millstream: CommandLi
     made = millstream("schema", "register", subject, avro(file, "a"), "--json").document
     assert made["version"] == 1
     assert "version 2" in millstream("schema", "register", subject, avro(file, "a", "b")).out
-    (listed,) = [one for one in millstream("schema", "list", "--json").document["schemas"] if one["subject"] == subject]
+    (listed,) = [
+        schema for schema in millstream("schema", "list", "--json").document["schemas"] if schema["subject"] == subject
+    ]
     assert (listed["version"], listed["type"]) == (2, "AVRO")
     assert subject in millstream("schema", "list", "--prefix", topic).out
     assert '"name": "Paid"' in millstream("schema", "show", subject, "--version", "1").out
@@ -129,7 +131,7 @@ def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     del config["alias"]
     assert {"subject": f":{context}:out", **config} in written
     assert {"subject": f":{context}:in", "mode": "READONLY"} in written
-    assert [one["deleted"] for one in written if one.get("subject") == f":{context}:old"] == [True]
+    assert [version["deleted"] for version in written if version.get("subject") == f":{context}:old"] == [True]
 
 
 def schema_key(subject: str, version: int) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_a_node_on_all_addresses_advertises_the_one_the_client_used(start_server
             described = (await client.send(None, request)).brokers
             coordinator = await client.send(None, FindCoordinatorRequest(key_type=i8(0), coordinator_keys=("g",)))
             nodes = (await client.metadata()).nodes.values()
-            return {(one.host, one.port) for one in (*nodes, *described, *coordinator.coordinators)}
+            return {(node.host, node.port) for node in (*nodes, *described, *coordinator.coordinators)}
 
     for host in ("127.0.0.1", "127.0.0.2"):
         assert asyncio.run(reported(host)) == {(host, port)}

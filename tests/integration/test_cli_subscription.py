@@ -121,15 +121,17 @@ def test_every_interface_reports_the_holder_of_a_message(server: Server, millstr
             cut = ms.leases(name, limit=1)
     assert (by_sdk.omitted, by_http["omitted"], by_command["omitted"]) == (0, 0, 0)
     # The last two may have come one by one, with different expiries.
-    assert [offset for one in by_sdk.leases for offset in range(one.start, one.end)] == [0, 1, 2, 3]
-    assert all(one.attempt == 1 and 0 < one.remaining_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
+    assert [offset for lease in by_sdk.leases for offset in range(lease.start, lease.end)] == [0, 1, 2, 3]
+    assert all(
+        lease.attempt == 1 and 0 < lease.remaining_ms <= LEASE_S * 1000 < lease.deadline_ms for lease in by_sdk.leases
+    )
     cli, till, packer = by_sdk.leases[:3]
     assert cli.worker.startswith("cli/")
     assert (till.worker, till.address) == ("http/till-7", ":".join(map(str, reached_from)))
     assert (packer.worker.split("/")[0], packer.client_id) == ("packer-3", "packer-3")
     assert packer.address.startswith("127.0.0.1:")
     for reported in (by_http["leases"], by_command["leases"]):
-        assert [_identity(one) for one in reported] == [_identity(one._asdict()) for one in by_sdk.leases]
+        assert [_identity(queue) for queue in reported] == [_identity(lease._asdict()) for lease in by_sdk.leases]
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["0", "1", "2"]
     assert "packer-3" in table
     assert (len(cut.leases), cut.omitted) == (1, 3)
@@ -150,8 +152,8 @@ def test_an_endpoint_that_no_node_pushes_to_is_reported(millstream: CommandLine,
         url = f"http://[{special}]/hook" if ":" in special else f"http://{special}/hook"
         assert millstream("subscription", "update", name, "--push", url).err == f"{special} {reported}"
     assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
-    for one in (name, f"{name}-2"):
-        assert millstream("subscription", "delete", one, "--yes").code == 0
+    for subscription in (name, f"{name}-2"):
+        assert millstream("subscription", "delete", subscription, "--yes").code == 0
 
 
 def test_a_group_that_only_has_settings_is_given_topics_by_an_update(

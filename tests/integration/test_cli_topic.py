@@ -22,7 +22,9 @@ def test_a_topic_from_create_to_delete(millstream: CommandLine) -> None:
     assert described["id"] == created.document["id"]
     assert described["overrides"] == {"retention.ms": "1000"}
     assert described["settings"]["flush"] == "always"
-    assert [(one["partition"], one["start"], one["end"]) for one in described["partitions"]] == [
+    assert [
+        (partition["partition"], partition["start"], partition["end"]) for partition in described["partitions"]
+    ] == [
         (0, 0, 0),
         (1, 0, 0),
         (2, 0, 0),
@@ -44,9 +46,11 @@ def test_topics_are_listed_without_internal_ones(millstream: CommandLine) -> Non
     millstream("topic", "create", "listed-b")
     millstream("topic", "create", "listed-a", "--partitions", 2)
     mine = [
-        one for one in millstream("topic", "list", "--json").document["topics"] if one["topic"].startswith("listed")
+        topic
+        for topic in millstream("topic", "list", "--json").document["topics"]
+        if topic["topic"].startswith("listed")
     ]
-    assert [(one["topic"], one["partitions"], one["replication"], one["internal"]) for one in mine] == [
+    assert [(topic["topic"], topic["partitions"], topic["replication"], topic["internal"]) for topic in mine] == [
         ("listed-a", 2, 1, False),
         ("listed-b", 1, 1, False),
     ]

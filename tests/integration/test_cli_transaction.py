@@ -42,13 +42,13 @@ def writer(server: Server, millstream: CommandLine, topic: str) -> Producer:
 def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Producer, topic: str) -> None:
     name = f"of {topic}"
     listed = millstream("transaction", "list", "--state", "Ongoing", "--json").document["transactions"]
-    (mine,) = [one for one in listed if one["transactional_id"] == name]
+    (mine,) = [transaction for transaction in listed if transaction["transactional_id"] == name]
     assert mine["state"] == "Ongoing"
     assert name in millstream("transaction", "list").out
     longer = millstream("transaction", "list", "--longer-than", "1000", "--json").document["transactions"]
-    assert name not in [one["transactional_id"] for one in longer]
+    assert name not in [transaction["transactional_id"] for transaction in longer]
     hanging = millstream("transaction", "list", "--hanging", "--json").document["hanging"]
-    assert topic not in [one["topic"] for one in hanging]
+    assert topic not in [transaction["topic"] for transaction in hanging]
 
     described = millstream("transaction", "describe", name, "--json").document
     assert (described["state"], described["partitions"]) == ("Ongoing", [[topic, 0]])
@@ -232,9 +232,16 @@ def test_a_transaction_forgotten_by_its_coordinator_is_found_and_ended(tmp_path:
         server.start()
 
         hanging = millstream("transaction", "list", "--hanging", "--json").document["hanging"]
-        assert sorted(one["topic"] for one in hanging) == ["__consumer_offsets", "orders"]
+        assert sorted(transaction["topic"] for transaction in hanging) == ["__consumer_offsets", "orders"]
         assert "__consumer_offsets" in millstream("transaction", "list", "--hanging").out
-        for one in hanging:
-            where = ("--topic", one["topic"], "--partition", one["partition"], "--producer-id", one["producer_id"])
+        for transaction in hanging:
+            where = (
+                "--topic",
+                transaction["topic"],
+                "--partition",
+                transaction["partition"],
+                "--producer-id",
+                transaction["producer_id"],
+            )
             assert millstream("transaction", "abort", *where).code == 0
         assert millstream("transaction", "list", "--hanging", "--json").document["hanging"] == []

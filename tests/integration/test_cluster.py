@@ -134,7 +134,7 @@ def test_a_group_continues_when_its_coordinator_is_killed(cluster: ServerGroup, 
     seen: list[bytes] = []
 
     def take() -> int:
-        seen.extend(one.value() or b"" for one in member.consume(500, 0.2) if one.error() is None)
+        seen.extend(message.value() or b"" for message in member.consume(500, 0.2) if message.error() is None)
         return len(set(seen))
 
     wait_until(lambda: take() >= 200)
@@ -257,7 +257,7 @@ def test_a_subscription_is_usable_through_any_node_once_declared(cluster: Server
 
     def letters() -> int:
         listed = millstream("dlq", "list", "--json").document["dead_letters"]
-        return sum(one["letters"] for one in listed if one["topic"] == f"{topic}-d")
+        return sum(entry["letters"] for entry in listed if entry["topic"] == f"{topic}-d")
 
     wait_until(lambda: letters() == len(taken))
     shown = millstream("dlq", "show", name, "--json")
@@ -274,7 +274,7 @@ def test_no_letter_is_lost_or_duplicated_when_a_node_is_killed_during_a_redrive(
     millstream, number = CommandLine(cluster.kafka), 100
     options = ("--start", "start", "--dead-letter", f"{topic}-d", "--delivery", "exactly-once")
     assert millstream("subscription", "create", topic, "--topic", topic, *options).code == 0
-    values = [b"%d" % one for one in range(number)]
+    values = [b"%d" % index for index in range(number)]
     assert millstream.process("publish", topic, stdin=b"\n".join(values)).code == 0
     rejected = 0
     while rejected < number:
@@ -373,7 +373,9 @@ def test_single_pulls_get_messages_of_every_node(cluster: ServerGroup, topic: st
         assert millstream.process("publish", topic, "--partition", index, stdin=lines).code == 0
     seen: set[int] = set()
     for _ in range(100):
-        seen |= {one["partition"] for one in millstream("subscription", "pull", topic, "-n", 1, "--json").documents}
+        seen |= {
+            document["partition"] for document in millstream("subscription", "pull", topic, "-n", 1, "--json").documents
+        }
         if len(seen) == 3:
             break
     assert seen == {0, 1, 2}
@@ -500,7 +502,7 @@ def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: st
     assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
     # On a busy machine a node may have lost its lease for a moment.
     expected_metrics = ("subscription_backlog", "nodes 3.0", "node_fenced 0.0", "partitions_without_leader 0.0")
-    wait_until(lambda: all(f"millstream_{one}" in get(cluster, "/metrics") for one in expected_metrics))
+    wait_until(lambda: all(f"millstream_{metric}" in get(cluster, "/metrics") for metric in expected_metrics))
     metrics = get(cluster, "/metrics")
     docs = Path(__file__).parents[2] / "docs"
     names = ("operating.md", "cluster.md", "subscriptions.md")

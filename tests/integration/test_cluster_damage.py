@@ -126,7 +126,11 @@ def test_damaged_replicas_repair_each_other_while_running(cluster: ServerGroup) 
     assert contents(cluster) == whole
     assert sum(metric(node, REPAIRED) for node in cluster) > repaired
     checked = CommandLine(cluster.kafka)("doctor", "--json")
-    assert [one for one in checked.document["findings"] if one["check"] == "damage" and one["severity"] != "ok"] == []
+    assert [
+        finding
+        for finding in checked.document["findings"]
+        if finding["check"] == "damage" and finding["severity"] != "ok"
+    ] == []
 
 
 def test_files_lost_while_a_node_was_stopped_are_restored(cluster: ServerGroup) -> None:

@@ -40,7 +40,7 @@ def read(cluster: ServerGroup, number: int) -> list[bytes]:
     found: list[bytes] = []
 
     def enough() -> bool:
-        found.extend(one.value() or b"" for one in consumer.consume(1000, 0.2) if one.error() is None)
+        found.extend(message.value() or b"" for message in consumer.consume(1000, 0.2) if message.error() is None)
         return len(found) >= number
 
     wait_until(enough)

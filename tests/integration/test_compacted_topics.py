@@ -59,7 +59,7 @@ def send(server: Server, topic: str, pairs: list[tuple[bytes | None, bytes | Non
 
 def content(server: Server, topic: str) -> Content:
     """Everything that a new consumer reads, up to the log end."""
-    return [(one.offset, one.key, one.value) for one in committed_records(server.kafka, topic)]
+    return [(record.offset, record.key, record.value) for record in committed_records(server.kafka, topic)]
 
 
 def metric(server: Server, name: str) -> float:

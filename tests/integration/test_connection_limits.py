@@ -117,7 +117,7 @@ def test_unauthenticated_connections_per_address_are_limited(limited: Limited) -
         # With TLS these are in the middle of a handshake, which counts.
         silent = [stack.enter_context(connect(limited)) for _ in range(UNKNOWN_MAX)]
         wait_until(lambda: is_closed(stack.enter_context(connect(limited))))
-        assert not any(is_closed(one) for one in silent)
+        assert not any(is_closed(connection) for connection in silent)
     with ExitStack() as stack:
         until_admitted(limited, "alice", stack)
 
@@ -153,4 +153,4 @@ def test_connections_per_address_are_limited(limited: Limited) -> None:
         assert all(admitted(limited, user, stack) for user in users)
         # The rest up to the limit may connect, but no more.
         others = [stack.enter_context(connect(limited)) for _ in range(PER_ADDRESS)]
-        wait_until(lambda: len(users) + sum(not is_closed(one) for one in others) <= PER_ADDRESS)
+        wait_until(lambda: len(users) + sum(not is_closed(other) for other in others) <= PER_ADDRESS)

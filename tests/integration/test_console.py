@@ -145,9 +145,9 @@ def _fill(api: httpx.Client) -> None:
     ]
     assert api.post("/topics/orders/messages", content=json.dumps({"messages": orders}), headers=MESSAGES).is_success
     pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 12, "wait_ms": 20_000}).json()["messages"]
-    reject = [{"lease": one["lease"], "reason": f"card declined {HOSTILE}"} for one in pulled[:4]]
-    reject += [{"lease": one["lease"], "reason": "the bank did not respond"} for one in pulled[4:7]]
-    accept = [one["lease"] for one in pulled[7:9]]
+    reject = [{"lease": message["lease"], "reason": f"card declined {HOSTILE}"} for message in pulled[:4]]
+    reject += [{"lease": message["lease"], "reason": "the bank did not respond"} for message in pulled[4:7]]
+    accept = [message["lease"] for message in pulled[7:9]]
     settled = api.post("/subscriptions/billing/messages:settle", json={"reject": reject, "accept": accept})
     assert settled.is_success, settled.text
     for subject, schema in (("orders-value", ORDER), ("parcels-value", PARCEL)):
@@ -344,7 +344,7 @@ def test_the_samples_on_the_page_of_a_message_republish_it(console: Console, top
         path = f"/topics/{topic}/messages"
         assert api.post(path, content=json.dumps({"messages": [sent]}), headers=MESSAGES).is_success
         found = re.findall(r'<pre class="code" id="sample-\d">(.*?)</pre>', pages.get(f"{path}/0/0").text, re.DOTALL)
-        curl, python, _ = (unescape(one) for one in found)
+        curl, python, _ = (unescape(text) for text in found)
         subprocess.run(["sh", "-c", curl], check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
         subprocess.run([sys.executable, "-c", python], check=True, timeout=WAIT_S)
         for offset in (1, 2):
@@ -461,7 +461,7 @@ def test_a_new_user_finds_why_orders_are_stuck_and_redrives_them(console: Consol
     # The bank responds again: the worker gets the messages, and their pages show it.
     with console.api() as api:
         pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 100, "wait_ms": 5000}).json()["messages"]
-        accept = [one["lease"] for one in pulled]
+        accept = [message["lease"] for message in pulled]
         assert api.post("/subscriptions/billing/messages:settle", json={"accept": accept}).is_success
     page.goto(f"http://{console.server.http}{first}")
     expect(page.get_by_role("row").filter(has_text="billing")).to_contain_text("accepted")
@@ -491,7 +491,7 @@ def test_the_oldest_message_is_one_click_away(console: Console) -> None:
         for number in range(3):
             assert api.post("/topics/returns/messages", json={"return": number}).is_success
         pulled = api.post("/subscriptions/refunds/messages:pull", json={"max": 2, "wait_ms": 20_000}).json()["messages"]
-        accepted, failed = (one["lease"] for one in pulled)
+        accepted, failed = (message["lease"] for message in pulled)
         release = {"lease": failed, "reason": "no such account", "delay_ms": 0}
         settled = {"accept": [accepted], "release": [release]}
         assert api.post("/subscriptions/refunds/messages:settle", json=settled).is_success
@@ -559,7 +559,7 @@ def test_a_seek_shows_its_effect_before_it_is_applied(console: Console) -> None:
     page.locator("#seek").get_by_role("button", name="Seek").click()
     expect(page.get_by_role("status")).to_contain_text("millstream subscription seek shipping --to end")
     with console.api() as api:
-        assert sum(one["backlog"] for one in api.get("/subscriptions/shipping").json()["queues"]) == 0
+        assert sum(queue["backlog"] for queue in api.get("/subscriptions/shipping").json()["queues"]) == 0
     assert watched.problems == []
 
 
@@ -867,7 +867,7 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
     with httpx.Client(timeout=WAIT_S) as client, ExitStack() as stack:
         # Kept: a dropped iterator closes its connection.
         kept = [follow(client, stack) for _ in range(TAILS_PER_USER_MAX)]
-        assert [next(one) for one in kept] == [": listening"] * TAILS_PER_USER_MAX
+        assert [next(page) for page in kept] == [": listening"] * TAILS_PER_USER_MAX
         refused = list(islice(follow(client, stack), 4))
         assert "live tails per user" in refused[-1], refused
     deadline = time.monotonic() + WAIT_S

@@ -153,18 +153,20 @@ async def _fill(kafka: str) -> None:
         subscriptions = SubscriptionClient(client)
         await subscriptions.create("billing", ["orders"], {START: "earliest", ATTEMPTS: "1"})
         for start in range(0, LETTERS, BATCH):
-            records = [NewRecord(None, b'{"order": %d}' % one, (), now_ms) for one in range(start, start + BATCH)]
+            records = [NewRecord(None, b'{"order": %d}' % number, (), now_ms) for number in range(start, start + BATCH)]
             await client.produce("orders", 0, encode_batch(records))
         rejected = 0
         while rejected < LETTERS:
             messages = await subscriptions.receive("billing", "bank", max_records=500, wait_ms=1000)
             await subscriptions.settle("billing", "bank", messages, Verb.REJECT, reason="the bank did not respond")
             rejected += len(messages)
-        while sum(one.letters for one in await dead_letter_topics(client)) < LETTERS:
+        while sum(topic.letters for topic in await dead_letter_topics(client)) < LETTERS:
             await asyncio.sleep(0.5)
         for start in range(0, MESSAGES, BATCH):
-            values = (b'{"order":%d,"total":%d,"note":"' % (one, one % 10_000) for one in range(start, start + BATCH))
-            records = [NewRecord(None, one + b"x" * (158 - len(one)) + b'"}', (), now_ms) for one in values]
+            values = (
+                b'{"order":%d,"total":%d,"note":"' % (number, number % 10_000) for number in range(start, start + BATCH)
+            )
+            records = [NewRecord(None, value + b"x" * (158 - len(value)) + b'"}', (), now_ms) for value in values]
             await client.produce("searched", 0, encode_batch(records))
 
 
@@ -252,4 +254,6 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
 
 def _filter_cpu_s(pid: int) -> float:
     found = psutil.Process(pid).children(recursive=True)
-    return sum(sum(one.cpu_times()[:2]) for one in found if "filter_worker_child" in " ".join(one.cmdline()))
+    return sum(
+        sum(process.cpu_times()[:2]) for process in found if "filter_worker_child" in " ".join(process.cmdline())
+    )

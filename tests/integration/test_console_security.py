@@ -227,7 +227,7 @@ def test_actions_without_permission_are_not_offered_and_refused(guarded: Guarded
     with guarded.client() as alice, guarded.client() as bob:
         assert sign_in(alice, "alice").status_code == 303
         assert sign_in(bob, "bob").status_code == 303
-        offered, shown = (one.get("/console/subscriptions/alice-billing") for one in (alice, bob))
+        offered, shown = (browser.get("/console/subscriptions/alice-billing") for browser in (alice, bob))
         assert "Pause" in offered.text
         assert "Delete this subscription" in offered.text
         assert "Pause" not in shown.text
@@ -284,7 +284,7 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
                     assert (shown["topics"], shown["has_hidden_topics"]) == (topics, True)
                     assert {queue["topic"] for queue in shown["queues"]} <= set(topics)
                 for rows in (listed, run("subscription", "list", "--json").document["subscriptions"]):
-                    (row,) = (one for one in rows if one["subscription"] == name)
+                    (row,) = (row for row in rows if row["subscription"] == name)
                     assert (row["topics"], row["has_hidden_topics"]) == (topics, True)
                     assert (row["backlog"], row["leased"]) == (0, 0)
                 assert alice.get(f"/v1/subscriptions/{name}/leases", **own).json() == {"leases": [], "omitted": 0}
@@ -318,7 +318,7 @@ def test_aborting_a_transaction_is_offered_only_with_permission(guarded: Guarded
         assert sign_in(alice, "alice").status_code == 303
         assert sign_in(bob, "bob").status_code == 303
         path = "/console/transactions"
-        offered, shown = (one.get(path) for one in (alice, bob))
+        offered, shown = (browser.get(path) for browser in (alice, bob))
         for page in (offered, shown):
             assert "alice-invoices" in page.text
         assert "/transactions/abort" in offered.text
@@ -447,7 +447,7 @@ def test_a_count_of_dead_letters_names_the_permissions_a_redrive_lacks(guarded: 
 def _reject(client: httpx.Client, name: str, number: int, reason: str) -> None:
     """Reject messages as a worker does, and wait for their letters."""
     pulled = client.post(f"/v1/subscriptions/{name}/messages:pull", json={"max": number, "wait_ms": 20_000}).json()
-    reject = [{"lease": one["lease"], "reason": reason} for one in pulled["messages"]]
+    reject = [{"lease": message["lease"], "reason": reason} for message in pulled["messages"]]
     assert len(reject) == number
     assert client.post(f"/v1/subscriptions/{name}/messages:settle", json={"reject": reject}).is_success
     wait_until(lambda: len(client.get(f"/v1/dead-letters/{name}").json()["letters"]) >= number)
@@ -530,7 +530,7 @@ def test_a_new_user_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: Gu
             expect(page.get_by_role("status")).to_contain_text("5 messages delivered again (5 to alice-shipping)")
             work = {"max": 100, "wait_ms": 10_000}
             pulled = admin.post("/v1/subscriptions/alice-shipping/messages:pull", json=work).json()["messages"]
-            accept = {"accept": [one["lease"] for one in pulled]}
+            accept = {"accept": [message["lease"] for message in pulled]}
             assert len(pulled) == 8
             assert admin.post("/v1/subscriptions/alice-shipping/messages:settle", json=accept).is_success
             # Confirmed: the page of the message shows its holder, and the backlog is empty.

@@ -43,7 +43,7 @@ def read_by(partition: int, *members: Member) -> set[int]:
 def type_of(server: Server, group: str) -> str:
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     listed = admin.list_consumer_groups().result(WAIT_S)
-    return {one.group_id: str(one.type.name) for one in listed.valid}[group]
+    return {listing.group_id: str(listing.type.name) for listing in listed.valid}[group]
 
 
 @pytest.mark.parametrize("assignor", ["uniform", "range"])
@@ -176,8 +176,14 @@ def test_the_commands_show_the_group_type(server: Server, topic: str) -> None:
     step_until(lambda: total(member) == 3 * PARTITIONS, member)
     member.commit()
     group = f"{topic}-group"
-    listed = [one for one in millstream("group", "list", "--json").document["groups"] if one["group"] == group]
-    assert [(one["type"], one["state"], one["members"], one["lag"]) for one in listed] == [("consumer", "Stable", 1, 0)]
+    listed = [
+        listed_group
+        for listed_group in millstream("group", "list", "--json").document["groups"]
+        if listed_group["group"] == group
+    ]
+    assert [(group["type"], group["state"], group["members"], group["lag"]) for group in listed] == [
+        ("consumer", "Stable", 1, 0)
+    ]
     row = next(line.split() for line in millstream("group", "list").lines if line.startswith(group))
     assert row == [group, "consumer", "Stable", "1", "0"]
     described = millstream("group", "describe", group, "--json").document

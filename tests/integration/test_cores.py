@@ -60,7 +60,7 @@ def create(kafka: str) -> None:
 
 def leaders(kafka: str) -> set[int]:
     found = AdminClient({"bootstrap.servers": kafka}).list_topics("t", timeout=DEADLINE_S).topics["t"]
-    return {one.leader for one in found.partitions.values()}
+    return {partition.leader for partition in found.partitions.values()}
 
 
 def ready(machine: dict[str, Any]) -> bool:
@@ -70,13 +70,13 @@ def ready(machine: dict[str, Any]) -> bool:
 def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with serving(data, 2) as (machine, supervisor):
-        assert [one["id"] for one in machine["nodes"]] == [1, 1001]
+        assert [node["id"] for node in machine["nodes"]] == [1, 1001]
         create(machine["kafka"])
         assert leaders(machine["kafka"]) == {1, 1001}
         send_numbers(machine["kafka"], "t", range(100), wait_s=DEADLINE_S)
         assert read_numbers(machine["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100))
         metrics = httpx.get(f"http://{machine['http']}/metrics", timeout=DEADLINE_S).text
-        assert all(f'node="{one["id"]}"' in metrics for one in machine["nodes"])
+        assert all(f'node="{node["id"]}"' in metrics for node in machine["nodes"])
         with pytest.raises(AssertionError, match="another data folder"), serving(data, 1):
             pass
 
@@ -101,7 +101,9 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         processes = psutil.Process(supervisor.pid).children(recursive=True)
         supervisor.kill()
         supervisor.wait()
-        wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
+        wait_until(
+            lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+        )
 
     with serving(data, 1) as (node, _):
         assert read_numbers(node["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100, 200))
@@ -117,10 +119,10 @@ def test_the_logs_of_a_process_that_cannot_start_are_handed_to_the_others(tmp_pa
         send_numbers(machine["kafka"], "t", range(100), wait_s=DEADLINE_S)
         assert read_numbers(machine["kafka"], "t", "g", 100, wait_s=DEADLINE_S) == list(range(100))
         dead = machine["nodes"][number]
-        others = [one for one in machine["nodes"] if one is not dead]
+        others = [node for node in machine["nodes"] if node is not dead]
         os.kill(dead["pid"], signal.SIGKILL)
         stack.enter_context(taken(dead["kafka"]))
-        wait_until(lambda: leaders(others[0]["kafka"]) == {one["id"] for one in others}, timeout_s=2 * DEADLINE_S)
+        wait_until(lambda: leaders(others[0]["kafka"]) == {other["id"] for other in others}, timeout_s=2 * DEADLINE_S)
         wait_until(lambda: ready(machine))
         response = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
         assert f"node {dead['id']} could not be started" in str(response["warnings"])
@@ -156,7 +158,7 @@ def test_a_locked_machine_serves_all_clients_at_every_process(tmp_path: Path, mo
             producer.produce("t", b"x", partition=partition)
         assert producer.flush(DEADLINE_S) == 0
         clients = millstream("client", "list", "--all", "--json").document["clients"]
-        assert {one["node"] for one in clients if one["client_id"] == "rdkafka"} == {1, 1001}
+        assert {client["node"] for client in clients if client["client_id"] == "rdkafka"} == {1, 1001}
 
         http = httpx.Client(
             base_url=f"https://{machine['http']}",
@@ -166,7 +168,7 @@ def test_a_locked_machine_serves_all_clients_at_every_process(tmp_path: Path, mo
         assert http.get("/metrics").status_code == 401
         assert http.get("/metrics", auth=MALLORY).status_code == 403
         metrics = http.get("/metrics", auth=ADMIN).text
-        assert all(f'node="{one["id"]}"' in metrics for one in machine["nodes"])
+        assert all(f'node="{node["id"]}"' in metrics for node in machine["nodes"])
         # The gateway reaches the other broker, and then the one that is back at its address.
         os.kill(machine["nodes"][0]["pid"], signal.SIGKILL)
         for number in range(20):
@@ -175,7 +177,7 @@ def test_a_locked_machine_serves_all_clients_at_every_process(tmp_path: Path, mo
         assert http.post("/v1/topics/t/messages", content=b"x", auth=MALLORY).status_code == 403
         wait_until(lambda: millstream("doctor").code == 0)
         response = http.get("/readyz")
-        assert (response.status_code, response.json()["nodes"]) == (200, [one["id"] for one in machine["nodes"]])
+        assert (response.status_code, response.json()["nodes"]) == (200, [node["id"] for node in machine["nodes"]])
         http.close()
 
 

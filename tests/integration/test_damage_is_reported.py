@@ -23,7 +23,7 @@ def segments(data: Path, topic_id: str) -> list[Path]:
 
 
 def details(document: Any, check: str) -> list[str]:
-    return [one["detail"] for one in document["findings"] if one["check"] == check]
+    return [finding["detail"] for finding in document["findings"] if finding["check"] == check]
 
 
 def test_removed_segments_are_reported_and_the_rest_is_served(start_server: StartServer) -> None:
@@ -57,7 +57,7 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     millstream("publish", "harmed", "after")
     shown = millstream("tail", "harmed", "--from", "start", "--json")
     assert shown.code == 1
-    assert [one["offset"] for one in shown.documents] == [*range(end_of_first, start_of_active), 9]
+    assert [document["offset"] for document in shown.documents] == [*range(end_of_first, start_of_active), 9]
     assert f"{lost[0]}; continuing at {end_of_first}" in shown.err
     assert f"--to {end_of_first}" in shown.err
     assert "not everything could be shown" in shown.err
@@ -67,8 +67,8 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
         offsets = {int(found) for found in re.findall(r"/topics/harmed/messages/0/(\d+)", page)}
         assert offsets == {*range(end_of_first, start_of_active), 9}, page
         assert lost[0].partition(": ")[2] in page
-    one = millstream("message", "show", "harmed", 0, 0)
-    assert (one.code, lost[0] in one.err) == (3, True)
+    result = millstream("message", "show", "harmed", 0, 0)
+    assert (result.code, lost[0] in result.err) == (3, True)
     assert server.stop() == 0
 
 
@@ -100,10 +100,10 @@ def test_the_first_reader_of_damage_waits_until_its_extent_is_known(start_server
         return f"{name}-0: the disk lost the offsets 0 to 59"
 
     shown = millstream("tail", "tail", "--json")
-    assert [one["offset"] for one in shown.documents] == [60], shown.err
+    assert [document["offset"] for document in shown.documents] == [60], shown.err
     assert (shown.code, shown.err.count(f"{lost('tail')}; continuing at 60")) == (1, 1), shown.err
     followed = millstream("tail", "follow", "--from", "start", "--follow", "-n", "1", "--json")
-    assert [one["offset"] for one in followed.documents] == [60], followed.err
+    assert [document["offset"] for document in followed.documents] == [60], followed.err
     page = httpx.get(f"http://{server.http}/console/topics/console/messages?from=start", timeout=60).text
     assert "/topics/console/messages/0/60" in page
     assert lost("console").partition(": ")[2] in page
@@ -111,9 +111,11 @@ def test_the_first_reader_of_damage_waits_until_its_extent_is_known(start_server
         note, message = islice((line for line in events.iter_lines() if line.startswith("data:")), 2)
         assert lost("events") in note
         assert '"offset":60' in message
-    one = millstream("message", "show", "show", 0, 0)
-    assert (one.code, lost("show") in one.err) == (3, True), one.err
+    result = millstream("message", "show", "show", 0, 0)
+    assert (result.code, lost("show") in result.err) == (3, True), result.err
     traced = millstream("message", "trace", "known", "--topic", "trace", "--since", "start")
     assert (traced.code, f"{lost('trace')}, so they are not searched" in traced.err) == (0, True), traced.err
     findings = asyncio.run(check_receipts(server.kafka, book))
-    assert [(one.receipt.offset, one.kind) for one in findings] == [(offset, "missing") for offset in range(60)]
+    assert [(finding.receipt.offset, finding.kind) for finding in findings] == [
+        (offset, "missing") for offset in range(60)
+    ]

@@ -125,7 +125,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
             )
         ]
         assert len(lost) == 5
-        gone = {offset for one in lost for offset in one}
+        gone = {offset for lost_range in lost for offset in lost_range}
 
         # A consumer gets everything before a damaged range, an error there, and everything behind it.
         got: dict[int, bytes] = {}
@@ -136,8 +136,8 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
             got |= found
             if start < BATCH_OFFSETS:
                 stops.append(start)
-                start = next(one.stop for one in lost if one.start == start)
-        assert stops == [one.start for one in lost]
+                start = next(lost_range.stop for lost_range in lost if lost_range.start == start)
+        assert stops == [lost_range.start for lost_range in lost]
         assert got == {offset: value_of(offset) for offset in range(BATCH_OFFSETS) if offset not in gone}
 
         # Subscriptions deliver the rest, each message once and at its first attempt.
@@ -149,21 +149,23 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
             asyncio.run(drain(server.kafka, name, settings, gone))
 
         # Every report of damage names the same ranges.
-        reported = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        reported = [
+            f"{TOPIC}-0: the disk lost the offsets {lost_range.start} to {lost_range.stop - 1}" for lost_range in lost
+        ]
         checked = millstream("doctor", "--json")
-        details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
+        details = [finding["detail"] for finding in checked.document["findings"] if finding["check"] == "damage"]
         assert (checked.code, details) == (1, reported)
         (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
-        assert partition["damage"] == [{"start": one.start, "end": one.stop} for one in lost]
+        assert partition["damage"] == [{"start": lost_range.start, "end": lost_range.stop} for lost_range in lost]
         shown = millstream("tail", TOPIC, "--from", "start", "--json")
-        assert [one["offset"] for one in shown.documents] == sorted(got)
+        assert [document["offset"] for document in shown.documents] == sorted(got)
         metrics = server.metrics()
         assert "\nmillstream_log_damaged_ranges 5.0\n" in metrics
         assert f'\nmillstream_subscription_damaged_total{{subscription="plain"}} {float(len(gone))}\n' in metrics
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-        logged = [one for one in lines if one["message"] == "records are damaged on disk"]
-        places = [(one["topic"], one["partition"], one["first_offset"], one["next_offset"]) for one in logged]
-        assert sorted(places) == [(TOPIC, 0, one.start, one.stop) for one in lost]
+        logged = [line for line in lines if line["message"] == "records are damaged on disk"]
+        places = [(entry["topic"], entry["partition"], entry["first_offset"], entry["next_offset"]) for entry in logged]
+        assert sorted(places) == [(TOPIC, 0, lost_range.start, lost_range.stop) for lost_range in lost]
         assert server.stop() == 0
 
 
@@ -212,8 +214,10 @@ def test_the_scrub_finds_damage_in_unread_batches(tmp_path: Path) -> None:
         lost = [harm(first, flip_payload), harm(second, flip_base_offset)]
         wait_for_damage(server, len(lost))
         checked = millstream("doctor", "--json")
-        details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
-        assert details == [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        details = [finding["detail"] for finding in checked.document["findings"] if finding["check"] == "damage"]
+        assert details == [
+            f"{TOPIC}-0: the disk lost the offsets {lost_range.start} to {lost_range.stop - 1}" for lost_range in lost
+        ]
         # Repaired data is served again.
         harm(first, flip_payload)
         wait_for_damage(server, 1)

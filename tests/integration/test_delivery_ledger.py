@@ -100,9 +100,9 @@ async def _deliver(server: Server, topic: str, name: str) -> None:
 
 def _state(command: CommandLine, position: str, name: str) -> str:
     (found,) = [
-        one
-        for one in command("message", "trace", position, "--json").document["subscriptions"]
-        if one["subscription"] == name
+        subscription
+        for subscription in command("message", "trace", position, "--json").document["subscriptions"]
+        if subscription["subscription"] == name
     ]
     return str(found["state"])
 
@@ -133,26 +133,26 @@ def test_a_ledger_is_landed_once_and_tampering_is_detected_in_spark(
     windows = sum(batch.num_rows for batch in table.events()) - events
     assert 0 < windows < 10
     rows = [row for batch in table.events() for row in batch.to_pylist() if row["subscription"] == name]
-    keys = [(one["sequence"], one["row"]) for one in rows]
+    keys = [(row["sequence"], row["row"]) for row in rows]
     assert len(keys) == len(set(keys))
-    (retried,) = [one for one in rows if one["kind"] == "acquired" and one["attempt"] == 2]
+    (retried,) = [row for row in rows if row["kind"] == "acquired" and row["attempt"] == 2]
     assert (retried["offset"], retried["end_offset"]) == (5, 6)
     assert retried["endpoint"] == retried["worker"].partition("/")[0] != ""
-    (rejected,) = [one for one in rows if one["kind"] == "rejecting"]
+    (rejected,) = [row for row in rows if row["kind"] == "rejecting"]
     assert rejected["reason"] == "not an order"
-    (letter,) = [one for one in rows if one["kind"] == "dead_lettered"]
+    (letter,) = [row for row in rows if row["kind"] == "dead_lettered"]
     assert (letter["offset"], letter["letter_topic"]) == (6, f"{name}-dlq")
-    assert all(one["published"] is not None for one in rows if one["kind"] == "scanned")
+    assert all(row["published"] is not None for row in rows if row["kind"] == "scanned")
 
     # The outcome of a message is tampered with.
-    (changed,) = {one for one in _files(table) if any(kind == "dead_lettered" for kind in _kinds(one))}
+    (changed,) = {file for file in _files(table) if any(kind == "dead_lettered" for kind in _kinds(file))}
     content = pq.read_table(changed).to_pylist()
-    for one in content:
-        one["kind"] = "accepted" if one["kind"] == "dead_lettered" else one["kind"]
+    for content_row in content:
+        content_row["kind"] = "accepted" if content_row["kind"] == "dead_lettered" else content_row["kind"]
     pq.write_table(pa.Table.from_pylist(content, schema=pq.read_schema(changed)), changed)
     tampered = job.audit([name])
     assert not tampered.adds_up
-    assert [(one.kind, os.path.basename(one.path)) for one in tampered.damage] == [("changed", changed.name)]
+    assert [(damage.kind, os.path.basename(damage.path)) for damage in tampered.damage] == [("changed", changed.name)]
 
 
 def _files(table: Any) -> list[Path]:
@@ -184,14 +184,14 @@ def test_the_views_agree_in_duckdb_and_in_spark(
     duckdb_views(connection, lake)
     spark_views(spark, lake)
     selected = "outcome, attempts, published IS NOT NULL AS dated, first_delivery IS NOT NULL AS delivered"
-    one = f'SELECT "offset", {selected} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
-    found = [tuple(row) for row in connection.sql(one).fetchall()]
+    query = f'SELECT "offset", {selected} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
+    found = [tuple(row) for row in connection.sql(query).fetchall()]
     assert found == [
         (0, "accepted", 1, True, True),
         (1, "unfinished", 1, True, True),
         (2, "unfinished", 0, True, False),
     ]
-    assert [tuple(row) for row in spark.sql(one.replace('"', "`")).collect()] == found
+    assert [tuple(row) for row in spark.sql(query.replace('"', "`")).collect()] == found
     tried = f"SELECT deliveries FROM ledger_messages WHERE subscription = '{name}' AND \"offset\" = 1"
     ((attempts,),) = connection.sql(tried).fetchall()
     assert [attempt["kind"] for attempt in attempts] == ["acquired", "released"]
@@ -235,7 +235,7 @@ def test_a_trace_continues_in_the_table_and_finds_ids(
     live = command("message", "trace", f"{topic}/0/0", "--json").document
     # As a restarted node responds: it knows that the message is done, but not how.
     forgotten = {"events": [], "state": "done", "attempts": 0, "ended_ms": 0, "is_complete": False, "unknown": "it"}
-    document = {**live, "subscriptions": [{**one, **forgotten} for one in live["subscriptions"]]}
+    document = {**live, "subscriptions": [{**subscription, **forgotten} for subscription in live["subscriptions"]]}
     history = subprocess.run(
         [sys.executable, "-m", "millstream.pipelines.jobs.ledger.history", lake],
         input=json.dumps(document),
@@ -251,7 +251,7 @@ def test_a_trace_continues_in_the_table_and_finds_ids(
     assert command(*create).code == 0
     try:
         over_http = httpx.get(f"http://{server.http}/v1/topics/{topic}/partitions/0/messages/0/trace", timeout=WAIT_S)
-        assert [one["state"] for one in over_http.json()["subscriptions"]] == ["accepted"]
+        assert [subscription["state"] for subscription in over_http.json()["subscriptions"]] == ["accepted"]
         # The subscription is deleted, and the table still has it.
         assert command("subscription", "delete", name, "--force", "--yes").code == 0
         found = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
@@ -303,8 +303,8 @@ def test_a_finding_of_the_daily_audit_stays_a_metric_until_it_is_resolved(
         board = PipelineBoard(lambda: [job._pipeline])
         board.take([PipelineReport(name="ledger", state="running", levels=tally.levels)])
         documents = [
-            {**asdict(one), "samples": [(value, dict(labels)) for value, labels in one.samples]}
-            for one in board.metrics()
+            {**asdict(metric), "samples": [(value, dict(labels)) for value, labels in metric.samples]}
+            for metric in board.metrics()
         ]
         return render_metrics(documents, "")[0].decode()
 
@@ -343,7 +343,7 @@ def test_offsets_that_the_disk_lost_are_findings(start_server: Callable[..., Ser
     from millstream.pipelines.jobs.ledger.audit import CLASSES
 
     report = job_without_spark(server, tmp_path).audit(["billing"])
-    (unreadable,) = [one for one in report.findings if one["kind"] == "unreadable"]
+    (unreadable,) = [finding for finding in report.findings if finding["kind"] == "unreadable"]
     assert (unreadable["topic"], unreadable["start"], unreadable["end"]) == ("orders", 0, 10)
     assert "disk" in unreadable["detail"]
     row = _row(report, "billing")
@@ -371,8 +371,8 @@ def test_lost_events_are_findings_and_do_not_stop_the_ledger(
         file.write(b"\xff\xff\xff")
     server.start()
     report = job_without_spark(server, tmp_path).audit(None)
-    lost = [one for one in report.findings if one["kind"] == "unreadable" and "subscription" not in one]
-    assert [(one["start"], "disk" in one["detail"]) for one in lost] == [(0, True)], report.findings
+    lost = [finding for finding in report.findings if finding["kind"] == "unreadable" and "subscription" not in finding]
+    assert [(finding["start"], "disk" in finding["detail"]) for finding in lost] == [(0, True)], report.findings
     assert not report.adds_up
 
 
@@ -401,7 +401,7 @@ def test_a_damaged_table_is_reported_and_landing_continues(
     gone.unlink()
     cut.write_bytes(kept[cut][:100])
     report = local_job.audit([name])
-    assert {(one.kind, os.path.basename(one.path)) for one in report.damage} == {
+    assert {(damage.kind, os.path.basename(damage.path)) for damage in report.damage} == {
         ("missing", gone.name),
         ("changed", cut.name),
     }
@@ -425,8 +425,8 @@ def test_a_damaged_table_is_reported_and_landing_continues(
     (damage,) = unread.damage
     assert not unread.is_counted
     assert (damage.kind, damage.path, damage.problem) == ("missing", f"_delta_log/{2:020}.json", "the commit is gone")
-    for one in (local_job, often()):
-        stuck = one.step()
+    for ledger_job in (local_job, often()):
+        stuck = ledger_job.step()
         assert stuck.lag > 0
         assert stuck.levels == {"audit_faults": 1}
     refused = command.process("audit", "--lake", local_job._lake)

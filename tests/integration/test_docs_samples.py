@@ -347,7 +347,7 @@ def test_the_guides_of_backup_restore_and_upgrade_work_as_written(tmp_path: Path
 
         def follow(guide: Path, start: str) -> str:
             """Run the sample that starts with these words."""
-            (sample,) = (one for one in samples_of(guide) if one.text.startswith(start))
+            (sample,) = (sample for sample in samples_of(guide) if sample.text.startswith(start))
             text = re.sub("|".join(map(re.escape, here)), lambda found: here[found[0]], sample.text)
             output = ""
             for line in text.splitlines():
@@ -375,7 +375,7 @@ def test_the_guides_of_backup_restore_and_upgrade_work_as_written(tmp_path: Path
 
 
 def has_samples(page: Path, use: str = "") -> bool:
-    return any(one.is_run and (one.use == "spark") == (use == "spark") for one in samples_of(page))
+    return any(sample.is_run and (sample.use == "spark") == (use == "spark") for sample in samples_of(page))
 
 
 def test_every_guide_for_one_node_is_followed() -> None:
@@ -419,7 +419,7 @@ def test_samples_run_in_spark(spark: SparkSession, reader: Reader) -> None:
     for page in (page for page in PAGES if has_samples(page, "spark")):
         names = reader.begin(spark=spark)
         asyncio.run(reader.prepare(page.name))
-        for sample in (one for one in samples_of(page) if one.use == "spark"):
+        for sample in (sample for sample in samples_of(page) if sample.use == "spark"):
             before = list(names.values())
             asyncio.run(reader.execute(sample))
             for frame in [value for value in names.values() if isinstance(value, DataFrame)]:

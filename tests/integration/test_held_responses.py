@@ -76,10 +76,10 @@ class Proxy:
         try:
             await asyncio.wait(pumps)
         finally:
-            for one in (writer, there[1]):
-                one.close()
+            for stream in (writer, there[1]):
+                stream.close()
                 with suppress(ConnectionError):
-                    await one.wait_closed()
+                    await stream.wait_closed()
             self._open -= 1
 
     async def _to_broker(

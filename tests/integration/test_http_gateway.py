@@ -91,7 +91,7 @@ def test_a_batch_holds_texts_json_bytes_and_nothing(http: httpx.Client, topic: s
         f"/topics/{topic}/messages", content=json.dumps({"messages": messages}), headers={"content-type": MESSAGES}
     )
     assert response.status_code == 201
-    assert [one["offset"] for one in response.json()["messages"]] == [0, 1, 2, 3]
+    assert [message["offset"] for message in response.json()["messages"]] == [0, 1, 2, 3]
     assert response.json()["messages"][2]["id"] == "m-1"
     first, second, third, fourth = (stored(http, topic, offset) for offset in range(4))
     assert (first["json"], first["key"]) == ({"total": 7}, "k")
@@ -133,7 +133,7 @@ def test_a_duplicate_publish_is_reported_and_not_stored_again(http: httpx.Client
         return http.post(path, content=b"x", headers={"message-id": message_id})
 
     first, again, other = once("a"), once("a"), once("b")
-    assert [one.status_code for one in (first, again, other)] == [201, 200, 201]
+    assert [response.status_code for response in (first, again, other)] == [201, 200, 201]
     assert again.json() == {**first.json(), "duplicate": True}
     assert other.json()["offset"] == first.json()["offset"] + 1
     assert http.post(f"/topics/{topic}/messages?deduplicate=true", content=b"x").status_code == 422
@@ -146,7 +146,7 @@ def test_an_old_lease_does_not_settle_a_newer_one_of_the_same_worker(http: httpx
     assert settle(http, name, release=[{"lease": old["lease"], "delay_ms": 0}])["failed"] == 0
     (new,) = pull(http, name, worker="one")
     reported = settle(http, name, accept=[old["lease"], new["lease"]])
-    assert [one.get("status", 200) for one in reported["results"]] == [409, 200]
+    assert [result.get("status", 200) for result in reported["results"]] == [409, 200]
 
 
 def test_messages_are_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
@@ -170,7 +170,9 @@ def test_messages_are_released_rejected_and_extended(http: httpx.Client, topic: 
     assert (back["value"], back["id"], back["offset"]) == ("never", never["id"], never["offset"])
     assert back["attempt"] == 1
     assert http.post(f"/dead-letters/{name}/purge", json={}).json()["done"] == 0
-    assert topic in {one["topic"].removesuffix(".dead") for one in http.get("/dead-letters").json()["dead_letters"]}
+    assert topic in {
+        letter["topic"].removesuffix(".dead") for letter in http.get("/dead-letters").json()["dead_letters"]
+    }
 
 
 def test_nothing_is_lost_by_default(http: httpx.Client, topic: str) -> None:
@@ -205,7 +207,7 @@ def test_every_verb_accepts_a_lease_or_an_object(http: httpx.Client, topic: str)
     verbs = ("accept", "release", "reject", "extend")
     output = {verb: [leases[2 * at], {"lease": leases[2 * at + 1]}] for at, verb in enumerate(verbs)}
     reported = settle(http, name, **output)
-    assert (reported["failed"], [one["lease"] for one in reported["results"]]) == (0, leases)
+    assert (reported["failed"], [result["lease"] for result in reported["results"]]) == (0, leases)
 
 
 def test_open_letters_are_deleted_only_with_force(http: httpx.Client, topic: str) -> None:
@@ -356,7 +358,7 @@ def test_topics_over_http(http: httpx.Client, topic: str) -> None:
     assert changed.json() == {**described, "notes": [moved]}
     assert (len(described["partitions"]), described["owner"]) == (3, "shop")
     assert described["overrides"]["retention.ms"] == "60000"
-    assert topic in {one["topic"] for one in http.get("/topics").json()["topics"]}
+    assert topic in {topic["topic"] for topic in http.get("/topics").json()["topics"]}
     deleted = http.delete(f"/topics/{topic}")
     assert (deleted.status_code, deleted.json()) == (200, {"topic": topic, "notes": []})
     assert http.get(f"/topics/{topic}").status_code == 404
@@ -378,7 +380,7 @@ def test_subscriptions_over_http(http: httpx.Client, topic: str) -> None:
     assert len(response.json()["messages"]) == 1
     moved = http.post(f"{path}/seek", json={"to": "start"})
     assert moved.json()["queues"] == [{"topic": topic, "partition": 0, "offset": 0}]
-    assert name in {one["subscription"] for one in http.get("/subscriptions").json()["subscriptions"]}
+    assert name in {subscription["subscription"] for subscription in http.get("/subscriptions").json()["subscriptions"]}
     (note,) = http.delete(f"/topics/{topic}").json()["notes"]
     assert note == f"Subscription {name} reads {topic}, of which 1 message is not delivered yet."
     assert http.delete(path).status_code == 204
@@ -391,12 +393,12 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
     moved = http.post(f"/groups/{group}/reset", json={"to": "end", "topics": [topic]})
     assert moved.json()["offsets"] == [{"topic": topic, "partition": 0, "before": None, "after": 1}]
     assert http.get(f"/groups/{group}").json()["lag"] == 0
-    assert group in {one["group"] for one in http.get("/groups").json()["groups"]}
+    assert group in {group["group"] for group in http.get("/groups").json()["groups"]}
     assert http.delete(f"/groups/{group}").status_code == 204
     assert http.get(f"/groups/{group}").status_code == 404
     assert len(http.get("/cluster").json()["nodes"]) == 1
     clients = http.get("/clients?interval_ms=0&all=true").json()["clients"]
-    assert "millstream-gateway" in {one["client_id"] for one in clients}
+    assert "millstream-gateway" in {client["client_id"] for client in clients}
     assert isinstance(http.get("/transactions").json()["transactions"], list)
     assert http.get("/transactions?state=Nonsense").status_code == 422
     assert http.get("/transactions/nobody").status_code == 404
@@ -483,8 +485,8 @@ def test_stalled_bodies_block_neither_health_nor_others(server: Server, http: ht
     head = f"POST /v1/topics/{topic}/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nx".encode()
     with ExitStack() as stalled:
         for _ in range(stalled_number):
-            one = stalled.enter_context(socket.create_connection((address[0], int(address[1])), PATIENCE_S))
-            one.sendall(head)
+            connection = stalled.enter_context(socket.create_connection((address[0], int(address[1])), PATIENCE_S))
+            connection.sendall(head)
         for path in ("/healthz", "/readyz"):
             response = httpx.get(f"http://{server.http}{path}", timeout=PATIENCE_S)
             assert response.status_code == 200, response.text
@@ -528,8 +530,8 @@ def gateway_peak_bytes(server: Server) -> int:
 def produce_batches(server: Server, topic: str, batches: list[bytes]) -> None:
     async def produce() -> None:
         async with Client.connect(server.kafka, client_id="test", timeout_s=PATIENCE_S) as client:
-            for one in batches:
-                await client.produce(topic, 0, one)
+            for batch in batches:
+                await client.produce(topic, 0, batch)
 
     asyncio.run(produce())
 
@@ -549,7 +551,7 @@ def test_large_decompressed_batches_stay_within_the_memory_of_the_gateway(
         with ThreadPoolExecutor(3) as pool:
             # One message each, not the whole batch; the one of 120 MiB is not sent over HTTP at all.
             pulls = [pool.submit(pull, http, name, max=1) for _ in range(3)]
-            pulled = [message for one in pulls for message in one.result()]
+            pulled = [message for pull in pulls for message in pull.result()]
         assert sorted(message["offset"] for message in pulled) == [0, 3, 4]
         # More are leased than fit into the requested bytes; the rest is returned, and counts as not delivered.
         (again,) = pull(http, name, max=50, max_bytes=MIB)

@@ -62,13 +62,13 @@ def test_an_oversized_header_is_refused_as_documented(server: Server) -> None:
 
 def test_the_page_names_every_route_once() -> None:
     document = openapi_document(ROUTES)
-    operations = [one for path in document["paths"].values() for one in path.values()]
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert len(operations) == len(ROUTES)
-    assert len({one["operationId"] for one in operations}) == len(ROUTES)
+    assert len({operation["operationId"] for operation in operations}) == len(ROUTES)
 
 
 def test_descriptions_are_plain_paragraphs() -> None:
     schemas = openapi_document(ROUTES)["components"]["schemas"].values()
-    described = [one["description"] for one in schemas if "description" in one]
+    described = [schema["description"] for schema in schemas if "description" in schema]
     assert len(described) > 50
     assert [text for text in described if "\n" in text or "  " in text] == []

@@ -178,7 +178,9 @@ async def test_a_recreated_user_is_accepted_at_once(locked: Locked, admin: Clien
                 if attempt % 2
                 else [publish(client, "carl-orders"), client.get("/v1/topics")]
             )
-            assert [one.is_success for one in responses] == [True, True], [one.text for one in responses]
+            assert [response.is_success for response in responses] == [True, True], [
+                response.text for response in responses
+            ]
             await delete_user(admin, "carl")
 
 
@@ -308,9 +310,9 @@ def test_names_of_others_are_not_revealed(locked: Locked) -> None:
     with locked.client(ADMIN) as admin, locked.client(ALICE) as alice:
         assert publish(admin, "hidden-http").status_code == 201
         assert publish(alice, "alice-seen").status_code == 201
-        topics = [one["topic"] for one in alice.get("/v1/topics").json()["topics"]]
+        topics = [topic["topic"] for topic in alice.get("/v1/topics").json()["topics"]]
         assert "alice-seen" in topics
-        assert not [one for one in topics if not one.startswith(("alice", "shared"))]
+        assert not [topic for topic in topics if not topic.startswith(("alice", "shared"))]
         exists, missing = (alice.get(f"/v1/topics/{name}") for name in ("hidden-http", "absent-http"))
         assert exists.status_code == missing.status_code
         assert exists.json()["detail"].replace("hidden-http", "N") == missing.json()["detail"].replace(
@@ -384,7 +386,7 @@ async def test_a_subscription_reveals_neither_its_topics_nor_its_settings(locked
                 assert "hidden-" not in eve.get(path).text
         listed = eve.get("/v1/dead-letters").json()["dead_letters"]
         # The right to alter settings is also the right to see them.
-        assert [one["subscriptions"] for one in listed] == [["seen-altered"]]
+        assert [group["subscriptions"] for group in listed] == [["seen-altered"]]
         assert "hidden-dead" in eve.get("/v1/subscriptions/seen-altered").text
         everything = "User:eve may not read every topic of the subscription"
         for path, body in {
@@ -457,8 +459,8 @@ async def test_groups_are_listed_without_numbers_to_those_who_may_not_describe_t
     with locked.client(oper) as client:
         listed = client.get("/v1/groups")
         assert listed.status_code == 200, listed.text
-        (one,) = [one for one in listed.json()["groups"] if one["group"] == "closed-group"]
-        assert (one["members"], one["lag"]) == (None, None)
+        (group,) = [group for group in listed.json()["groups"] if group["group"] == "closed-group"]
+        assert (group["members"], group["lag"]) == (None, None)
 
 
 LISTS = {
@@ -524,7 +526,7 @@ def test_no_route_has_an_effect_without_permission(locked: Locked) -> None:
             given = {"json": body_of(method, path, message["lease"])} if method in ("POST", "PATCH") else {}
             response = eve.request(method, f"/v1{path.format_map(PATH)}", **given)
             if path.startswith("/subscriptions") and path.endswith(":settle"):
-                assert [one["status"] for one in response.json()["results"]] == [403]
+                assert [result["status"] for result in response.json()["results"]] == [403]
                 continue
             # A topic that a caller may not describe does not exist for it.
             expected = 404 if path == "/hanging-transactions" else 403
@@ -681,7 +683,7 @@ async def test_concurrent_publishers_are_kept_separate(locked: Locked) -> None:
             return response.status_code
 
         calls = [(who, topic) for who in (ALICE, BOB) for topic in ("alice-mixed", "bob-mixed", "shared-mixed")] * 20
-        results = await asyncio.gather(*(send(*one) for one in calls))
+        results = await asyncio.gather(*(send(*call) for call in calls))
     for (who, topic), status in zip(calls, results, strict=True):
         assert status == (201 if topic.startswith((who[0], "shared")) else 403), (who, topic)
 

@@ -68,7 +68,7 @@ class Jobs:
     def runs(self, name: str) -> list[dict[str, Any]]:
         """The runs of a job, the oldest first."""
         found = self.run("pipeline", "runs", f"{self.topic}-{name}", "--json").document["runs"]
-        return sorted(found, key=lambda one: one["run"])
+        return sorted(found, key=lambda run: run["run"])
 
     def copied(self, name: str) -> Counter[int]:
         return Counter(map(int, committed_messages(self.brokers, f"{self.topic}-{name}")))
@@ -108,7 +108,7 @@ def test_a_node_dies_during_a_run_and_at_a_scheduled_time(
         jobs.brokers = ",".join(cluster[number].kafka for number in others)
         jobs.publish(500)
         wait_until(
-            lambda: any(one["scheduled_ms"] >= tick_ms and one["state"] == "succeeded" for one in jobs.runs("tick"))
+            lambda: any(run["scheduled_ms"] >= tick_ms and run["state"] == "succeeded" for run in jobs.runs("tick"))
         )
         wait_until(lambda: jobs.has_all("tick"))
         wait_until(lambda: jobs.runs("slow")[0]["state"] != "running")
@@ -118,7 +118,7 @@ def test_a_node_dies_during_a_run_and_at_a_scheduled_time(
         assert slow["node"] in others
         assert jobs.copied("slow") == Counter(range(500)), "a later attempt wrote what an earlier one had committed"
         jobs.run("pipeline", "stop", f"{topic}-tick")
-        ticks = [one["scheduled_ms"] for one in jobs.runs("tick")]
+        ticks = [run["scheduled_ms"] for run in jobs.runs("tick")]
         assert len(ticks) == len(set(ticks)), "a time was run twice"
         assert all(time_ms % MINUTE_MS == 0 for time_ms in ticks)
         assert jobs.copied("tick") == Counter(range(1000))

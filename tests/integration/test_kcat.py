@@ -26,8 +26,8 @@ def test_produce_consume_and_list(server: Server, topic: str) -> None:
     kcat(server, "-P", "-t", topic, "-K:", given=lines)
     assert kcat(server, "-C", "-t", topic, "-o", "beginning", "-e", "-q", "-K:") == lines
     listed = json.loads(kcat(server, "-L", "-J"))
-    assert topic in [each["topic"] for each in listed["topics"]]
-    assert [each["name"] for each in listed["brokers"]] == [server.kafka]
+    assert topic in [topic["topic"] for topic in listed["topics"]]
+    assert [broker["name"] for broker in listed["brokers"]] == [server.kafka]
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])

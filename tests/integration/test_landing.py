@@ -393,7 +393,11 @@ def test_files_of_a_failed_batch_are_deleted(setup: LandingSetup, topic: str, mo
     job = setup.job(topics=topic)
     with monkeypatch.context() as patched:
         patched.setattr(land, "LandTasks", Failing)
-        patched.setattr(job, "_tasks", lambda batches: [[one] for batch in batches for one in batch.topic_ranges()])
+        patched.setattr(
+            job,
+            "_tasks",
+            lambda batches: [[offset_range] for batch in batches for offset_range in batch.topic_ranges()],
+        )
         with pytest.raises(Exception, match="No space left"):
             job.step()
     assert not list(lake.rglob("*.parquet"))
@@ -661,7 +665,7 @@ def test_common_readers_read_the_table(setup: LandingSetup, topic: str) -> None:
     with duckdb.connect() as database:
         database.register("landed", landed)
         assert database.execute("select sum(id), max(buyer.name) from landed").fetchone() == (45, "n9")
-    (recipe,) = (one for one in samples_of(LAKE_PAGE) if one.use == "spark")
+    (recipe,) = (sample for sample in samples_of(LAKE_PAGE) if sample.use == "spark")
     made: dict[str, Any] = {}
     exec(recipe.text.replace("/lake/orders", url), made)
     assert [made[name].selectExpr("sum(id)").collect()[0][0] for name in ("files", "small")] == [45, 45]

@@ -181,7 +181,11 @@ class LongTrial:
                 self.server.restart(clean=False)
                 self._note("broker")
                 continue
-            workers = [one for one in descendants(process.pid) if "pyspark.daemon" in " ".join(command_of(one))]
+            workers = [
+                descendant
+                for descendant in descendants(process.pid)
+                if "pyspark.daemon" in " ".join(command_of(descendant))
+            ]
             if workers:
                 with suppress(psutil.NoSuchProcess):
                     self._random.choice(workers).kill()
@@ -210,10 +214,14 @@ class LongTrial:
         elif process.poll() is not None:
             self._note("ended by what was killed before")
         elif self._random.random() < 0.4:
-            java = [one for one in descendants(process.pid) if command_of(one)[:1] and "java" in command_of(one)[0]]
-            for one in java:
+            java = [
+                descendant
+                for descendant in descendants(process.pid)
+                if command_of(descendant)[:1] and "java" in command_of(descendant)[0]
+            ]
+            for java_process in java:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    java_process.kill()
             self._note("JVM")
         else:
             self._note("driver")
@@ -262,7 +270,7 @@ class LongTrial:
             odd = [value for _, _, value in published[name] if b'"no number"' in value or b"no JSON" in value]
             assert sorted(value for _, _, value in refused) == sorted(odd)
             self._check_columns(name)
-        for name in (*self.decoded, *self.raw, *(f"{one}__quarantine" for one in self.decoded)):
+        for name in (*self.decoded, *self.raw, *(f"{table}__quarantine" for table in self.decoded)):
             self._check_readers(name)
 
     def _table(self, name: str) -> deltalake.DeltaTable:

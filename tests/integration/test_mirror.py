@@ -111,7 +111,7 @@ def commit(brokers: str, group: str, offset: TopicPartition) -> None:
 def committed(site: CommandLine, group: str) -> list[int]:
     """Return the committed offsets of a group in the partitions of its only topic."""
     found = site("group", "describe", group, "--json")
-    offsets = [one["committed"] for one in found.document["offsets"]] if found.code == 0 else []
+    offsets = [offset["committed"] for offset in found.document["offsets"]] if found.code == 0 else []
     return [offset for offset in offsets if offset is not None]
 
 
@@ -126,8 +126,8 @@ def caught_up(berlin: CommandLine, name: str, topic: str, paris: CommandLine) ->
     copy = berlin("topic", "describe", topic, "--json")
     if copy.code != 0:
         return False
-    ends = [(one["partition"], one["end"]) for one in original["partitions"]]
-    return ends == [(one["partition"], one["end"]) for one in copy.document["partitions"]]
+    ends = [(partition["partition"], partition["end"]) for partition in original["partitions"]]
+    return ends == [(partition["partition"], partition["end"]) for partition in copy.document["partitions"]]
 
 
 def ids_of(site: CommandLine, topics: Iterable[str]) -> list[UUID]:
@@ -146,8 +146,12 @@ def check_repeated(
     """Repeat a reverse whose response was lost: it names the same records, and none copied since."""
     settings = described(site, mirror)["overrides"]
     asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=topic_ids)
-    found = [(one.topic, one.start, one.end) for one in adopt(site, asked).removed]
-    assert found == [(one["topic"], one["start"], one["end"]) for one in removed]
+    found = [
+        (removed_range.topic, removed_range.start, removed_range.end) for removed_range in adopt(site, asked).removed
+    ]
+    assert found == [
+        (removed_range["topic"], removed_range["start"], removed_range["end"]) for removed_range in removed
+    ]
 
 
 def check_refused(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str) -> None:
@@ -156,7 +160,7 @@ def check_refused(paris: CommandLine, berlin: CommandLine, mirror: str, topic: s
         unreached = berlin("mirror", "reverse", mirror, "--address", address)
         assert f"does not reach this cluster at {address}" in unreached.err
     assert "choose another topic" in berlin("mirror", "reverse", mirror, "--save-to", topic).err
-    assert mirror not in {one["mirror"] for one in paris("mirror", "list", "--json").document["mirrors"]}
+    assert mirror not in {listing["mirror"] for listing in paris("mirror", "list", "--json").document["mirrors"]}
 
 
 def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
@@ -200,12 +204,14 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
     assert name in refused.err, refused.err
 
     report = berlin("mirror", "failover", name, "--json").document
-    assert [one["missing"] for one in report["partitions"]] == [0, 0, 0]
+    assert [partition["missing"] for partition in report["partitions"]] == [0, 0, 0]
     again = berlin("mirror", "failover", name, "--json").document
-    assert [one["offset"] for one in again["partitions"]] == [one["offset"] for one in report["partitions"]]
+    assert [partition["offset"] for partition in again["partitions"]] == [
+        partition["offset"] for partition in report["partitions"]
+    ]
     publish(berlin.brokers, topic, ["mine"])
     assert len(read(berlin.brokers, topic, 601)) == 601
-    epochs = {one["epoch"] for one in report["partitions"]}
+    epochs = {partition["epoch"] for partition in report["partitions"]}
     assert min(epochs) > 0
     assert berlin("mirror", "delete", name, "--force").code == 0
 
@@ -253,7 +259,7 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
     commit(paris.brokers, f"{topic}-group", TopicPartition(topic, 0, 1))
     cut = berlin("mirror", "cutover", mirror, "--topics", topic, "--idle", "0", "--yes", "--json")
     assert cut.code == 0, cut.err
-    assert [one["offset"] for one in cut.document["partitions"]] == [2]
+    assert [partition["offset"] for partition in cut.document["partitions"]] == [2]
     assert committed(berlin, f"{topic}-group") == [1]
     assert described(berlin, mirror)["topics"] == [stuck]
     assert berlin("mirror", "failover", mirror).code == 0
@@ -284,7 +290,7 @@ def test_nothing_of_a_recreated_topic_is_copied_into_the_copy_of_the_old_one(
         publish(paris.brokers, name, ["t1"])
     mirror = mirrored(paris, berlin, topic, *(("--rename", prefix) if prefix else ()))
     commit(paris.brokers, group, TopicPartition(topic, 0, 0))
-    wait_until(lambda: all(values_in(berlin, one) == ["t1"] for one in (copy, prefix + other)))
+    wait_until(lambda: all(values_in(berlin, copied_topic) == ["t1"] for copied_topic in (copy, prefix + other)))
     wait_until(lambda: committed(berlin, group) == [0])
     recreate(paris, topic, ["t2", "t3", "t4"])
     commit(paris.brokers, group, TopicPartition(topic, 0, 1))
@@ -294,7 +300,7 @@ def test_nothing_of_a_recreated_topic_is_copied_into_the_copy_of_the_old_one(
     wait_until(lambda: committed(berlin, f"{group}-2") == [1])
     assert committed(berlin, group) == [0]
     assert values_in(berlin, copy) == ["t1"]
-    assert [one["topic"] for one in described(berlin, mirror)["partitions"] if one["error"]] == [copy]
+    assert [partition["topic"] for partition in described(berlin, mirror)["partitions"] if partition["error"]] == [copy]
     assert f'millstream_mirror_failing{{mirror="{mirror}"}} 1.0' in sites.berlin.metrics()
     assert berlin("topic", "delete", copy, "--yes").code == 0
     wait_until(lambda: values_in(berlin, copy) == ["t2", "t3", "t4"])
@@ -318,7 +324,7 @@ def test_a_switch_refuses_and_a_reverse_names_a_topic_that_was_recreated(
     publish(paris.brokers, other, ["t2"])
     wait_until(lambda: values_in(berlin, other) == ["t1", "t2"])
     report = berlin("mirror", "failover", mirror, "--json").document
-    cuts = {one["topic"]: (one["offset"], one["missing"]) for one in report["partitions"]}
+    cuts = {partition["topic"]: (partition["offset"], partition["missing"]) for partition in report["partitions"]}
     assert cuts == {topic: (1, None), other: (2, 0)}
     assert f"{topic} was deleted at the source and created again" in report["source_error"]
     reversal = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
@@ -361,7 +367,7 @@ def transform(brokers: str, group: str, source: str, target: str, count: int, un
     consumer.assign([TopicPartition(source, 0, position)])
     try:
         while position < until:
-            messages = [one for one in consumer.consume(count, 0.2) if one.error() is None]
+            messages = [message for message in consumer.consume(count, 0.2) if message.error() is None]
             if messages:
                 producer.begin_transaction()
                 for message in messages:
@@ -382,8 +388,8 @@ def test_an_application_repeats_no_transaction_after_an_unplanned_failover(
     sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     source, target, group = f"{topic}-in", f"{topic}-out", f"{topic}-group"
-    for one in (source, target):
-        paris("topic", "create", one)
+    for site_topic in (source, target):
+        paris("topic", "create", site_topic)
     name = mirrored(paris, berlin, topic)
     values = [f"{number:04}" for number in range(2000)]
     publish(paris.brokers, source, values)
@@ -449,8 +455,8 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     assert taken.code == 0, taken.err
     # Another worker releases two messages, which have then failed once, and rejects one, which becomes a dead letter.
     failing = ("subscription", "pull", f"{topic}-failing", "--wait", "20", "--json", "-n")
-    assert [one["attempt"] for one in paris(*failing, "2", "--release").documents] == [1, 1]
-    assert [one["value"] for one in paris(*failing, "1", "--reject", "bad").documents] == ["a"]
+    assert [document["attempt"] for document in paris(*failing, "2", "--release").documents] == [1, 1]
+    assert [document["value"] for document in paris(*failing, "1", "--reject", "bad").documents] == ["a"]
 
     wait_until(lambda: caught_up(berlin, mirror, topic, paris))
     wait_until(lambda: caught_up(berlin, mirror, other, paris))
@@ -466,17 +472,17 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     report = berlin("mirror", "failover", mirror, "--json").document
     repeated = berlin("mirror", "failover", mirror, "--json").document
     for shown in (report, repeated):
-        aborted = {one["topic"]: one["aborted"] for one in shown["partitions"]}
+        aborted = {partition["topic"]: partition["aborted"] for partition in shown["partitions"]}
         assert (aborted[topic], aborted[other]) == (2, 2)
-    assert {one["dropped"] for one in repeated["partitions"]} == {None}
+    assert {partition["dropped"] for partition in repeated["partitions"]} == {None}
     publish(berlin.brokers, topic, ["d"])
     assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
     # Messages accepted in paris are not redelivered, and new ones do not count as accepted.
     pulled = berlin("subscription", "pull", f"{topic}-workers", "--accept", "--wait", "20", "-n", "2", "--json")
-    assert [one["value"] for one in pulled.documents] == ["c", "d"], pulled.out
+    assert [document["value"] for document in pulled.documents] == ["c", "d"], pulled.out
 
     again = berlin(*failing, "1", "--accept")
-    assert [(one["value"], one["attempt"]) for one in again.documents] == [("b", 2)], again.out + again.err
+    assert [(record["value"], record["attempt"]) for record in again.documents] == [("b", 2)], again.out + again.err
 
     # Paris did not notice, and has records that exist or were committed only there.
     hanging.abort_transaction(PATIENCE_S)
@@ -487,7 +493,7 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
     publish(paris.brokers, topic, ["lost-3"])
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert reversed_.code == 0, reversed_.err
-    named = [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]]
+    named = [(entry["topic"], entry["start"], entry["end"]) for entry in reversed_.document["removed"]]
     (torn,) = [(start, end) for name, start, end in named if name == other]
     assert torn == (cuts[other][0] - 1, cuts[other][0])
     assert next(end for name, _, end in named if name == topic) == cuts[topic][0]
@@ -508,12 +514,16 @@ def backlog_of(site: CommandLine, name: str) -> int:
     shown = site("subscription", "describe", name, "--json")
     assert shown.code == 0, shown.err
     found: int = sum(queue["backlog"] for queue in shown.document["queues"])
-    return found if [one["backlog"] for one in listed if one["subscription"] == name] == [found] else -1
+    return (
+        found
+        if [subscription["backlog"] for subscription in listed if subscription["subscription"] == name] == [found]
+        else -1
+    )
 
 
 def letters_in(site: CommandLine, topic: str) -> int:
     listed = site("dlq", "list", "--json").document["dead_letters"]
-    return sum(one["letters"] for one in listed if one["topic"] == topic)
+    return sum(entry["letters"] for entry in listed if entry["topic"] == topic)
 
 
 @pytest.mark.parametrize("is_tracked", [True, False], ids=["letters redriven at the source", "letters never looked at"])
@@ -556,7 +566,7 @@ def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failo
     assert redriven.code == 0, redriven.err
     assert letters_in(berlin, dead) == 0
     pulled = berlin(*pull, "-n", "5", "--accept")
-    assert sorted(one["value"] for one in pulled.documents) == ["a", "b", "c", "d", "e"]
+    assert sorted(document["value"] for document in pulled.documents) == ["a", "b", "c", "d", "e"]
     # Nothing keeps the topic of the letters any more; a mirror that runs would copy it again.
     assert berlin("mirror", "pause", mirror).code == 0
     assert berlin("topic", "delete", dead, "--yes").code == 0
@@ -605,7 +615,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     assert (in_use.code, f"still writes {topic};" in in_use.err) == (5, True), in_use.err
     assert berlin("mirror", "failover", mirror).code == 0
     pulled = berlin("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
-    assert [one["value"] for one in pulled.documents] == ["c"], pulled.out
+    assert [document["value"] for document in pulled.documents] == ["c"], pulled.out
     assert berlin(*moved).code == 0
     assert committed(berlin, group) == [3]
     kept = berlin("mirror", "delete", mirror, "--yes")
@@ -625,7 +635,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     wait_until(is_restored)
     assert paris("mirror", "failover", mirror).code == 0
     pulled = paris("subscription", "pull", workers, "--accept", "--wait", "20", "-n", "1", "--json")
-    assert [one["value"] for one in pulled.documents] == ["d"], pulled.out
+    assert [document["value"] for document in pulled.documents] == ["d"], pulled.out
     assert paris("mirror", "delete", mirror, "--force").code == 0
 
 
@@ -649,7 +659,11 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     assert berlin("topic", "describe", f"copy-of-paris.{topic}", "--json").document["id"] != original["id"]
     wait_until(lambda: any("not mirrored again" in note for note in described(paris, f"m-{topic}")["notes"]))
     there, here = (
-        {one["topic"] for one in site("topic", "list", "--json").document["topics"] if topic in one["topic"]}
+        {
+            listed_topic["topic"]
+            for listed_topic in site("topic", "list", "--json").document["topics"]
+            if topic in listed_topic["topic"]
+        }
         for site in (paris, berlin)
     )
     both = {f"paris.{topic}", f"berlin.{topic}"}
@@ -715,7 +729,7 @@ def test_topic_changes_are_mirrored_and_reported_over_http_and_in_metrics(
         wait_until(lambda: caught_up(berlin, name, topic, paris))
         wait_until(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0)
         assert http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 0
-        assert name in {one["mirror"] for one in http.get("/v1/mirrors").json()["mirrors"]}
+        assert name in {mirror["mirror"] for mirror in http.get("/v1/mirrors").json()["mirrors"]}
         metrics = sites.berlin.metrics()
         for metric in ("lag", "lag_seconds"):
             labels = f'{{mirror="{name}",partition="2",topic="{topic}"}}'
@@ -726,7 +740,7 @@ def test_topic_changes_are_mirrored_and_reported_over_http_and_in_metrics(
         assert "switch" in refused.text
         assert http.delete(f"/v1/mirrors/{name}").status_code == 409
         report = http.post(f"/v1/mirrors/{name}/failover", json={}).json()
-        assert [one["missing"] for one in report["partitions"]] == [0, 0, 0]
+        assert [partition["missing"] for partition in report["partitions"]] == [0, 0, 0]
         refused = http.delete(f"/v1/mirrors/{name}")
         assert (refused.status_code, "mirror reverse" in refused.text) == (409, True), refused.text
         assert http.delete(f"/v1/mirrors/{name}", params={"force": True}).status_code == 204
@@ -749,7 +763,9 @@ def test_a_source_accepts_writes_again_when_the_new_primary_is_lost(
     assert "taking over" in paris("mirror", "switch", topic).err
     assert "no copies that match nothing" in paris("mirror", "failover", topic, "--topics", "nothing").err
     freed = paris("mirror", "failover", topic, "--topics", topic, "--json").document
-    assert [(one["topic"], one["offset"], one["missing"]) for one in freed["partitions"]] == [(topic, 1, 0)]
+    assert [(partition["topic"], partition["offset"], partition["missing"]) for partition in freed["partitions"]] == [
+        (topic, 1, 0)
+    ]
     assert freed["source_error"] == ""
     publish(paris.brokers, topic, ["after"])
     assert [value for _, _, value in read(paris.brokers, topic, 2)] == ["before", "after"]
@@ -780,8 +796,8 @@ def test_an_interrupted_switch_is_reported_on_both_sides_and_can_be_repeated(
 
     def reports(site: CommandLine, text: str) -> bool:
         listed = site("mirror", "list", "--json").document["mirrors"]
-        found = [one["error"] for one in listed if one["mirror"] == mirror]
-        findings = [one["detail"] for one in site("doctor", "--json").document["findings"]]
+        found = [listed_mirror["error"] for listed_mirror in listed if listed_mirror["mirror"] == mirror]
+        findings = [finding["detail"] for finding in site("doctor", "--json").document["findings"]]
         return len(found) == 1 and text in found[0] and any(found[0] in detail for detail in findings)
 
     again = f"`millstream mirror switch {mirror}`"
@@ -820,7 +836,10 @@ def test_a_switch_includes_topics_failed_over_before(paris: CommandLine, berlin:
     # Paris gives up the records that only it has of one topic; then a switch includes both.
     assert berlin("mirror", "failover", mirror).code == 0
     reversed_ = berlin("mirror", "reverse", mirror, "--json")
-    assert [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]] == [(early, 1, 3)]
+    assert [
+        (removed_range["topic"], removed_range["start"], removed_range["end"])
+        for removed_range in reversed_.document["removed"]
+    ] == [(early, 1, 3)]
     for name in (early, late):
         wait_until(lambda name=name: caught_up(paris, mirror, name, berlin))  # type: ignore[misc]
     assert paris("mirror", "failover", mirror, "--topics", early).code == 0
@@ -828,7 +847,7 @@ def test_a_switch_includes_topics_failed_over_before(paris: CommandLine, berlin:
     wait_until(lambda: described(paris, mirror)["state"] == "running")
     switched = paris("mirror", "switch", mirror, "--json")
     assert switched.code == 0, switched.err
-    assert {one["topic"] for one in switched.document["partitions"]} == {late}
+    assert {partition["topic"] for partition in switched.document["partitions"]} == {late}
     assert switched.document["removed"] == []
     publish(paris.brokers, late, ["c"])
     for name in (early, late):
@@ -871,7 +890,7 @@ def test_offsets_of_groups_without_transactions_are_mirrored_after_a_failover_of
     commit(paris.brokers, plain, TopicPartition(topic, 0, 3))
     wait_until(lambda: committed(berlin, plain) == [3])
     assert committed(berlin, exact) == [1]
-    (note,) = [one for one in described(berlin, mirror)["notes"] if "not mirrored any more" in one]
+    (note,) = [note for note in described(berlin, mirror)["notes"] if "not mirrored any more" in note]
     assert f"({exact}), because of the failover of {output}:" in note
     # A planned failover of the rest leaves it where it was, too.
     commit(paris.brokers, plain, TopicPartition(topic, 0, 1))

@@ -33,14 +33,23 @@ def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
         consumer.subscribe([topic])
         deadline = time.monotonic() + PATIENCE_S
         while len(found) < count and time.monotonic() < deadline:
-            one = consumer.poll(0.5)
-            if one is not None:
-                assert one.error() is None
-                found.append((one.partition(), one.offset(), one.key(), one.value(), one.headers(), one.timestamp()))
+            message = consumer.poll(0.5)
+            if message is not None:
+                assert message.error() is None
+                found.append(
+                    (
+                        message.partition(),
+                        message.offset(),
+                        message.key(),
+                        message.value(),
+                        message.headers(),
+                        message.timestamp(),
+                    )
+                )
     finally:
         consumer.close()
     assert len(found) >= count, f"{len(found)} of {count}"
-    return sorted(found, key=lambda one: one[:2])
+    return sorted(found, key=lambda record: record[:2])
 
 
 def fill(peer: Server) -> int:
@@ -79,11 +88,11 @@ def test_migrated_consumers_miss_and_repeat_nothing(peer: Server, server: Server
 
     def consume(count: int) -> None:
         while len(before) < count:
-            one = consumer.poll(PATIENCE_S)
-            assert one is not None
-            assert one.error() is None
-            before.add((one.partition(), one.offset()))
-            consumer.commit(message=one, asynchronous=False)
+            message = consumer.poll(PATIENCE_S)
+            assert message is not None
+            assert message.error() is None
+            before.add((message.partition(), message.offset()))
+            consumer.commit(message=message, asynchronous=False)
 
     consume(total // 4)
     made = millstream("mirror", "create", "kafka", "--from", peer.kafka, "--topics", "moved.*")
@@ -99,18 +108,18 @@ def test_migrated_consumers_miss_and_repeat_nothing(peer: Server, server: Server
     assert cut.code == 0, cut.err
     assert cut.document["complete"]
     assert read_all(server.kafka, "moved", total) == read_all(peer.kafka, "moved", total)
-    latest = {one[2]: one[3] for one in read_all(peer.kafka, "moved-kept", 100)}
-    assert {one[2]: one[3] for one in read_all(server.kafka, "moved-kept", 100)} == latest
+    latest = {record[2]: record[3] for record in read_all(peer.kafka, "moved-kept", 100)}
+    assert {record[2]: record[3] for record in read_all(server.kafka, "moved-kept", 100)} == latest
 
     consumer = Consumer({"bootstrap.servers": server.kafka, "isolation.level": "read_committed", **settings})
     consumer.subscribe(["moved"])
     after: set[tuple[Any, Any]] = set()
     deadline = time.monotonic() + PATIENCE_S
     while len(after) < total - len(before) and time.monotonic() < deadline:
-        one = consumer.poll(1.0)
-        if one is not None:
-            assert one.error() is None
-            after.add((one.partition(), one.offset()))
+        message = consumer.poll(1.0)
+        if message is not None:
+            assert message.error() is None
+            after.add((message.partition(), message.offset()))
     committed = consumer.committed([TopicPartition("moved", number) for number in range(3)], PATIENCE_S)
     consumer.close()
     assert len(before) + len(after) == total, committed

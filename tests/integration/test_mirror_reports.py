@@ -65,7 +65,7 @@ def described(site: CommandLine, name: str) -> Any:
 
 
 def listed(site: CommandLine, name: str) -> Any:
-    return next(one for one in site("mirror", "list", "--json").document["mirrors"] if one["mirror"] == name)
+    return next(mirror for mirror in site("mirror", "list", "--json").document["mirrors"] if mirror["mirror"] == name)
 
 
 def has(site: CommandLine, topic: str) -> bool:
@@ -116,10 +116,12 @@ def test_a_topic_deleted_at_the_source_stays_known_and_is_named(
     wait_until(is_noted_again)
     assert "retrying" not in states
     failed_over = berlin("mirror", "failover", mirror, "--json").document
-    missing = {(one["topic"], one["missing"]) for one in failed_over["partitions"]}
+    missing = {(partition["topic"], partition["missing"]) for partition in failed_over["partitions"]}
     assert (missing, failed_over["source_error"]) == ({(kept, 0), (gone, None)}, f"{gone} was deleted at the source")
     # Its first new record follows the mark at the cut.
-    cuts = {(one["topic"], one["partition"]): one["offset"] for one in failed_over["partitions"]}
+    cuts = {
+        (partition["topic"], partition["partition"]): partition["offset"] for partition in failed_over["partitions"]
+    }
     published = berlin("publish", kept, "new", "--partition", "1", "--json").document
     assert published["offset"] == cuts[kept, 1] + 1
 
@@ -167,9 +169,9 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         (ResourceType.CLUSTER, CLUSTER_NAME): (Operation.DESCRIBE,),
     }
     rules = frozenset(
-        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:mirror", operation=one)
+        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:mirror", operation=op)
         for (kind, name), operations in rights.items()
-        for one in operations
+        for op in operations
     ) | {may_read("User:guest")}
     declare_security(tmp_path / "data", {"mirror": "mirror-password"}, rules)
     (tmp_path / "password").write_text("mirror-password")

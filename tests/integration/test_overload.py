@@ -36,7 +36,7 @@ async def chaos(server: Server) -> AsyncIterator[Chaos]:
 
 def findings(chaos: Chaos) -> list[str]:
     """The findings without durations, which depend on the machine."""
-    return [each for each in chaos.findings if "waited" not in each]
+    return [finding for finding in chaos.findings if "waited" not in finding]
 
 
 async def test_a_bystander_and_health_are_served_beside_floods(chaos: Chaos, server: Server) -> None:

@@ -91,8 +91,8 @@ async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_dele
 
         async def have_run() -> bool:
             found = [await described(name) for name in ("olga-route", "olga-land")]
-            assert not any(one["parked"] for one in found), found
-            return all(one["report"] and one["report"]["rows"] for one in found)
+            assert not any(status["parked"] for status in found), found
+            return all(status["report"] and status["report"]["rows"] for status in found)
 
         await until_result(have_run)
         assert (await described())["owner"] == "User:olga"
@@ -199,7 +199,7 @@ async def test_a_share_group_writes_no_letters_with_messages_that_its_owner_may_
 
         async def is_decided() -> Any:
             (described,) = await subscriptions.describe([group])
-            return [one for one in described["queues"] if one["refused_letters"] or one["dead_lettered"]]
+            return [queue for queue in described["queues"] if queue["refused_letters"] or queue["dead_lettered"]]
 
         (queue,) = await until_result(is_decided)
         assert (queue["refused_letters"], queue["dead_lettered"]) == (1, 0)
@@ -211,7 +211,7 @@ async def test_a_share_group_writes_no_letters_with_messages_that_its_owner_may_
         await subscriptions.settle(group, "w", received, Verb.REJECT)
 
         async def is_written() -> bool:
-            return any(one["dead_lettered"] for one in await is_decided())
+            return any(queue["dead_lettered"] for queue in await is_decided())
 
         await until_result(is_written)
 
@@ -234,7 +234,7 @@ async def test_push_of_a_deleted_user_is_not_resumed_for_a_new_user_of_that_name
             return (await SubscriptionClient(admin).describe(["rita-hook"]))[0]
 
         async def is_parked() -> bool:
-            return [one["state"] for one in (await described())["push"] or ()] == ["parked"]
+            return [pusher["state"] for pusher in (await described())["push"] or ()] == ["parked"]
 
         await delete_user(admin, "rita")
         await put_user(admin, "rita", PASSWORD)

@@ -199,7 +199,7 @@ async def test_the_topics_of_a_share_group_without_members_need_permission(unaut
     config = AlterableConfig(name=DEAD_LETTER_TOPIC, config_operation=i8(0), value=letters)
     resource = AlterConfigsResource(resource_type=i8(32), resource_name=group, configs=(config,))
     changed = await unauthorized.send(None, IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False))
-    assert [one.error_code for one in changed.responses] == [denied]
+    assert [response.error_code for response in changed.responses] == [denied]
     await remove_acls(admin, [AclFilter(principal="User:unauthorized")])
 
 
@@ -243,9 +243,9 @@ async def test_a_mirror_learns_no_hidden_topic_of_a_subscription(unauthorized: C
     )
     for client, visible in ((admin, [shown, hidden]), (unauthorized, [shown])):
         offered = await request_private(client, None, requested)
-        (both,) = [one for one in offered.subscriptions if one.name == "offer-both"]
+        (both,) = [subscription for subscription in offered.subscriptions if subscription.name == "offer-both"]
         assert (both.topics, {topic_of_start(start) for start in both.starts}) == (visible, set(visible))
-        is_complete = "offer-only-hidden" in {one.name for one in offered.subscriptions}
+        is_complete = "offer-only-hidden" in {subscription.name for subscription in offered.subscriptions}
         assert is_complete == (hidden in visible) == (not offered.has_hidden)
     await remove_acls(admin, [AclFilter(principal="User:unauthorized")])
 

@@ -40,7 +40,7 @@ def topic(server: Server) -> str:
 
 
 async def lags(client: Client, *pipelines: Pipeline) -> dict[str, int]:
-    return await Backlogs(client).lags([found for one in pipelines if (found := reader_of(one)) is not None])
+    return await Backlogs(client).lags([found for pipeline in pipelines if (found := reader_of(pipeline)) is not None])
 
 
 def of_kinds(topic: str) -> list[Pipeline]:
@@ -64,10 +64,10 @@ async def test_the_lag_is_the_distance_between_the_group_and_the_end(server: Ser
     missing, odd = landing("missing", topics="nowhere"), landing("odd", topics="a", every="x")
     async with Client.connect(server.kafka) as client:
         found = await lags(client, *kinds, newest, fitting, missing, odd)
-        assert found == {**{one.name: 3 for one in kinds}, newest.name: 0, "fit": 3}
+        assert found == {**{kind.name: 3 for kind in kinds}, newest.name: 0, "fit": 3}
         (used,) = [number for number in range(2) if (await client.list_offsets(topic, {number: -1}))[number].offset]
-        for one, offset in zip((*kinds, newest), (1, 3, 9, 2), strict=True):
-            await commit_offsets(client, one.group, {TopicPartition(topic, PartitionIndex(used)): offset})
+        for pipeline, offset in zip((*kinds, newest), (1, 3, 9, 2), strict=True):
+            await commit_offsets(client, pipeline.group, {TopicPartition(topic, PartitionIndex(used)): offset})
         assert list((await lags(client, *kinds, newest)).values()) == [2, 0, 0, 1]
 
 
@@ -90,7 +90,7 @@ async def test_uncommitted_messages_do_not_count(server: Server, topic: str) -> 
             while await backlogs.lags([reader]) != {"mine": 7}:
                 await asyncio.sleep(0.05)
         listed = await client.list_offsets(topic, {0: -1, 1: -1})
-        ends = {TopicPartition(topic, PartitionIndex(number)): one.offset for number, one in listed.items()}
+        ends = {TopicPartition(topic, PartitionIndex(number)): partition.offset for number, partition in listed.items()}
         await commit_offsets(client, reader.group, ends)
         assert await backlogs.lags([reader]) == {"mine": 0}
         assert await backlogs.in_topic([reader], found) == {"mine": (7, 0)}
@@ -111,7 +111,7 @@ async def test_many_pipelines_share_requests(server: Server, topic: str) -> None
     fitting = landing("fit", topics="", pattern=f"{topic}.*", **{"from": "latest"})
     others = [landing(f"{topic}-{at}", topics=topic) for at in range(30)]
     async with CountingClient.connect(server.kafka) as client:
-        assert await lags(client, fitting, *others) == {"fit": 0, **{one.name: 3 for one in others}}
+        assert await lags(client, fitting, *others) == {"fit": 0, **{other.name: 3 for other in others}}
     assert client.sent == {"MetadataRequest": 1, "FindCoordinatorRequest": 1, "OffsetFetchRequest": 1}
 
 
@@ -123,6 +123,10 @@ def test_a_stopped_pipeline_has_a_lag_in_lists_and_metrics(server: Server, topic
     wait_until(lambda: sample.search(server.metrics()))
     shown = httpx.get(f"http://{server.http}/v1/pipelines/{topic}", timeout=WAIT_S).json()
     assert (shown["state"], shown["lag"], shown["report"]) == ("stopped", 3, None)
-    (listed,) = [one for one in millstream("pipeline", "list", "--json").document["pipelines"] if topic in one.values()]
+    (listed,) = [
+        pipeline
+        for pipeline in millstream("pipeline", "list", "--json").document["pipelines"]
+        if topic in pipeline.values()
+    ]
     assert listed["lag"] == 3
     assert millstream("pipeline", "delete", topic, "--yes").code == 0

@@ -137,7 +137,7 @@ async def test_secrets_are_never_shown(server: Server, tmp_path: Path) -> None:
         reported = output[-1].document
         assert reported["overrides"][SECRET_NAME] == "(hidden)"
         assert reported["settings"][URL] == hook.url
-        seen = "".join(str(one) for one in output) + server.log.read_text()
+        seen = "".join(str(line) for line in output) + server.log.read_text()
         assert SECRET not in seen
         assert "t0psecret" not in seen
         # Whoever may change the URL does not learn the headers.
@@ -265,7 +265,7 @@ async def test_settings_change_during_delivery(server: Server) -> None:
 
 
 async def test_the_documented_endpoint_works(server: Server, tmp_path: Path) -> None:
-    (program,) = (one for one in samples_of(Path(__file__).parents[2] / "docs" / "push.md") if one.file)
+    (program,) = (sample for sample in samples_of(Path(__file__).parents[2] / "docs" / "push.md") if sample.file)
     (tmp_path / "hook.py").write_text(program.text)
     secret = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
     process = await asyncio.create_subprocess_exec(

@@ -63,7 +63,9 @@ def quotas_of(server: Server) -> dict[str, dict[str, float]]:
 
     messages: Any = request
     response = send(server, messages.DescribeClientQuotasRequest(components=(), strict=False))
-    return {entry.entity[0].entity_name: {one.key: one.value for one in entry.values} for entry in response.entries}
+    return {
+        entry.entity[0].entity_name: {value.key: value.value for value in entry.values} for entry in response.entries
+    }
 
 
 def send(server: Server, request: Any) -> Any:
@@ -258,12 +260,12 @@ def test_publish_and_pull_over_http_get_retry_after(server: Server, topic: str) 
         ]
         declared = http.post("/subscriptions", json={"name": topic, "topics": [topic], "start": "start"})
         got = [http.post(f"/subscriptions/{topic}/messages:pull", json={"wait_ms": wait}) for wait in (60_000, 0, 50)]
-        leases = [one["lease"] for one in got[0].json()["messages"]]
+        leases = [message["lease"] for message in got[0].json()["messages"]]
         settled = http.post(f"/subscriptions/{topic}/messages:settle", json={"accept": leases})
         counted = http.get("/../metrics").text
     set_quota(server, GATEWAY, producer_byte_rate=None, consumer_byte_rate=None)
-    assert [one.status_code for one in put] == [201, 429, 201, 429]
-    assert [one.status_code for one in got] == [200, 429, 429]
+    assert [response.status_code for response in put] == [201, 429, 201, 429]
+    assert [response.status_code for response in got] == [200, 429, 429]
     for refused in (put[1], put[3], *got[1:]):
         assert int(refused.headers["retry-after"]) > 60
     assert (declared.status_code, settled.status_code, settled.json()["failed"], len(leases)) == (201, 200, 0, 1)

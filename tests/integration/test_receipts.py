@@ -17,7 +17,7 @@ from millstream_testing.server import Server
 
 
 def _found(findings: list[Finding]) -> list[tuple[int, str]]:
-    return [(one.receipt.offset, one.kind) for one in findings]
+    return [(finding.receipt.offset, finding.kind) for finding in findings]
 
 
 async def test_a_book_reports_messages_that_the_log_has_lost(
@@ -31,7 +31,7 @@ async def test_a_book_reports_messages_that_the_log_has_lost(
         await ms.publish("orders", b"named", id="named", deduplicate=True)
     server.restart(clean=False)
     kept = list(read_book(book))
-    assert [one.offset for one in kept] == [*range(21), 20]
+    assert [receipt.offset for receipt in kept] == [*range(21), 20]
     assert kept[-1] == kept[-2]
     assert await millstream.check_receipts(server.kafka, book) == []
 
@@ -44,14 +44,14 @@ async def test_a_book_reports_messages_that_the_log_has_lost(
     assert _found(findings) == [(0, "expired"), (1, "expired"), (2, "expired"), (7, "changed"), (20, "changed")]
     assert "another value" in findings[3].problem
     assert "'named'" in findings[4].problem
-    assert [one.is_fault for one in findings] == [False, False, False, True, True]
+    assert [finding.is_fault for finding in findings] == [False, False, False, True, True]
 
     # A recreated topic has other messages at these offsets.
     async with millstream.connect(server.kafka) as ms:
         (gone,) = admin.delete_topics(["orders"]).values()
         gone.result(60)
         await ms.publish("orders", {"order_id": 0})
-    assert {one.kind for one in await millstream.check_receipts(server.kafka, book)} == {"recreated"}
+    assert {receipt.kind for receipt in await millstream.check_receipts(server.kafka, book)} == {"recreated"}
 
 
 async def _publish(server: Server, book: Path, numbers: range) -> None:
@@ -81,4 +81,7 @@ def test_an_audit_names_acknowledged_messages_that_are_lost(
     server.start()
     report = command.process(*audit)
     assert (report.code, report.document["adds_up"], report.document["receipts_checked"]) == (1, False, 5)
-    assert [(one["offset"], one["kind"]) for one in report.document["receipts"]] == [(3, "missing"), (4, "missing")]
+    assert [(receipt["offset"], receipt["kind"]) for receipt in report.document["receipts"]] == [
+        (3, "missing"),
+        (4, "missing"),
+    ]

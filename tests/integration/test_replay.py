@@ -35,7 +35,9 @@ Headers = st.lists(st.tuples(st.sampled_from(["a", "message-id"]), st.none() | s
 @given(st.lists(st.none() | Headers, max_size=5))
 def test_headers_are_kept_and_origin_and_a_missing_id_are_added(given_headers: list[Any]) -> None:
     kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-    listed = [None if one is None else [{"key": key, "value": value} for key, value in one] for one in given_headers]
+    listed = [
+        None if header is None else [{"key": key, "value": value} for key, value in header] for header in given_headers
+    ]
     names = [f"{at}".encode() for at in range(len(listed))]
     added = add_headers(pa.array(listed, kind), pa.array(names, pa.binary()), pa.array(names, pa.binary())).to_pylist()
     for at, (before, after) in enumerate(zip(given_headers, added, strict=True)):
@@ -43,7 +45,7 @@ def test_headers_are_kept_and_origin_and_a_missing_id_are_added(given_headers: l
         expected = [*(before or []), ("replayed-from", name)]
         if not any(key == "message-id" and value for key, value in before or []):
             expected.append(("message-id", name))
-        assert [(one["key"], one["value"]) for one in after] == expected
+        assert [(message["key"], message["value"]) for message in after] == expected
 
 
 @pytest.fixture
@@ -64,22 +66,25 @@ def topics(server: Server, topic: str) -> tuple[str, str]:
 
 def check(server: Server, topics: tuple[str, str], numbers: list[int]) -> None:
     """Check that exactly these messages arrived, in key order, with their origin."""
-    source = {f"{topics[0]}/{one.partition}/{one.offset}": one for one in committed_records(server.kafka, topics[0])}
+    source = {
+        f"{topics[0]}/{record.partition}/{record.offset}": record
+        for record in committed_records(server.kafka, topics[0])
+    }
     arrived = committed_records(server.kafka, topics[1])
     seen: dict[bytes | None, list[int]] = {}
-    for one in arrived:
-        seen.setdefault(one.key, []).append(number_of(one))
-        headers = dict(one.headers)
+    for record in arrived:
+        seen.setdefault(record.key, []).append(number_of(record))
+        headers = dict(record.headers)
         original = source[(headers["replayed-from"] or b"").decode()]
-        assert (original.key, original.value, original.timestamp_ms) == (one.key, one.value, one.timestamp_ms)
+        assert (original.key, original.value, original.timestamp_ms) == (record.key, record.value, record.timestamp_ms)
         assert (headers["message-id"] or b"").decode().endswith(f"/{original.partition}/{original.offset}")
-        assert headers["h"] == str(number_of(one)).encode()
-    assert sorted(number_of(one) for one in arrived) == numbers
+        assert headers["h"] == str(number_of(record)).encode()
+    assert sorted(number_of(record) for record in arrived) == numbers
     assert all(listed == sorted(listed) for listed in seen.values())
 
 
-def number_of(one: Committed) -> int:
-    return int((one.value or b"").split(b":")[1].rstrip(b"}"))
+def number_of(record: Committed) -> int:
+    return int((record.value or b"").split(b":")[1].rstrip(b"}"))
 
 
 def test_an_interrupted_replay_resumes_and_publishes_everything_once(

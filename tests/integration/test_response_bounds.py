@@ -198,7 +198,7 @@ def _fetch(server: Server, filled: tuple[str, str], version: int, **overrides: A
     request = {"max_wait": 0, "min_bytes": 0, "isolation_level": 0, **overrides}
     response = Broker(server.kafka).ask(FETCH, version, request | {"topics": [topic | {"partitions": partitions}]})
     assert isinstance(response, dict), response
-    return [len(one["records"] or b"") for topic in response["responses"] for one in topic["partitions"]]
+    return [len(partition["records"] or b"") for topic in response["responses"] for partition in topic["partitions"]]
 
 
 @pytest.mark.parametrize("version", [4, 7, 12, 13, 18])
@@ -226,7 +226,11 @@ def test_a_fetch_waits_no_longer_than_it_may(server: Server, filled: tuple[str, 
 
 def _served(response: Any) -> list[int]:
     """The partitions of which a response has records."""
-    found = [(one["partition_index"], one["records"]) for topic in response["responses"] for one in topic["partitions"]]
+    found = [
+        (partition["partition_index"], partition["records"])
+        for topic in response["responses"]
+        for partition in topic["partitions"]
+    ]
     return [index for index, records in found if records]
 
 
@@ -434,7 +438,7 @@ def test_a_pull_keeps_to_its_records_and_bytes(http: httpx.Client, topic: str) -
     assert len(_pull(http, topic, max=3)) == 3
     for max_bytes in (1, 1500, 3000):
         pulled = _pull(http, topic, max=100, max_bytes=max_bytes)
-        assert len(pulled) == 1 or sum(len(one["value"]) for one in pulled) <= max_bytes
+        assert len(pulled) == 1 or sum(len(message["value"]) for message in pulled) <= max_bytes
         assert pulled
 
 
@@ -454,7 +458,7 @@ def test_a_stream_leases_no_more_at_once_than_it_may(http: httpx.Client, topic: 
         # It goes on leasing while its client reads.
         leases = http.get(f"/v1/subscriptions/{topic}/leases").json()["leases"]
         assert leases
-        assert all(one["end"] - one["start"] <= 2 for one in leases)
+        assert all(lease["end"] - lease["start"] <= 2 for lease in leases)
 
 
 def test_leases_keep_to_their_limit(http: httpx.Client, topic: str) -> None:

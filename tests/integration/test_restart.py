@@ -77,8 +77,8 @@ class Client:
 def all_values(server: Server, topic: str) -> list[list[int]]:
     """The content of each partition, as read by another consumer from the start."""
     found: list[list[int]] = [[] for _ in range(PARTITIONS)]
-    for one in committed_records(server.kafka, topic):
-        found[one.partition].append(int(one.value or b""))
+    for record in committed_records(server.kafka, topic):
+        found[record.partition].append(int(record.value or b""))
     return found
 
 

@@ -173,7 +173,7 @@ class Director:
         while len(found := self.records(target)) < messages:
             assert time.monotonic() < deadline, self.report()
             time.sleep(CHECK_INTERVAL_S)
-        return sorted(json.loads(one.value or b"")["id"] for one in found)
+        return sorted(json.loads(record.value or b"")["id"] for record in found)
 
     def records(self, target: str) -> list[Committed]:
         return committed_records(self.server.kafka, target)
@@ -200,11 +200,11 @@ class Director:
         return {"millstream.filter": f"payload.lane = {self.lane}"}
 
     def _has_seen(self, target: str, what: Callable[[Document], bool]) -> bool:
-        return any(what(json.loads(one.value or b"")) for one in self.records(target))
+        return any(what(json.loads(record.value or b"")) for record in self.records(target))
 
     def _processes(self, part: str) -> list[psutil.Process]:
         found = psutil.Process(self.server.pid).children(recursive=True)
-        return [one for one in found if part in " ".join(one.cmdline()[:3])]
+        return [process for process in found if part in " ".join(process.cmdline()[:3])]
 
     def _ask(self, what: Callable[[Client], Awaitable[T]]) -> T:
         async def ask() -> T:
@@ -234,7 +234,7 @@ class Director:
         found: dict[Place, int] = {}
         for version in range(len(self.versions)):
             records = self.records(stamp(version))
-            mine = {self.source.place_of(one) for one in records}
+            mine = {self.source.place_of(record) for record in records}
             assert self.source.faults(records, mine) == []
             assert not mine & found.keys()
             found |= dict.fromkeys(mine, version)
@@ -253,7 +253,7 @@ class Director:
             before = 0
             for place in sorted(place for place in stamps if place.partition == partition):
                 number = self.source.document(place)["id"]
-                in_use = [one.version for one in self.seen if number >= one.number]
+                in_use = [revision.version for revision in self.seen if number >= revision.number]
                 if stamps[place] < max([before, *in_use]):
                     reported.append(f"{place} was routed by rules {stamps[place]}, and newer ones were in use")
                 before = stamps[place]
@@ -262,13 +262,13 @@ class Director:
     def _check_filters(self) -> None:
         """Check that the messages of the subscription match its filters, one after another."""
         records = self.records("theirs")
-        found = {self.source.place_of(one) for one in records}
+        found = {self.source.place_of(record) for record in records}
         assert self.source.faults(records, found) == []
         for partition in range(PARTITIONS):
             lane = 0
             for place in sorted(place for place in self.source.messages if place.partition == partition):
                 document = self.source.document(place)
-                in_use = [one.version for one in self.filters_seen if document["id"] >= one.number]
+                in_use = [revision.version for revision in self.filters_seen if document["id"] >= revision.number]
                 lane = max([lane, *in_use])
                 while lane <= self.lane and (document["lane"] == lane) != (place in found):
                     lane += 1
@@ -277,7 +277,7 @@ class Director:
     def _check_doomed(self) -> None:
         """Check that a topic deleted meanwhile has everything from some offset on."""
         records = self.records("doomed")
-        found = {self.source.place_of(one) for one in records}
+        found = {self.source.place_of(record) for record in records}
         assert self.source.faults(records, found) == []
         for partition in range(PARTITIONS):
             mine = sorted(place for place in self.source.messages if place.partition == partition)

@@ -93,7 +93,7 @@ def test_the_sdk_encodes_by_subject_and_decodes_by_id(server: Server, command: C
                     topic, [millstream.NewMessage({**VALUE, "id": 10}, schema=subject), millstream.NewMessage("no")]
                 )
             # An invalid message does not fail the others.
-            assert [type(one).__name__ for one in caught.value.outcomes] == ["Receipt", "InvalidBatch"]
+            assert [type(outcome).__name__ for outcome in caught.value.outcomes] == ["Receipt", "InvalidBatch"]
             found = []
             async for message in stream:
                 found.append(await message.decode())
@@ -104,7 +104,7 @@ def test_the_sdk_encodes_by_subject_and_decodes_by_id(server: Server, command: C
 
     decoded = asyncio.run(run())
     assert decoded[0] == VALUE
-    assert [None if one is None else one["id"] for one in decoded] == [7, 7, 8, 9, None, 10]
+    assert [None if message is None else message["id"] for message in decoded] == [7, 7, 8, 9, None, 10]
 
 
 def test_http_encodes_json_by_subject(server: Server, subject: str) -> None:
@@ -162,9 +162,11 @@ def test_http_decodes_on_request(server: Server, subject: str) -> None:
             listened = [json.loads(next(data)) for _ in range(2)]
         assert http.get(path, params={"decode": "guess"}).status_code == 422
     for documents in ([shown], pulled, listened):
-        decoded = [one for one in documents if "decoded" in one]
-        assert [(one["decoded"], one["schema"].isdigit()) for one in decoded] == [({**order, "note": None}, True)]
-        assert all("base64" in one for one in decoded)
+        decoded = [document for document in documents if "decoded" in document]
+        assert [(message["decoded"], message["schema"].isdigit()) for message in decoded] == [
+            ({**order, "note": None}, True)
+        ]
+        assert all("base64" in message for message in decoded)
 
 
 def test_a_value_that_decodes_to_much_more_is_not_decoded(
@@ -182,7 +184,7 @@ def test_a_value_that_decodes_to_much_more_is_not_decoded(
         assert shown.status_code == 200
         assert "decoded" not in shown.json()
         with http.stream("GET", f"/topics/{topic}/events", params={"from": "start", "decode": "schema"}) as events:
-            line = next(one for one in events.iter_lines() if one.startswith("data:"))
+            line = next(line for line in events.iter_lines() if line.startswith("data:"))
         assert "decoded" not in json.loads(line[5:])
 
 

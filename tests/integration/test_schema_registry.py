@@ -163,7 +163,7 @@ def test_ids_in_headers_are_guids(registry: Any, topic: str) -> None:
 
 def record(*fields: str, name: str = "R") -> str:
     """An Avro record with int fields; `f=0` has a default."""
-    listed = [one.partition("=") for one in fields]
+    listed = [field.partition("=") for field in fields]
     texts = [
         f'{{"name":"{field}","type":"int"{f",{DEFAULT}{value}" if equals else ""}}}' for field, equals, value in listed
     ]
@@ -533,7 +533,7 @@ def test_lists_name_aliases_as_what_they_are(rest: httpx.Client, topic: str) -> 
     rest.put(f"/config/{topic}-a", json={"alias": f"{topic}-b"})
     assert rest.get(f"/subjects/{topic}-a/versions/1").json()["subject"] == f"{topic}-b"
     listed = rest.get("/schemas", params={"subjectPrefix": topic}).json()
-    assert [one["subject"] for one in listed] == [f"{topic}-a", f"{topic}-b"]
+    assert [schema["subject"] for schema in listed] == [f"{topic}-a", f"{topic}-b"]
     assert rest.get("/schemas", params={"subjectPrefix": topic, "limit": 0}).json() == listed
 
 

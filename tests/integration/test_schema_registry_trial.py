@@ -80,7 +80,7 @@ def test_registrations_survive_a_killed_node(nodes: list[Server]) -> None:
         time.sleep(1.0)
         nodes[2].kill()
         killed.set()
-        acknowledged = {key: schema_id for one in coming for key, schema_id in one.result(600).items()}
+        acknowledged = {key: schema_id for future in coming for key, schema_id in future.result(600).items()}
     assert len(acknowledged) == CLIENTS * EACH
     ids: dict[str, set[int]] = {}
     for key, schema_id in acknowledged.items():

@@ -61,7 +61,7 @@ def send(
     compression: int = COMPRESSION_NONE,
     client_id: str = "test",
 ) -> int:
-    rows = [one if isinstance(one, NewRecord) else NewRecord(b"k", one, (), 1) for one in records]
+    rows = [record if isinstance(record, NewRecord) else NewRecord(b"k", record, (), 1) for record in records]
 
     async def produce() -> int:
         async with Client.connect(server.kafka, client_id=client_id, timeout_s=30) as client:
@@ -73,7 +73,7 @@ def send(
 def refused(server: Server, topic: str, records: Sequence[Any], **more: Any) -> list[tuple[int, str]]:
     with pytest.raises(InvalidBatch) as caught:
         send(server, topic, records, **more)
-    return [(one.batch_index, one.message) for one in caught.value.records]
+    return [(record.batch_index, record.message) for record in caught.value.records]
 
 
 @pytest.mark.parametrize("compression", [COMPRESSION_NONE, COMPRESSION_ZSTD])
@@ -218,10 +218,10 @@ def test_decompression_bombs_cost_bounded_memory_and_delay_no_other_client(
             batches = [bytes(encode_batch(large * times, compression=COMPRESSION_ZSTD)) for times in (1, 2)]
             # A sync of a busy disk may take longer than the bombs of one round.
             for _ in range(20):
-                heavy = [asyncio.ensure_future(client.produce(topic, 0, bytearray(one))) for one in batches * 3]
-                while not all(one.done() for one in heavy):
+                heavy = [asyncio.ensure_future(client.produce(topic, 0, bytearray(batch))) for batch in batches * 3]
+                while not all(task.done() for task in heavy):
                     await other.produce(plain, 0, small)
-                    quick += not all(one.done() for one in heavy)
+                    quick += not all(task.done() for task in heavy)
                 outcomes += await asyncio.gather(*heavy, return_exceptions=True)
                 if quick:
                     break
@@ -229,7 +229,7 @@ def test_decompression_bombs_cost_bounded_memory_and_delay_no_other_client(
 
     before = process.memory_info().rss
     outcomes, quick = asyncio.run(run())
-    assert all(isinstance(one, InvalidBatch) for one in outcomes), outcomes
+    assert all(isinstance(outcome, InvalidBatch) for outcome in outcomes), outcomes
     # Others are served meanwhile, and the broker itself never holds the decompressed data.
     assert quick > 0
     assert process.memory_info().rss - before < 200 * 1024 * 1024

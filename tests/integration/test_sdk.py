@@ -75,7 +75,9 @@ async def test_messages_of_a_recreated_topic_have_its_id(ms: millstream.Connecti
         await create_topic(ms.client, topic, partitions=2, replication=-1, settings={})
         receipts += [await ms.publish(topic, "x", partition=partition) for partition in partitions]
         found = (await ms.client.metadata([topic])).topics[topic]
-        assert {one.id for one in receipts[-len(partitions) :]} == {f"{found.topic_id}/{at}/0" for at in partitions}
+        assert {receipt.id for receipt in receipts[-len(partitions) :]} == {
+            f"{found.topic_id}/{at}/0" for at in partitions
+        }
         await delete_topic(ms.client, topic)
 
 
@@ -87,8 +89,8 @@ async def test_values_are_stored_by_type(ms: millstream.Connection, topic: str) 
     got = CollectingHandler(len(many) + 1)
     await ms.subscribe(topic, got, name=topic, start="earliest", concurrency=1)
     messages = (await got.enough())[1:]
-    assert [one.value for one in messages] == [b"raw", b"text", b'{"a":[1,null]}', b"5", None, b"x", b"named"]
-    assert [one.id for one in messages] == [one.id for one in receipts]
+    assert [message.value for message in messages] == [b"raw", b"text", b'{"a":[1,null]}', b"5", None, b"x", b"named"]
+    assert [message.id for message in messages] == [receipt.id for receipt in receipts]
     assert (messages[-1].id, messages[-1].correlation_id) == ("m-1", "c-1")
     with pytest.raises(InvalidRequest, match="JSON"):
         await ms.publish(topic, object())
@@ -142,7 +144,7 @@ async def test_plain_functions_run_in_threads_and_publish_with_their_context(
     await ms.subscribe(f"{topic}-out", out, name=f"{topic}-c", start="earliest")
     await out.enough()
     await until(lambda: len(out.messages) >= 3)
-    assert "request-1" in {one.correlation_id for one in out.messages}
+    assert "request-1" in {message.correlation_id for message in out.messages}
 
 
 async def test_iterating_and_settling_by_hand(ms: millstream.Connection, topic: str) -> None:
@@ -172,7 +174,7 @@ async def test_a_closed_stream_returns_unseen_messages(ms: millstream.Connection
         rest = [await anext(stream) for _ in range(16)]
         for message in rest:
             await message.ack()
-    assert sorted(int(one.text) for one in rest) == list(range(4, 20))
+    assert sorted(int(message.text) for message in rest) == list(range(4, 20))
 
 
 async def test_leaving_a_loop_returns_unseen_messages(ms: millstream.Connection, topic: str) -> None:
@@ -267,7 +269,7 @@ async def test_listening_gets_new_messages_and_keeps_none(ms: millstream.Connect
         message = await anext(stream)
         assert (message.text, message.attempt, message.subscription, message.deadline) == ("now", 0, None, None)
         await message.ack()
-    assert [one.text for one in await got.enough()] == ["now"]
+    assert [message.text for message in await got.enough()] == ["now"]
     await subscriber.unsubscribe(delete=True)
     with pytest.raises(UnknownTopic):
         async with ms.listen(f"{topic}-nowhere"):
@@ -293,7 +295,7 @@ async def test_draining_completes_running_handlers_and_returns_the_rest(ms: mill
     assert handled == ["a"]
     rest = CollectingHandler(3)
     other = await ms.subscribe(topic, rest, name=topic)
-    assert sorted([*handled, *(one.text for one in await rest.enough())]) == ["a", "b", "c", "later"]
+    assert sorted([*handled, *(message.text for message in await rest.enough())]) == ["a", "b", "c", "later"]
     assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
     await other.unsubscribe(delete=True)
     with pytest.raises(UnknownGroup):
@@ -561,7 +563,7 @@ async def test_added_partitions_are_published_to(
     await grow_topic(ms.client, topic, 2)
     # A named partition is looked up at once, others are found soon.
     assert (await ms.publish(topic, "b", partition=1)).partition == 1
-    assert [one.partition for one in await ms.publish_many(topic, ["c"], partition=1)] == [1]
+    assert [receipt.partition for receipt in await ms.publish_many(topic, ["c"], partition=1)] == [1]
     with pytest.raises(UnknownTopic, match="has no partition 5; the last is 1"):
         await ms.publish(topic, "d", partition=5)
     await grow_topic(ms.client, topic, 3)

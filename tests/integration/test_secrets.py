@@ -57,7 +57,7 @@ class PushingServer:
     async def arrived(self, value: str) -> None:
         """Wait for a message at the endpoint, with its signature and header."""
         await self.hook.until(lambda: value.encode() in self.hook.bodies, wait_s=WAIT_S)
-        (request,) = (one for one in self.hook.requests if one.body == value.encode())
+        (request,) = (request for request in self.hook.requests if request.body == value.encode())
         assert request.is_signed_by(WORD.encode())
         assert request.headers["authorization"] == f"Bearer {BEARER}"
 
@@ -153,8 +153,8 @@ async def test_a_missing_key_parks_only_push_with_that_secret(tmp_path: Path) ->
         node.keys.write_bytes(kept.read_bytes() + node.keys.read_bytes())
         await node.arrived("after")
         listed = (await node.run("secrets", "list", "--json")).document
-        assert {(one["name"], one["problem"]) for one in listed["secrets"]} == {("lost", ""), ("other", "")}
-        assert key_id in {one["key"] for one in listed["secrets"]}
+        assert {(secret["name"], secret["problem"]) for secret in listed["secrets"]} == {("lost", ""), ("other", "")}
+        assert key_id in {secret["key"] for secret in listed["secrets"]}
 
 
 async def test_keys_are_rotated_while_messages_are_pushed(tmp_path: Path) -> None:
@@ -163,13 +163,15 @@ async def test_keys_are_rotated_while_messages_are_pushed(tmp_path: Path) -> Non
     assert call_command(["secrets", "init", "--file", str(keys)]).code == 5
     async with pushing(tmp_path, **{"secrets-key-file": keys}) as node:
         await node.create("rotated")
-        assert {one["key"] for one in (await node.run("secrets", "list", "--json")).document["secrets"]} == {first}
+        assert {secret["key"] for secret in (await node.run("secrets", "list", "--json")).document["secrets"]} == {
+            first
+        }
         second = call_command(["secrets", "rotate", "--file", str(keys), "--json"]).document["key"]
         await node.publish("rotated", "one")
         await node.arrived("one")
         done = (await node.run("secrets", "reseal", "--json")).document
         assert (done["newest"], done["resealed"]) == (second, 2)
-        assert {one["key"] for one in done["secrets"]} == {second}
+        assert {secret["key"] for secret in done["secrets"]} == {second}
         keys.write_text(keys.read_text().splitlines()[-1] + "\n")
         node.server.restart()
         await node.publish("rotated", "two")

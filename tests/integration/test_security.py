@@ -268,7 +268,7 @@ async def test_a_user_with_a_name_in_another_script(locked: Locked, tmp_path: Pa
     async with millstream.connect(locked.server.kafka, tls=ca, user=who[0], password=who[1]) as ms:
         await ms.publish("script-sdk", {"n": 1})
     topics = await asyncio.to_thread(run_cli, locked, who, "topic", "list")
-    assert {one["topic"] for one in topics["topics"]} >= {
+    assert {topic["topic"] for topic in topics["topics"]} >= {
         "script-confluent",
         "script-aiokafka",
         "script-kafka-python",
@@ -289,7 +289,7 @@ async def test_an_api_token_acts_as_its_owner_within_its_scope_until_revoked(loc
         assert error is not None
         assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
     listed = await asyncio.to_thread(run_cli, locked, ALICE, "token", "list")
-    assert [one["owner"] for one in listed["tokens"] if one["id"] == made["id"]] == ["User:alice"]
+    assert [token["owner"] for token in listed["tokens"] if token["id"] == made["id"]] == ["User:alice"]
     assert made["secret"] not in json.dumps(listed)
     assert (await asyncio.to_thread(run_cli, locked, MALLORY, "token", "list"))["tokens"] == []
     await asyncio.to_thread(run_cli, locked, MALLORY, "token", "revoke", made["id"], exit_code=3)
@@ -422,7 +422,7 @@ async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(l
         changed.result(WAIT_S)
     asked: Any = admin.describe_user_scram_credentials(["carol"])
     described = asked["carol"].result(WAIT_S)
-    assert [one.mechanism for one in described.scram_credential_infos] == [ScramMechanism.SCRAM_SHA_512]
+    assert [info.mechanism for info in described.scram_credential_infos] == [ScramMechanism.SCRAM_SHA_512]
     who = Credentials(tls=client_tls(locked.certificates.ca), user="carol", password="carol-password")
     async with Client.connect(locked.server.kafka, credentials=who) as client:
         channel = await (await client.pool_for(None)).shared()
@@ -723,7 +723,7 @@ async def test_a_profile_signs_in(locked: Locked, tmp_path: Path, monkeypatch: p
     async with millstream.connect(profile="locked") as ms:
         await ms.publish("alice-by-profile", b"one", key="k")
     listed = await asyncio.to_thread(call_command, ["topic", "list", "--json", "--profile", "locked"])
-    assert "alice-by-profile" in {one["topic"] for one in listed.document["topics"]}
+    assert "alice-by-profile" in {topic["topic"] for topic in listed.document["topics"]}
     monkeypatch.setenv("MILLSTREAM_PROFILE", "wrong")
     refused = await asyncio.to_thread(call_command, ["topic", "list"])
     assert refused.code != 0

@@ -147,7 +147,7 @@ async def test_a_token_created_on_one_node_is_valid_on_the_other_at_once(locked:
     access = replace(connection_access(of_node), token=made.token)
     assert access.cluster == CLUSTER
     async with Client.connect(locked.nodes[1].kafka, credentials=access.credentials()) as client:
-        assert [one.token_id for one in await list_tokens(client)] == [made.token_id]
+        assert [token.token_id for token in await list_tokens(client)] == [made.token_id]
     async with Client.connect(locked.nodes[1].kafka, credentials=locked.credentials(ADMIN)) as admin:
         await revoke_token(admin, made.token_id)
     for node_of in locked.nodes:
@@ -208,8 +208,14 @@ def open_with(
 async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> None:
     topic, name = "http-orders", "http-workers"
     rules = [
-        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:carol", operation=one)
-        for kind, name, one in (
+        Acl(
+            resource_type=kind,
+            resource_name=name,
+            pattern=PatternType.LITERAL,
+            principal="User:carol",
+            operation=operation,
+        )
+        for kind, name, operation in (
             (ResourceType.TOPIC, topic, Operation.WRITE),
             (ResourceType.TOPIC, topic, Operation.READ),
             (ResourceType.GROUP, name, Operation.ALL),
@@ -227,8 +233,8 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
 
         async def is_known() -> bool:
             responses = [await http.get(f"{url}/topics/{topic}/partitions/0/messages/0") for url in (first, second)]
-            assert {one.status_code for one in responses} <= {401, 404, 503}
-            return all(one.status_code == 404 for one in responses)
+            assert {response.status_code for response in responses} <= {401, 404, 503}
+            return all(response.status_code == 404 for response in responses)
 
         await until_result(is_known)
         for partition in range(4):
@@ -243,7 +249,7 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
             while found < 8:
                 pulled = await http.post(f"{second}/subscriptions/{name}/messages:pull", json={"wait_ms": 1000})
                 assert pulled.status_code == 200, pulled.text
-                leases = [one["lease"] for one in pulled.json()["messages"]]
+                leases = [message["lease"] for message in pulled.json()["messages"]]
                 settled = await http.post(f"{first}/subscriptions/{name}/messages:settle", json={"accept": leases})
                 assert settled.json()["failed"] == 0, "a lease of one gateway is settled through any other"
                 found += len(leases)
@@ -279,13 +285,13 @@ async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
     async with Client.connect(locked.nodes[0].kafka, credentials=node) as client:
         response = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
         assert response.principal == "User:admin"
-    for one in locked.nodes:
+    for target in locked.nodes:
         # Signed by the first, accepted by both.
-        channel = await open_with(locked, one, response.assertion, **locked.node_files)
+        channel = await open_with(locked, target, response.assertion, **locked.node_files)
         await channel.close()
         with pytest.raises(AuthenticationFailed, match=ASSERTION):
             # Only nodes accept it: with write access to etcd, the verifying key could have been replaced.
-            await open_with(locked, one, response.assertion)
+            await open_with(locked, target, response.assertion)
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
         refused = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
@@ -313,7 +319,7 @@ async def test_a_client_certificate_of_the_same_authority_cannot_act_as_a_follow
         channel = await Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
         try:
             response = await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=WAIT_S)
-            return [one.code for one in read_replica_responses(response).partitions.values()]
+            return [partition.code for partition in read_replica_responses(response).partitions.values()]
         finally:
             await channel.close()
 
@@ -371,7 +377,9 @@ async def test_a_node_opens_secrets_of_others_once_it_has_their_key(locked: Lock
 
         async def is_parked() -> bool:
             described = await SubscriptionClient(client).describe(["sealed-here"])
-            return {state["state"] for one in described for state in one["push"] if state["node"] == 2} == {"parked"}
+            return {
+                state["state"] for subscription in described for state in subscription["push"] if state["node"] == 2
+            } == {"parked"}
 
         await until_result(is_parked)
         write_keys(keys[1], [*read_keys(keys[1]), key], replace=True)
@@ -380,7 +388,7 @@ async def test_a_node_opens_secrets_of_others_once_it_has_their_key(locked: Lock
             return not await is_parked()
 
         await until_result(is_pushed)
-        assert [one.problem for one in (await list_secrets(client)).secrets] == [""]
+        assert [secret.problem for secret in (await list_secrets(client)).secrets] == [""]
         await SubscriptionClient(client).delete("sealed-here", force=True)
 
 

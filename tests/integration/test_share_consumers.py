@@ -330,10 +330,10 @@ def test_commands_and_pages_about_groups_include_share_groups(server: Server) ->
         until_at(server.kafka, work.name, 1)
         reported = millstream("group", "list", "--json")
         assert reported.code == 0, reported.err
-        (listed,) = [one for one in reported.document["groups"] if one["group"] == work.name]
+        (listed,) = [group for group in reported.document["groups"] if group["group"] == work.name]
         assert (listed["type"], listed["state"], listed["members"], listed["lag"]) == ("share", "Stable", 1, 4)
         described = millstream("group", "describe", work.name, "--json").document
-        assert (described["type"], [one["committed"] for one in described["offsets"]]) == ("share", [1])
+        assert (described["type"], [offset["committed"] for offset in described["offsets"]]) == ("share", [1])
         pages = httpx.get(f"http://{server.http}/v1/groups", timeout=WAIT_S).json()["groups"]
         assert listed in pages
     refused = millstream("group", "reset", work.name, "--to", "start")

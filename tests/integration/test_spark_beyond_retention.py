@@ -112,7 +112,7 @@ def test_messages_no_longer_in_the_log_come_from_the_table(landed: Landed, tmp_p
     landed.cut(60)
     landed.publish(40)
     everything = sorted(landed.messages.items())
-    inside = [one for one in everything if one[0][1] >= 60]
+    inside = [row for row in everything if row[0][1] >= 60]
     assert places(landed.read(startingOffsets="earliest").collect()) == inside
 
     rows = landed.read(startingOffsets="earliest-landed", includeHeaders="true").collect()
@@ -125,15 +125,15 @@ def test_messages_no_longer_in_the_log_come_from_the_table(landed: Landed, tmp_p
     assert sorted(row.offset for row in some.collect()) == [58, 58, 59, 59, 60, 60, 61, 61]
 
     late = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50)).collect()
-    assert places(late) == [one for one in everything if one[0][1] >= 25]
+    assert places(late) == [row for row in everything if row[0][1] >= 25]
     assert len(landed.read(startingTimestamp=str(FIRST_MS + 1000 * 200)).collect()) == 40
     # The end may precede the start of the log, too.
     until = {"endingTimestamp": str(FIRST_MS + 1000 * 80)}
     early = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50), **until).collect()
-    assert places(early) == [one for one in everything if 25 <= one[0][1] < 40]
+    assert places(early) == [row for row in everything if 25 <= row[0][1] < 40]
     ends = {"endingOffsets": json.dumps({landed.topic: {"0": 30, "1": 70}})}
     named = landed.read(startingOffsets="earliest-landed", **ends).collect()
-    assert places(named) == [one for one in everything if one[0][1] < (30, 70)[one[0][0]]]
+    assert places(named) == [row for row in everything if row[0][1] < (30, 70)[row[0][0]]]
 
     streamed = landed.stream(
         tmp_path / "checkpoint", startingOffsets="earliest-landed", maxOffsetsPerTrigger="50", minPartitions="4"
@@ -162,7 +162,7 @@ def test_messages_lost_before_landing_are_reported(landed: Landed) -> None:
     with pytest.raises(PySparkException, match="offsets 20 to 29"):
         landed.read(startingOffsets="earliest-landed").collect()
     rows = landed.read(startingOffsets="earliest-landed", failOnDataLoss="false").collect()
-    assert places(rows) == [one for one in sorted(landed.messages.items()) if not 20 <= one[0][1] < 30]
+    assert places(rows) == [message for message in sorted(landed.messages.items()) if not 20 <= message[0][1] < 30]
 
 
 async def test_a_replay_of_the_table_has_the_messages_that_the_log_has_lost(landed: Landed, topic: str) -> None:
@@ -176,13 +176,13 @@ async def test_a_replay_of_the_table_has_the_messages_that_the_log_has_lost(land
     done = await asyncio.to_thread(lambda: Replay(order, landed.server.kafka).run())
     assert (done.examined, done.written) == (40, 26)
     arrived = await asyncio.to_thread(committed_records, landed.server.kafka, into)
-    origins = {(dict(one.headers)["replayed-from"] or b"").decode(): one.value for one in arrived}
+    origins = {(dict(record.headers)["replayed-from"] or b"").decode(): record.value for record in arrived}
     expected = {place: value for place, value in landed.messages.items() if 4 <= number_of(value) < 30}
     assert origins == {f"{topic}/{number}/{offset}": value for (number, offset), value in expected.items()}
     # The condition applies to the messages of the table as to those of the log.
     some = ReplayOrder(topic=topic, into=into, from_table=True, where="payload.n < 10 AND offset > 0", name="some")
     counted = await asyncio.to_thread(lambda: Replay(some, landed.server.kafka).run(dry=True))
-    assert counted.written == len([one for one in range(2, 10) if one % 7 != 3])
+    assert counted.written == len([number for number in range(2, 10) if number % 7 != 3])
 
 
 def number_of(value: bytes) -> int:

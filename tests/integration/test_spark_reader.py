@@ -104,7 +104,7 @@ def test_records_deleted_between_plan_and_task_are_reported_too(
 ) -> None:
     topics.make(topic, 40)
     strict, lenient = reader(), reader(failOnDataLoss="false")
-    planned = {one: one.partitions(at(topic, 10), at(topic, 30)) for one in (strict, lenient)}
+    planned = {reader: reader.partitions(at(topic, 10), at(topic, 30)) for reader in (strict, lenient)}
     topics.cut(topic, 17)
     with pytest.raises(LostData) as reported:
         list(strict.read(planned[strict][0]))

@@ -284,7 +284,7 @@ def test_the_format_is_found_by_the_documented_remedy(tmp_path: Path, command: s
     import pyspark
 
     page = Path(__file__).parents[2] / "docs" / "spark.md"
-    (sample,) = (one.text for one in samples_of(page) if one.text.startswith("export PYSPARK_PYTHON="))
+    (sample,) = (sample.text for sample in samples_of(page) if sample.text.startswith("export PYSPARK_PYTHON="))
     remedy = sample.replace("$HOME/millstream-env/bin/python", sys.executable)
     (tmp_path / "job.py").write_text(
         "from pyspark.sql import SparkSession\n"

@@ -80,7 +80,7 @@ def open_transactions(options: WriteOptions, query: str) -> list[str]:
     async def find() -> list[str]:
         async with Client.connect(options.brokers) as client:
             found = await list_transactions(client, matching=f"spark/{query}/.*")
-            return [one.transactional_id for one in found if one.state in (ONGOING, PREPARED)]
+            return [transaction.transactional_id for transaction in found if transaction.state in (ONGOING, PREPARED)]
 
     return asyncio.run(find())
 

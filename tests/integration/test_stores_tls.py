@@ -119,7 +119,7 @@ def test_passwords_are_reloaded_and_never_shown(stores: Stores, node: Server) ->
         assert connection.execute(gone.encode()).fetchall()
     create_topic(node, "after")
     listed = CommandLine(node.kafka)("topic", "list", "--json").document["topics"]
-    assert {"before", "after"} <= {one["topic"] for one in listed}
+    assert {"before", "after"} <= {topic["topic"] for topic in listed}
     main = psutil.Process(node.pid)
     seen = " ".join(part for process in (main, *main.children(recursive=True)) for part in process.cmdline())
     resource = ConfigResource(ConfigResource.Type.BROKER, "1")
@@ -163,7 +163,7 @@ def test_an_invalid_configuration_is_refused_at_once_without_revealing_passwords
     (tmp_path / "exposed").chmod(0o644)
     given = str(tmp_path / value) if name.endswith("-file") else value
     settings = stores.settings() | {"data": tmp_path / "data", "kafka": "127.0.0.1:0", "http": "", name: given}
-    refused = call_command(["serve", *(f"--{key}={one}" for key, one in settings.items())])
+    refused = call_command(["serve", *(f"--{key}={setting}" for key, setting in settings.items())])
     assert refused.code == 2, refused.err
     assert reason in refused.err
     assert "pass-of-url" not in refused.err + refused.out

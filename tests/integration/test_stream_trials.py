@@ -109,8 +109,8 @@ class StreamTrial:
         self._runs: list[Run] = []
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         made = admin.create_topics([NewTopic(self.source, PARTITIONS, 1), NewTopic(self.into, PARTITIONS, 1)])
-        for one in made.values():
-            one.result(60)
+        for future in made.values():
+            future.result(60)
         producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
         for number in range(ROWS):
             at = (FIRST + timedelta(seconds=number)).isoformat()

@@ -145,12 +145,12 @@ class Trial:
         """The faults in the rows of the statement, which contain their own origin."""
         found = []
         reported = []
-        for one in committed_records(self.server.kafka, self.target("eu")):
-            row = json.loads(one.value or b"")
+        for record in committed_records(self.server.kafka, self.target("eu")):
+            row = json.loads(record.value or b"")
             place = Place(row["partition"], row["offset"])
-            found.append((place, one))
-            if (row["twice"], one.key) != (2 * self.source.document(place)["id"], self.source.messages[place].key):
-                reported.append(f"{place} became {one}")
+            found.append((place, record))
+            if (row["twice"], record.key) != (2 * self.source.document(place)["id"], self.source.messages[place].key):
+                reported.append(f"{place} became {record}")
         return reported + faults_of(found, expected)
 
 

@@ -116,7 +116,7 @@ SMALL_STATEMENTS = (
 
 
 def contents(messages: Iterable[Committed]) -> list[tuple[Any, ...]]:
-    return sorted((one.value, one.key, one.headers) for one in messages)
+    return sorted((message.value, message.key, message.headers) for message in messages)
 
 
 @pytest.mark.parametrize("sql", SMALL_STATEMENTS)
@@ -263,9 +263,9 @@ def test_all_columns_of_a_topic_are_its_messages_unchanged(shop: Shop) -> None:
     shop.create(shop.into)
     shop.publish(shop.orders, [{"id": number, "total": number * 10} for number in range(4)])
     assert shop.run("SELECT * FROM orders WHERE total > 10") == 4
-    found = {one[2:] for one in committed_records(shop.server.kafka, shop.into)}
+    found = {record[2:] for record in committed_records(shop.server.kafka, shop.into)}
     published = committed_records(shop.server.kafka, shop.orders)
-    assert found == {one[2:] for one in published if json.loads(one.value or b"")["total"] > 10}
+    assert found == {record[2:] for record in published if json.loads(record.value or b"")["total"] > 10}
     assert len(found) == 2
 
 
@@ -633,7 +633,7 @@ def test_every_target_has_its_messages_once_and_rules_change_between_batches(rou
     assert routed.ids("gold") == list(range(31, 60, 2))
     assert routed.ids("both") == sorted({*range(0, 60, 3), *range(31, 60, 2)})
     assert routed.ids("all") == list(range(60))
-    first = next(one for one in routed.messages("gold") if one.key == b"31")
+    first = next(message for message in routed.messages("gold") if message.key == b"31")
     assert (first.headers, first.timestamp_ms) == ((("tier", b"gold"),), 1_700_000_000_031)
     routed.publish(60, 30)
     asia = routed.rule("asia", "payload.region = 'asia'", "asia")

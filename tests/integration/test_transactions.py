@@ -82,7 +82,7 @@ def read_all(server: Server, out: str, isolation: str, *, stop: bytes) -> list[b
         if message is not None and message.error() is None:
             got.append(message.value() or b"")
     consumer.close()
-    return [one for one in got if one != stop]
+    return [value for value in got if value != stop]
 
 
 def test_committed_records_are_read_and_aborted_ones_are_not(server: Server, out: str) -> None:

@@ -133,7 +133,7 @@ def consumer_of(cluster: ServerGroup) -> Consumer:
 
 
 def read_committed(cluster: ServerGroup, topic: str) -> Counter[tuple[int, bytes]]:
-    return Counter((one.partition, one.value or b"") for one in committed_records(cluster.kafka, topic))
+    return Counter((record.partition, record.value or b"") for record in committed_records(cluster.kafka, topic))
 
 
 @pytest.mark.timeout(300)

@@ -121,7 +121,7 @@ def test_a_table_has_the_types_of_the_schemas_and_follows_their_versions(
     }
     assert (empty["id"], empty["value"]) == (None, None)
     refused = rows_of(tmp_path / f"{topic}{QUARANTINE_SUFFIX}")
-    assert [one["offset"] for one in refused] == [2, 3, 4]
+    assert [row["offset"] for row in refused] == [2, 3, 4]
     assert "does not start with a schema id" in refused[0]["reason"]
     assert "schema id 65536: Schema 65536 not found" in refused[1]["reason"]
     assert "does not decode as Avro" in refused[2]["reason"]
@@ -131,7 +131,7 @@ def test_a_table_has_the_types_of_the_schemas_and_follows_their_versions(
     wider = AvroSerializer(registry, avro(note).replace('"name": "id", "type": "int"', '"name": "id", "type": "long"'))
     publish(server, topic, wider({**ORDER, "id": 2**40, "note": "new"}, of(topic)), first)
     land(spark, server, tmp_path, topic)
-    assert [(one["id"], one["note"]) for one in rows_of(tmp_path / topic)] == [
+    assert [(row["id"], row["note"]) for row in rows_of(tmp_path / topic)] == [
         (1, None),
         (None, None),
         (2**40, "new"),
@@ -153,7 +153,7 @@ def test_one_row_per_key_has_the_types_of_the_schemas(
     kinds = {field.name: json.loads(field.type.to_json()) for field in table.schema().fields}
     assert (kinds["id"], kinds["total"], kinds["day"]) == ("long", "decimal(10,2)", "date")
     rows = table.to_pyarrow_table().to_pylist()
-    assert sorted((one["id"], one["total"]) for one in rows) == [(3, ORDER["total"]), (4, ORDER["total"])]
+    assert sorted((row["id"], row["total"]) for row in rows) == [(3, ORDER["total"]), (4, ORDER["total"])]
     (refused,) = rows_of(tmp_path / f"{topic}{QUARANTINE_SUFFIX}")
     assert "does not start with a schema id" in refused["reason"]
 
@@ -195,7 +195,7 @@ def test_the_data_source_reads_and_writes_typed_columns(
     assert dict(frame.dtypes)["total"] == "decimal(10,2)"
     assert dict(frame.dtypes)["parts"] == "map<string,double>"
     good = frame.where("payload_error is null and total > 12").collect()
-    assert [(one["id"], one["total"], one["day"], one["who"]["Who"]["n"]) for one in good] == [
+    assert [(row["id"], row["total"], row["day"], row["who"]["Who"]["n"]) for row in good] == [
         (1, Decimal("12.50"), ORDER["day"], 3)
     ]
     (bad,) = frame.where("payload_error is not null").collect()
@@ -234,11 +234,11 @@ def test_the_data_source_reads_a_protobuf_message_that_is_not_the_first_of_its_f
     assert "it is a shop.Bill, but the columns are those of shop.Skip" in first["payload_error"]
     assert "schemaMessage=shop.Bill" in first["payload_error"]
     given = source.schema("id long, a long").load().orderBy("id").collect()
-    assert [(one["id"], one["a"]) for one in given] == [(None, 1), (7, None)]
+    assert [(row["id"], row["a"]) for row in given] == [(None, 1), (7, None)]
     named = spark.read.format("millstream").option("kafka.bootstrap.servers", server.kafka).option("subscribe", topic)
     named = named.option("decode", "schema")
     bills = named.option("schemaMessage", "shop.Bill").load().where("payload_error is null").collect()
-    assert [one["id"] for one in bills] == [7]
+    assert [bill["id"] for bill in bills] == [7]
     with pytest.raises(Exception, match=r"there are: shop\.Skip, shop\.Bill"):
         named.option("schemaMessage", "Bill").load()
 
@@ -310,5 +310,5 @@ def test_a_transform_of_an_empty_topic_has_the_columns_of_its_schema_and_follows
             pass
     finally:
         job.close()
-    (written,) = [json.loads(one["value"]) for one in command("tail", copy, "--json").documents]
+    (written,) = [json.loads(document["value"]) for document in command("tail", copy, "--json").documents]
     assert (written["id"], written["total"], written["day"], written["note"]) == (1, 12.5, "2026-11-16", "new")

@@ -51,7 +51,9 @@ class Trial(LandProgram):
         repeated = self.random.sample(events, count // 10)
         mixed = [*events, *repeated]
         # Late by some hundred messages.
-        mixed = [event for _, event in sorted(enumerate(mixed), key=lambda one: one[0] + self.random.randrange(500))]
+        mixed = [
+            event for _, event in sorted(enumerate(mixed), key=lambda entry: entry[0] + self.random.randrange(500))
+        ]
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
         for key, value in mixed:
             producer.produce(self.topic, value, key=json.dumps({"id": key}).encode())
