@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
     places: dict[Path, float] = {}
     for starts_processes, share in ((True, PROCESSES_SHARE), (False, 1.0)):
-        paths = dict.fromkeys(one.path for one in items if ("integration" in one.path.parts) is starts_processes)
+        paths = dict.fromkeys(item.path for item in items if ("integration" in item.path.parts) is starts_processes)
         places |= {path: share * at / len(paths) for at, path in enumerate(paths)}
     items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, places[item.path]))
 

@@ -300,8 +300,8 @@ def test_every_api_opens_with_its_versions(path: Path) -> None:
     if docstring.startswith("Private requests "):
         assert all(described)
         return
-    for one in described:
-        assert re.match(r"\w+ \(key \d+\), version", one), (
+    for description in described:
+        assert re.match(r"\w+ \(key \d+\), version", description), (
             "the docstring of the API, or of its module, starts like: Fetch (key 1), versions 4 to 17"
         )
 

@@ -35,7 +35,7 @@ def test_the_service_starts_a_node_of_a_cluster() -> None:
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert int(stop_s) * 1000 > config.leave_ms + config.shutdown_ms
     # Only the data and the compiled code are writable.
-    folders = {f"{one}Directory": "millstream" for one in ("State", "Cache")}
+    folders = {f"{kind}Directory": "millstream" for kind in ("State", "Cache")}
     assert folders.items() <= dict(re.findall(r"^(\w+)=(\S+)$", unit, re.MULTILINE)).items()
     assert config.data.startswith("/var/lib/millstream/")
     assert "NUMBA_CACHE_DIR=/var/cache/millstream\n" in unit
@@ -43,7 +43,7 @@ def test_the_service_starts_a_node_of_a_cluster() -> None:
 
 def test_the_composed_nodes_differ_where_they_must() -> None:
     given = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
-    nodes = [Config.load(environment=one, file=None) for one in given]
+    nodes = [Config.load(environment=environment, file=None) for environment in given]
     assert len(nodes) == 3
     for node in nodes:
         Listeners(node).check()

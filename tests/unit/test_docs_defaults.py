@@ -35,12 +35,12 @@ def text(value: object) -> str:
 @pytest.mark.parametrize(
     ("title", "declared"),
     [
-        ("Nodes", {name: text(one.default) for name, (_, one) in Config.declared().items()}),
-        ("Topics", {name: text(one.default) for name, one in TopicSettings.declared().items()}),
+        ("Nodes", {name: text(option.default) for name, (_, option) in Config.declared().items()}),
+        ("Topics", {name: text(setting.default) for name, setting in TopicSettings.declared().items()}),
         (
             "Subscriptions",
             {
-                **{name: text(one.default) for name, one in SubscriptionSettings.declared().items()},
+                **{name: text(setting.default) for name, setting in SubscriptionSettings.declared().items()},
                 **settings_of_new({}, ""),
             },
         ),

@@ -27,7 +27,7 @@ KIB, MIB = 1024, 1024 * 1024
         f"| {state.TOKENS_PER_OWNER_MAX:,} |",
         f"all API tokens of one owner | {state.SCOPE_RULES_PER_OWNER_MAX:,} |",
         "| {:,}; {:,}; {:,} | 429".format(*pressure.REQUESTS_MAX),
-        "| {} MiB; {} MiB; {} MiB | 429".format(*(one // MIB for one in pressure.BYTES_MAX)),
+        "| {} MiB; {} MiB; {} MiB | 429".format(*(limit // MIB for limit in pressure.BYTES_MAX)),
         f"open connections | {protocol.CONNECTIONS_MAX:,} | a connection that has been idle or stalled for "
         f"{protocol.STALLED_S:g} s",
         f"| {protocol.HEAD_BYTES_MAX // KIB} KiB, {protocol.HEAD_S_MAX:g} s | 431",

@@ -93,9 +93,9 @@ async def test_pipelines_without_commits_lag_by_the_whole_topic_or_by_nothing(cl
     backlogs = backlogs_of(cluster)
     assert await backlogs.lags(readers) == {"all": 140, "newest": 0, "route": 0}
     # Once it has commits, a pipeline lands a new topic from its first message; a route starts each topic at its end.
-    cluster.committed = {one.group: {at("orders"): 100} for one in readers}
+    cluster.committed = {reader.group: {at("orders"): 100} for reader in readers}
     assert await backlogs.lags(readers) == {"all": 50, "newest": 50, "route": 0}
-    cluster.committed = {one.group: {at("orders"): 3, at("parcels"): 70} for one in readers}
+    cluster.committed = {reader.group: {at("orders"): 3, at("parcels"): 70} for reader in readers}
     assert set((await backlogs.lags(readers)).values()) == {90}
 
 

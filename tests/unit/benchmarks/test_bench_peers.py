@@ -56,7 +56,7 @@ def test_frames_are_split_at_their_ends(size: int) -> None:
     confirm = rabbitmq.frame(3, b"\x01" + struct.pack(">I", 2) + bytes(16))
     data = rabbitmq.frame(0x8001, b"abc") + confirm
     frames = rabbitmq.Frames()
-    found = [each for at in range(0, len(data), size) for each in frames.feed(data[at : at + size])]
+    found = [frame for at in range(0, len(data), size) for frame in frames.feed(data[at : at + size])]
     assert found == [(0x8001, b"abc"), (3, confirm[8:])]
 
 
@@ -85,7 +85,7 @@ def test_several_bare_clients_produce_concurrently() -> None:
     case = Case(flush=OS, producers=10)
     with Limit().topic(case) as target, ExitStack() as stack:
         connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(3)]
-        topics = [Topic(each, target.topic, case.size_bytes, at) for at, each in enumerate(connections)]
+        topics = [Topic(connection, target.topic, case.size_bytes, at) for at, connection in enumerate(connections)]
         found = measure(topics, case, target.pid, 0.3, 300, 10)
     assert found["produce"]["messages/s"] > 0
 

@@ -39,8 +39,8 @@ def results() -> Results:
     made = Results()
     for case in (Case(), Case(flush=OS)):
         for subject, rate in ((LIMIT, 1000), (MILLSTREAM, 900), (KAFKA, 500), (BARE, 600), ("nats", 400)):
-            for each in (rate, rate * 1.1, rate * 0.5):
-                made.add(case, subject, case.durability, {PRODUCED: flow(each), CONSUMED: flow(each)})
+            for round_rate in (rate, rate * 1.1, rate * 0.5):
+                made.add(case, subject, case.durability, {PRODUCED: flow(round_rate), CONSUMED: flow(round_rate)})
     for subject, p99 in ((LIMIT, 1.0), (MILLSTREAM, 2.0), (KAFKA, 3.0)):
         fixed = Case(kind=LATENCY, rate_per_s=1000)
         made.add(fixed, subject, fixed.durability, {ACKNOWLEDGED: latency(p99), END_TO_END: latency(p99)})

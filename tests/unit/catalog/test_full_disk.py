@@ -31,7 +31,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_catalog_usable(tmp_path: 
     for number in range(3):
         with pytest.raises(StorageFailure, match="free space"):
             catalog.add_topics([topic(f"t{number}", "y" * 50_000)])
-    assert "before" in {one.name for one in catalog.topics()}
+    assert "before" in {topic.name for topic in catalog.topics()}
     catalog.close()
 
 

@@ -124,15 +124,15 @@ def test_keys_are_rotated_while_the_catalog_is_open(
     new = rotate(key_file).key_id
     # An unchanged secret stays sealed with the key that other nodes have.
     catalog.alter_subscription(subscription.subscription_id, lambda now: dataclasses.replace(now, used_ms=7))
-    assert {one.key_id for one in catalog.secrets()} == {old}
+    assert {secret.key_id for secret in catalog.secrets()} == {old}
     assert catalog.reseal() == 3
-    assert {one.key_id for one in catalog.secrets()} == {new}
+    assert {secret.key_id for secret in catalog.secrets()} == {new}
     assert catalog.reseal() == 0
     write_keys(key_file, read_keys(key_file)[-1:], replace=True)
     later = open_again()
     assert later.subscriptions() == [dataclasses.replace(subscription, used_ms=7)]
     assert later.pipelines() == [pipeline]
-    assert [one.problem for one in later.secrets()] == ["", "", ""]
+    assert [secret.problem for secret in later.secrets()] == ["", "", ""]
 
 
 def test_a_secret_moved_to_another_field_does_not_open(tmp_path: Path, key_file: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_secret_moved_to_another_field_does_not_open(tmp_path: Path, key_file:
     damaged = dataclasses.replace(pushed("billing"), overrides={**sealed, SECRET: sealed[SECRET][:-8] + "AAAAAAA="})
     plain = dataclasses.replace(pushed("billing"), overrides={**sealed, SECRET: PASSWORD})
     assert set(sealing.open_all(stolen).sealed) == {SECRET, HEADERS}
-    for one in (swapped, damaged, plain):
-        assert set(sealing.open_all(one).sealed) == {SECRET}
+    for document in (swapped, damaged, plain):
+        assert set(sealing.open_all(document).sealed) == {SECRET}
 
 
 def test_two_seals_of_one_secret_differ(key_file: Path) -> None:

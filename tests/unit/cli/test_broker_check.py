@@ -83,8 +83,8 @@ def test_clock_skew_is_a_warning() -> None:
 
 def test_partitions_without_a_leader_are_a_problem() -> None:
     def metadata(leader_id: int, in_sync: tuple[int, ...] = (1, 2)) -> ClusterMetadata:
-        one = SimpleNamespace(partition=0, leader_id=leader_id, replicas=(1, 2), in_sync=in_sync)
-        topic = SimpleNamespace(name="orders", partitions={0: one})
+        partition = SimpleNamespace(partition=0, leader_id=leader_id, replicas=(1, 2), in_sync=in_sync)
+        topic = SimpleNamespace(name="orders", partitions={0: partition})
         return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
 
     assert [finding.severity for finding in broker_check._check_leaders(metadata(1), {})] == [Severity.OK]
@@ -99,8 +99,8 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
 
 
 def test_a_node_that_is_down_is_a_problem() -> None:
-    one = SimpleNamespace(partition=0, leader_id=1, replicas=(1, 2), in_sync=(1,))
-    topics = {"orders": SimpleNamespace(name="orders", partitions={0: one})}
+    partition = SimpleNamespace(partition=0, leader_id=1, replicas=(1, 2), in_sync=(1,))
+    topics = {"orders": SimpleNamespace(name="orders", partitions={0: partition})}
     metadata = cast("ClusterMetadata", SimpleNamespace(topics=topics, nodes={1: None}))
     (found,) = broker_check._check_nodes(broker_check._missing_nodes(metadata))
     assert (found.severity, found.detail) == (Severity.PROBLEM, "node 2 is down")
@@ -167,13 +167,13 @@ def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: P
             gc.collect()
         asked.set()
         peer.join()
-    assert [str(one.message) for one in warned] == []
+    assert [str(warning.message) for warning in warned] == []
 
 
 def test_lost_offsets_are_problems_with_a_remedy() -> None:
-    assert [one.severity for one in broker_check._check_damage([])] == [Severity.OK]
+    assert [finding.severity for finding in broker_check._check_damage([])] == [Severity.OK]
     found = list(broker_check._check_damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
-    assert {one.severity for one in found} == {Severity.PROBLEM}
+    assert {finding.severity for finding in found} == {Severity.PROBLEM}
     assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
     assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
     assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")

@@ -100,7 +100,7 @@ async def test_all_waiters_for_a_state_are_woken() -> None:
     waiting = [asyncio.create_task(lifecycle.until(HELD)) for _ in range(3)]
     await asyncio.sleep(0)
     for event in (BrokerEvent.SPAWN, BrokerEvent.PAUSE, BrokerEvent.EXITED):
-        assert not any(one.done() for one in waiting)
+        assert not any(task.done() for task in waiting)
         lifecycle.apply(event)
         await asyncio.sleep(0)
     await asyncio.gather(*waiting)

@@ -50,7 +50,9 @@ def test_a_cluster_and_its_clients_share_one_authority(tmp_path: Path) -> None:
     assert (folder / "ca.pem").read_bytes() == authority
     names = names_in(folder / "node.pem")
     assert names.get_values_for_type(x509.DNSName) == ["a.example", "*.b.example"]
-    assert names.get_values_for_type(x509.IPAddress) == [ip_address(one) for one in ("10.0.0.7", "::1", "fe80::1")]
+    assert names.get_values_for_type(x509.IPAddress) == [
+        ip_address(address) for address in ("10.0.0.7", "::1", "fe80::1")
+    ]
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["millstream://prod/node/1"]
     assert names_in(folder / "node-2.pem").get_values_for_type(x509.DNSName) == ["localhost"]
     assert is_signed_by(folder / "node-2.pem", folder / "ca.pem")

@@ -80,7 +80,7 @@ def test_every_process_of_a_machine_is_checked(folder: Folder) -> None:
         (folder.path / name).rename(folder.path / "node-1001" / name)
     Folder(folder.path / "node-1").segment(0, 2)
     findings = folder.check()
-    assert [one.severity for one in findings["last stop"] + findings["format"]] == [Severity.OK] * 4
+    assert [finding.severity for finding in findings["last stop"] + findings["format"]] == [Severity.OK] * 4
     whole, torn, read = findings["segments"]
     assert (whole.detail[:7], whole.detail[-16:]) == ("node-1:", " 2 messages read")
     assert (torn.severity, torn.detail.startswith("node-1001: orders-0: no whole batch")) == (Severity.PROBLEM, True)
@@ -169,7 +169,7 @@ def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
         findings = folder.check()
     assert findings["lock"][0].detail == "a broker is using the folder"
     assert "in use by a running broker" in findings["segments"][0].detail
-    assert {one.severity for one in (*findings["lock"], *findings["segments"])} == {Severity.OK}
+    assert {finding.severity for finding in (*findings["lock"], *findings["segments"])} == {Severity.OK}
 
 
 def test_a_torn_tail_after_a_clean_stop_is_a_problem(folder: Folder) -> None:

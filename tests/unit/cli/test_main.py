@@ -251,7 +251,7 @@ def test_the_help_of_every_command_describes_the_command() -> None:
     listed = call_command(["--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
     summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
     assert len(summaries) > 10
-    assert [one for one in summaries if not one[0].isupper()] == []
+    assert [summary for summary in summaries if not summary[0].isupper()] == []
 
 
 def test_the_summaries_of_commands_are_whole_sentences() -> None:
@@ -283,7 +283,7 @@ def test_a_missing_optional_package_is_named_with_its_extra(capsys: pytest.Captu
 def test_a_password_among_the_arguments_is_pointed_out(tmp_path: Path, arguments: list[str], instead: str) -> None:
     (tmp_path / "password").write_text("password-of-alice")
     named = {"password": str(tmp_path / "password"), "missing": str(tmp_path / "missing")}
-    words = [one.format_map(named) for one in arguments]
+    words = [argument.format_map(named) for argument in arguments]
     catalog = "postgresql://millstream:pass-of-url@127.0.0.1:1/millstream"
     failed = call_command([*words, "--catalog", catalog])
     assert failed.code != 0

@@ -73,7 +73,13 @@ def test_the_callers_password_file_may_precede_a_command_that_has_its_own(tmp_pa
     (tmp_path / "word").write_text("with a space \n")
     mine, new = ["--user", "admin", "--password-file", str(tmp_path / "word")], ["--password-file", "new"]
     rest = take_credentials([*before, *mine, "user", "create", "alice", *new])
-    assert rest == [*(one for one in before if one not in ("--tls-cert", "user")), "user", "create", "alice", *new]
+    assert rest == [
+        *(argument for argument in before if argument not in ("--tls-cert", "user")),
+        "user",
+        "create",
+        "alice",
+        *new,
+    ]
     if "--tls-cert" not in before:
         assert (command_credentials().user, command_credentials().password) == ("admin", "with a space ")
 

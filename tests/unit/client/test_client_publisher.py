@@ -62,7 +62,7 @@ async def test_messages_of_one_loop_turn_share_a_request(ledger: ProducerLedger)
         before = ledger.requests
         receipts = await asyncio.gather(*(publisher.publish("orders", record(f"{at}", f"k{at}")) for at in range(500)))
         assert ledger.requests == before + 1
-    assert len({(one.partition, one.offset) for one in receipts}) == 500
+    assert len({(receipt.partition, receipt.offset) for receipt in receipts}) == 500
 
 
 async def test_publish_many_keeps_the_order_and_wakes_the_caller_once(ledger: ProducerLedger) -> None:
@@ -95,11 +95,13 @@ async def test_faults_neither_lose_nor_duplicate_messages(ledger: ProducerLedger
     everything = [value for log in ledger.stored.values() for value in log]
     assert len(everything) == len(set(everything)) == 361
     for name, receipts in enumerate(workers):
-        assert [ledger.stored["orders", one.partition][one.offset] for one in receipts] == [
+        assert [ledger.stored["orders", receipt.partition][receipt.offset] for receipt in receipts] == [
             f"{name}:{at}".encode() for at in range(10)
         ]
-        assert [one.offset for one in receipts] == sorted(one.offset for one in receipts)
-    assert [ledger.stored["orders", 0][one.offset] for one in shared] == [f"m:{at}".encode() for at in range(300)]
+        assert [receipt.offset for receipt in receipts] == sorted(receipt.offset for receipt in receipts)
+    assert [ledger.stored["orders", 0][receipt.offset] for receipt in shared] == [
+        f"m:{at}".encode() for at in range(300)
+    ]
 
 
 async def test_a_batch_that_is_too_large_is_split_and_a_message_that_is_too_large_fails(ledger: ProducerLedger) -> None:
@@ -107,7 +109,7 @@ async def test_a_batch_that_is_too_large_is_split_and_a_message_that_is_too_larg
         await publisher.publish("orders", record("first"), partition=0)
         ledger.values_max = 3
         receipts = await publisher.publish_many("orders", [record(f"{at}") for at in range(10)], partition=0)
-        assert [one.offset for one in receipts] == list(range(1, 11))
+        assert [receipt.offset for receipt in receipts] == list(range(1, 11))
         ledger.values_max = 0
         with pytest.raises(BatchTooLarge):
             await publisher.publish("orders", record("x"), partition=0)

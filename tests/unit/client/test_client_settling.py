@@ -83,7 +83,7 @@ async def test_one_lost_lease_is_an_error_and_the_other_results_are_reported(off
     with pytest.raises(InvalidRecordState, match="not held"):
         await response
     assert on_lost == [5]
-    settled = [offset for one in node.settled for offset in range(one.start, one.end)]
+    settled = [offset for settlement in node.settled for offset in range(settlement.start, settlement.end)]
     assert sorted(settled) == [offset for offset in offsets if offset != 5]
 
 
@@ -107,7 +107,7 @@ async def test_all_ranges_of_a_settlement_are_sent_before_its_caller_returns() -
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await response
-    assert [(one.start, one.end) for one in node.settled] == [(1, 3), (5, 6), (9, 10)]
+    assert [(settlement.start, settlement.end) for settlement in node.settled] == [(1, 3), (5, 6), (9, 10)]
 
 
 class Failing(Node):
@@ -196,7 +196,10 @@ async def test_deliveries_of_the_same_message_are_distinguished() -> None:
         settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    assert [(one.start, one.end, one.attempt) for one in node.settled] == [(1, 3, 1), (3, 5, 2)]
+    assert [(settlement.start, settlement.end, settlement.attempt) for settlement in node.settled] == [
+        (1, 3, 1),
+        (3, 5, 2),
+    ]
 
 
 @pytest.mark.parametrize(("state", "reason"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
@@ -252,7 +255,7 @@ async def test_settlements_sent_to_a_former_leader_are_resent_to_the_new_one() -
     async with asyncio.timeout(HANG_S):
         await response
     assert node.asked == [NodeId(1), NodeId(2)]
-    assert [(one.start, one.end) for one in node.settled] == [(1, 3)]
+    assert [(settlement.start, settlement.end) for settlement in node.settled] == [(1, 3)]
 
 
 async def test_an_outcome_without_a_waiting_caller_is_not_looked_up() -> None:

@@ -59,9 +59,11 @@ def dying_worker(handler: Callable[[Taken], Any], store: str, clock: ManualClock
 
 async def test_a_message_is_handled_once(tmp_path: Path) -> None:
     seen: list[str] = []
-    async with IdempotentHandler(lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")) as one:
+    async with IdempotentHandler(
+        lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")
+    ) as handler:
         for identifier in ("1", "2", "1", "1"):
-            await one(Taken(identifier))
+            await handler(Taken(identifier))
     async with IdempotentHandler(lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")) as two:
         await two(Taken("2"))
     async with IdempotentHandler(
@@ -349,10 +351,12 @@ def test_a_claim_of_another_worker_is_not_taken(row: Row | None, verb: Verb, now
 
 async def test_long_ids_are_accepted_and_invalid_names_refused(tmp_path: Path) -> None:
     seen: list[str] = []
-    async with IdempotentHandler(lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")) as one:
-        await one(Taken("x" * 1000))
-        await one(Taken("x" * 1000))
-        await one(Taken("x" * 1001))
+    async with IdempotentHandler(
+        lambda message: seen.append(message.id), name="a", store=str(tmp_path / "db")
+    ) as handler:
+        await handler(Taken("x" * 1000))
+        await handler(Taken("x" * 1000))
+        await handler(Taken("x" * 1001))
     assert len(seen) == 2
     with pytest.raises(InvalidRequest, match="1 to 100 characters"):
         IdempotentHandler(do_nothing, name="", store=str(tmp_path / "db"))

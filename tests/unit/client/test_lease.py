@@ -59,8 +59,10 @@ def test_only_leased_messages_are_read(parts: list[list[NewRecord]], data: st.Da
     log = log_of(parts, data.draw(st.sampled_from([0, 1, 4])), data.draw(st.sampled_from([0, LOG_APPEND_TIME])))
     found = read_leased(log, leases, lease())
     truth = [record for record in decode_records(log) if record.offset in set(chosen)]
-    assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
-    assert {one.attempt for one in found} == {3}
+    assert [
+        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in found
+    ] == truth
+    assert {message.attempt for message in found} == {3}
 
 
 @settings(max_examples=20, deadline=None)
@@ -71,22 +73,26 @@ def test_compacted_batches_are_read(part: list[NewRecord], data: st.DataObject) 
     section = records_section(whole, header)
     kept = data.draw(st.sets(st.integers(0, len(part) - 1), min_size=1))
     log = bytes(
-        rebuild_batch(header, section, [one for at, one in enumerate(raw_records(section, header)) if at in kept])
+        rebuild_batch(header, section, [record for at, record in enumerate(raw_records(section, header)) if at in kept])
     )
     first, last = sorted((data.draw(st.integers(95, 112)), data.draw(st.integers(95, 112))))
     found = read_leased(log, [LeasedRange(first, last + 1, 1, 0)], lease())
     truth = [record for record in decode_records(log) if first <= record.offset <= last]
-    assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
+    assert [
+        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in found
+    ] == truth
 
 
 def test_control_batches_and_aborted_batches_are_skipped() -> None:
-    one = [NewRecord(None, b"a", (), 1)]
-    aborted = encode_batch(one, base_offset=0, producer_id=7, producer_epoch=0, base_sequence=0, transactional=True)
-    control = encode_batch(one, base_offset=1, control=True)
+    new_records = [NewRecord(None, b"a", (), 1)]
+    aborted = encode_batch(
+        new_records, base_offset=0, producer_id=7, producer_epoch=0, base_sequence=0, transactional=True
+    )
+    control = encode_batch(new_records, base_offset=1, control=True)
     log = bytes(aborted + control + encode_batch([NewRecord(None, b"b", (), 1)], base_offset=2))
     everything = [LeasedRange(0, OFFSET_MAX, 0, 0)]
-    assert [one.value for one in read_leased(log, everything, lease(), aborted=((7, 0),))] == [b"b"]
-    assert [one.value for one in read_leased(log, everything, lease())] == [b"a", b"b"]
+    assert [message.value for message in read_leased(log, everything, lease(), aborted=((7, 0),))] == [b"b"]
+    assert [message.value for message in read_leased(log, everything, lease())] == [b"a", b"b"]
 
 
 @pytest.mark.parametrize(

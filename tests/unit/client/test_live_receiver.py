@@ -34,7 +34,7 @@ async def test_received_messages_are_not_kept() -> None:
         receiver._receive({PLACE: FetchedPartition(memoryview(batch), end, Offset(0), end)})
         assert len(receiver.take_many(1000)) == 100
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is Lease and one._topic_id is topic_id]
+    assert not [lease for lease in gc.get_objects() if type(lease) is Lease and lease._topic_id is topic_id]
 
 
 @pytest.mark.parametrize("topics", [["orders", "missing", "gone"], ["missing", "orders", "gone"]])

@@ -86,10 +86,10 @@ def test_closing_something_after_the_client_does_nothing() -> None:
 def test_several_threads_may_call(thread: LoopThread) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(thread.call(seen()))) for _ in range(10)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for worker in threads:
+        worker.start()
+    for worker in threads:
+        worker.join()
     assert found == ["nothing"] * 10
 
 

@@ -176,7 +176,13 @@ async def test_the_records_that_the_broker_names_fail_and_the_others_are_resent(
     queue.stored(rest, Produced(Offset(7), -1))
     queue.stored(queue_take(queue), Produced(Offset(9), -1))
     outcomes = await asyncio.gather(*receipts, later, return_exceptions=True)
-    assert [one.offset if isinstance(one, Receipt) else str(one) for one in outcomes] == ["none", 7, "two", 8, 9]
+    assert [outcome.offset if isinstance(outcome, Receipt) else str(outcome) for outcome in outcomes] == [
+        "none",
+        7,
+        "two",
+        8,
+        9,
+    ]
 
 
 async def test_a_batch_acknowledged_behind_an_abandoned_one_is_not_resent() -> None:

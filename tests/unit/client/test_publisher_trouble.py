@@ -61,7 +61,7 @@ async def test_deleting_a_topic_during_publish_many_ends_the_call_and_frees_its_
         outcomes = failed.value.outcomes
         assert isinstance(outcomes[0], Receipt)
         assert isinstance(outcomes[-1], UnknownTopic)
-        assert all(isinstance(one, Receipt | UnknownTopic) for one in outcomes)
+        assert all(isinstance(outcome, Receipt | UnknownTopic) for outcome in outcomes)
         await publisher.publish("other", NewRecord(None, b"after"))
 
 
@@ -72,9 +72,9 @@ async def test_a_topic_recreated_during_a_publish_gets_no_more_of_its_messages(l
         with pytest.raises(PublishFailed, match="another topic has its name now") as failed:
             await publisher.publish_many("orders", records(1000), partition=0)
         outcomes = failed.value.outcomes
-        stored = [type(one) for one in outcomes].index(UnknownTopic)
-        assert all(isinstance(one, Receipt) for one in outcomes[:stored])
-        assert all(isinstance(one, UnknownTopic) for one in outcomes[stored:])
+        stored = [type(outcome) for outcome in outcomes].index(UnknownTopic)
+        assert all(isinstance(outcome, Receipt) for outcome in outcomes[:stored])
+        assert all(isinstance(outcome, UnknownTopic) for outcome in outcomes[stored:])
         # Requests name topics, so a batch in flight is stored in the new topic.
         now = len(ledger.stored["orders", 0])
         assert len(ledger.past[0]["orders", 0]) + now == 1 + stored
@@ -151,7 +151,7 @@ async def test_a_record_that_cannot_be_encoded_leaves_nothing_behind(ledger: Pro
             await publisher.publish("orders", bad)
         with pytest.raises(PublishFailed) as failed:
             await publisher.publish_many("orders", [NewRecord(None, b"good"), bad, NewRecord(None, b"late")])
-        assert [type(one) for one in failed.value.outcomes] == [Receipt, InvalidBatch, InvalidBatch]
+        assert [type(outcome) for outcome in failed.value.outcomes] == [Receipt, InvalidBatch, InvalidBatch]
         await publisher.flush()
 
 
@@ -285,7 +285,7 @@ async def test_receipts_are_correct_while_other_clients_write_and_many_wait_for_
         many = asyncio.create_task(publisher.publish_many("orders", at_once, partition=0))
         placed = [*await single, *await many]
     stored = ledger.stored["orders", 0]
-    assert [stored[one.offset] for one in placed] == [record.value for record in (*singly, *at_once)]
+    assert [stored[receipt.offset] for receipt in placed] == [record.value for record in (*singly, *at_once)]
 
 
 async def test_a_topic_without_partitions_is_waited_for(ledger: ProducerLedger) -> None:

@@ -22,7 +22,7 @@ def test_stored_receipts_are_read_back_and_a_book_is_continued(tmp_path: Path) -
         with ReceiptBook(path) as book:
             book.keep([receipt(offset)], [b"value %d" % offset])
     kept = list(read_book(path))
-    assert [one.offset for one in kept] == [0, 1, 2]
+    assert [receipt.offset for receipt in kept] == [0, 1, 2]
     assert kept[1].id == "topic-id/0/1"
     assert kept[1].digest == digest_of(b"value 1") != digest_of(b"value 2")
     assert digest_of(None) == ""
@@ -33,10 +33,10 @@ def test_a_line_torn_by_a_crash_is_skipped(tmp_path: Path, caplog: pytest.LogCap
     with ReceiptBook(path) as book:
         book.keep([receipt(0), receipt(1)], [b"a", None])
     path.write_bytes(path.read_bytes()[:-5])
-    assert [one.offset for one in read_book(path)] == [0]
+    assert [receipt.offset for receipt in read_book(path)] == [0]
     with ReceiptBook(path) as book:
         book.keep([receipt(2)], [b"c"])
-    assert [one.offset for one in read_book(path)] == [0, 2]
+    assert [receipt.offset for receipt in read_book(path)] == [0, 2]
     assert "line 2" in caplog.text
 
 

@@ -83,18 +83,18 @@ class Cluster:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         results: list[list[tuple[int, str | None]]] = []
         for part in request.partitions:
-            results.append([self._result(one) for one in part.verbs])
-            self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == Verb.EXTEND]
-            for one in part.verbs:
-                self.settled += [(one.verb, offset) for offset in range(one.start, one.end)]
-                if one.verb != Verb.EXTEND:
-                    self.attempts.append(one.attempt)
-                    self.done |= {*range(one.start, one.end)}
+            results.append([self._result(verb) for verb in part.verbs])
+            self.extended_ms += [verb.delay_ms for verb in part.verbs if verb.verb == Verb.EXTEND]
+            for verb in part.verbs:
+                self.settled += [(verb.verb, offset) for offset in range(verb.start, verb.end)]
+                if verb.verb != Verb.EXTEND:
+                    self.attempts.append(verb.attempt)
+                    self.done |= {*range(verb.start, verb.end)}
         await self.responding.wait()
         return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, results)))
 
-    def _result(self, one: SettledRange) -> tuple[int, str | None]:
-        is_held = not self.done & {*range(one.start, one.end)}
+    def _result(self, settled_range: SettledRange) -> tuple[int, str | None]:
+        is_held = not self.done & {*range(settled_range.start, settled_range.end)}
         return (0, None) if is_held else (INVALID_RECORD_STATE, "not held")
 
     def deliver(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
@@ -257,9 +257,9 @@ async def test_an_unsettled_message_is_dropped_when_its_lease_expires() -> None:
         extended = others[-1]
         extending = asyncio.create_task(extended.extend(HANG_S))
         await extending
-        await until(lambda: len(cluster.requested[1]) == 2 and all(one.is_settled for one in others[:-1]))
+        await until(lambda: len(cluster.requested[1]) == 2 and all(other.is_settled for other in others[:-1]))
         # The message with the extended lease is still held.
-        assert [one.is_settled for one in others] == [True, True, True, False]
+        assert [other.is_settled for other in others] == [True, True, True, False]
         with pytest.raises(InvalidRecordState):
             await first.ack()
         await extended.ack()
@@ -281,7 +281,7 @@ async def test_a_batch_is_no_longer_renewed_when_the_next_is_requested() -> None
 async def test_settled_messages_are_not_kept() -> None:
     def held_leases() -> int:
         gc.collect()
-        return sum(type(one) is Lease and one.settler is receiver for one in gc.get_objects())
+        return sum(type(lease) is Lease and lease.settler is receiver for lease in gc.get_objects())
 
     cluster = Cluster(1)
     async with receiving(cluster, ahead=100) as receiver:
@@ -303,7 +303,7 @@ async def test_messages_keep_their_order_across_deliveries() -> None:
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
         receiver._receive(NodeId(1), LeaseResponse(ReceiveResponse(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
-        assert [(one.offset, one.attempt, one._lease.attempt) for one in messages] == [
+        assert [(message.offset, message.attempt, message._lease.attempt) for message in messages] == [
             (0, 1, 1),
             (1, 3, 3),
             (2, 3, 3),
@@ -380,7 +380,7 @@ async def test_a_message_being_processed_that_is_leased_again_is_not_delivered_t
         cluster.redeliver(1, 0, 3, attempt=2)
         await arrived(receiver)
         messages += receiver.take_many(10)
-        assert [one.offset for one in messages] == [0, 1, 2]
+        assert [message.offset for message in messages] == [0, 1, 2]
         assert (receiver._in_flight, len(receiver._leases)) == (3, 1)
         for message in messages:
             await message.ack()
@@ -437,7 +437,7 @@ async def test_a_message_accepted_while_it_is_leased_again_is_not_redelivered() 
         cluster.done.clear()
         cluster.redeliver(1, 0, 2)
         await receiver.wait_for_message()
-        assert [one.offset for one in receiver.take_many(10)] == [0, 1]
+        assert [lease.offset for lease in receiver.take_many(10)] == [0, 1]
 
 
 async def test_a_message_redelivered_after_its_accept_is_found_to_be_leased() -> None:
@@ -506,7 +506,7 @@ async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_firs
             cluster.responding.set()
             await receiver.wait_for_message()
             assert (cluster.settled[0], set(cluster.extended_ms)) == ((Verb.EXTEND, 0), {30_000})
-        assert [one.offset for one in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
+        assert [lease.offset for lease in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
 
 
 async def test_a_message_buffered_for_longer_than_its_lease_is_confirmed_first() -> None:
@@ -554,7 +554,10 @@ async def test_unconfirmed_messages_are_returned_when_the_worker_stops() -> None
         await until(lambda: not receiver._unconfirmed)
         cluster.responding.set()
         await stopping
-        assert [one for one in cluster.settled if one[0] == Verb.RETURN] == [(Verb.RETURN, 0), (Verb.RETURN, 1)]
+        assert [settlement for settlement in cluster.settled if settlement[0] == Verb.RETURN] == [
+            (Verb.RETURN, 0),
+            (Verb.RETURN, 1),
+        ]
         assert receiver._in_flight == 0
 
 

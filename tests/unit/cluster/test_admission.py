@@ -66,10 +66,12 @@ async def test_nodes_that_join_together_keep_no_former_leadership() -> None:
         )
         for node in (ONE, TWO)
     }
-    nodes = [Put(keys.node_key(node), encode_value(one)) for node, one in registered.items()]
+    nodes = [Put(keys.node_key(node), encode_value(registration)) for node, registration in registered.items()]
     revision = await store.change([Put(keys.CONTROLLER, "3"), Put(KEY, encode_value(LED_BY_ONE)), *nodes])
     assert revision is not None
-    joining = [NodeRegistration.from_json(encode_value(one), revision) for node, one in registered.items()]
+    joining = [
+        NodeRegistration.from_json(encode_value(registration), revision) for node, registration in registered.items()
+    ]
     # One of them registers again before it is admitted.
     await store.change([Put(keys.node_key(TWO), encode_value(registered[TWO]))])
     await admit(joining, Term(store, revision), [THREE], lambda _topic_id: 1)

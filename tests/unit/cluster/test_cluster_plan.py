@@ -61,7 +61,7 @@ def loads(draw: st.DrawFn) -> ClusterLoad:
 
 def check(load: ClusterLoad, plan: Plan) -> None:
     """Check the invariants of every plan: legal moves, none twice, and no partition in fewer racks than before."""
-    by_index = {one.index: one for one in load.partitions}
+    by_index = {partition.index: partition for partition in load.partitions}
     assert len({move.index for move in plan.moves}) == len(plan.moves)
     for move in plan.moves:
         assert move.before == by_index[move.index].replicas
@@ -71,7 +71,7 @@ def check(load: ClusterLoad, plan: Plan) -> None:
             assert load.nodes[node].is_live
             assert not load.nodes[node].is_drained
             machine = load.nodes[node].failure_domain
-            assert not any(load.nodes[one].failure_domain == machine for one in move.target if one != node)
+            assert not any(load.nodes[replica].failure_domain == machine for replica in move.target if replica != node)
         if len(move.target) >= len(move.before) and plan.kind == "balance":
             assert racks_of(load, move.target) >= racks_of(load, move.before)
 
@@ -81,7 +81,9 @@ def racks_of(load: ClusterLoad, replicas: tuple[NodeId, ...]) -> int:
 
 
 def replicas_after(load: ClusterLoad, plan: Plan) -> dict[PartitionIndex, tuple[NodeId, ...]]:
-    return {one.index: one.replicas for one in load.partitions} | {move.index: move.target for move in plan.moves}
+    return {partition.index: partition.replicas for partition in load.partitions} | {
+        move.index: move.target for move in plan.moves
+    }
 
 
 @given(loads(), st.integers(1, 7))
@@ -96,11 +98,13 @@ def test_a_drained_node_keeps_only_replicas_without_another_place(load: ClusterL
     after = replicas_after(load, plan)
     left = [index for index, replicas in after.items() if node in replicas]
     assert len(left) == len(plan.staying)
-    takers = [one for one in load.nodes.values() if one.is_live and not one.is_drained and one.node_id != node]
+    takers = [
+        other for other in load.nodes.values() if other.is_live and not other.is_drained and other.node_id != node
+    ]
     for index in left:
-        used = {load.nodes[one].failure_domain for one in after[index] if one != node}
-        assert all(one.failure_domain in used for one in takers)
-    assert all(len(after[one.index]) == len(one.replicas) for one in load.partitions)
+        used = {load.nodes[replica].failure_domain for replica in after[index] if replica != node}
+        assert all(taker.failure_domain in used for taker in takers)
+    assert all(len(after[partition.index]) == len(partition.replicas) for partition in load.partitions)
     if plan.staying:
         with pytest.raises(InvalidRequest, match="cannot be removed"):
             plan_remove(load, node)
@@ -110,13 +114,13 @@ def test_a_drained_node_keeps_only_replicas_without_another_place(load: ClusterL
 
 def spread(load: ClusterLoad, replicas: dict[PartitionIndex, tuple[NodeId, ...]]) -> float:
     """How uneven bytes and rates are: the quantity that balancing reduces."""
-    takers = [one.node_id for one in load.nodes.values() if one.is_live and not one.is_drained]
+    takers = [node.node_id for node in load.nodes.values() if node.is_live and not node.is_drained]
     size: Counter[NodeId] = Counter()
     rate: Counter[NodeId] = Counter()
-    for one in load.partitions:
-        for node in replicas[one.index]:
-            size[node] += one.size_bytes
-            rate[node] += int(one.bytes_per_s)
+    for partition in load.partitions:
+        for node in replicas[partition.index]:
+            size[node] += partition.size_bytes
+            rate[node] += int(partition.bytes_per_s)
     totals = sum(size[node] for node in takers) or 1, sum(rate[node] for node in takers) or 1
     return sum((size[node] / totals[0]) ** 2 + (rate[node] / totals[1]) ** 2 for node in takers)
 
@@ -126,11 +130,11 @@ def test_balancing_reduces_the_spread_and_then_stops(load: ClusterLoad) -> None:
     plan = plan_balance(load)
     check(load, plan)
     after = replicas_after(load, plan)
-    assert all(len(after[one.index]) == len(one.replicas) for one in load.partitions)
-    if all(one.rack is None for one in load.nodes.values()):
+    assert all(len(after[partition.index]) == len(partition.replicas) for partition in load.partitions)
+    if all(node.rack is None for node in load.nodes.values()):
         assert spread(load, after) <= spread(load, replicas_after(load, plan_nothing())) + 0.06
-        if all(one.machine is None for one in load.nodes.values()):
-            again = [dataclasses.replace(one, replicas=after[one.index]) for one in load.partitions]
+        if all(node.machine is None for node in load.nodes.values()):
+            again = [dataclasses.replace(partition, replicas=after[partition.index]) for partition in load.partitions]
             assert plan_balance(ClusterLoad(nodes=load.nodes, partitions=again)).moves == ()
 
 
@@ -140,7 +144,7 @@ def plan_nothing() -> Plan:
 
 @given(loads(), st.integers(1, 4))
 def test_replication_is_raised_and_lowered(load: ClusterLoad, to: int) -> None:
-    machines = {one.failure_domain for one in load.nodes.values() if one.is_live and not one.is_drained}
+    machines = {node.failure_domain for node in load.nodes.values() if node.is_live and not node.is_drained}
     if to > len(machines):
         with pytest.raises(InvalidRequest, match="machine"):
             plan_replicate(load, {"orders"}, to)
@@ -182,7 +186,7 @@ def test_replicas_stay_on_different_machines_with_several_processes() -> None:
     with pytest.raises(InvalidRequest, match="3 replicas need as many machines, and 2 can take one"):
         plan_replicate(load, {"orders"}, 3)
     # With a machine down, its replicas have no other place, although the other machine has two nodes.
-    away = {node: dataclasses.replace(one, is_live=one.machine == 2) for node, one in shared.items()}
+    away = {node: dataclasses.replace(node_load, is_live=node_load.machine == 2) for node, node_load in shared.items()}
     assert len(plan_drain(ClusterLoad(nodes=away, partitions=load.partitions), NodeId(1)).staying) == 4
 
 
@@ -209,12 +213,12 @@ def test_a_new_node_gets_its_share_of_bytes_and_leaders() -> None:
 def led_after_balance(*partitions: tuple[int, int]) -> Counter[NodeId]:
     """Balance three processes of a machine with single-replica partitions, each given by its node and its size."""
     nodes = {NodeId(number): NodeLoad(node_id=NodeId(number), machine=NodeId(1)) for number in (1, 2, 3)}
-    one = even(1, 1, 1).partitions[0]
+    partition = even(1, 1, 1).partitions[0]
     load = ClusterLoad(
         nodes=nodes,
         partitions=[
             dataclasses.replace(
-                one, index=PartitionIndex(index), replicas=(NodeId(node),), size_bytes=size, bytes_per_s=0.0
+                partition, index=PartitionIndex(index), replicas=(NodeId(node),), size_bytes=size, bytes_per_s=0.0
             )
             for index, (node, size) in enumerate(partitions)
         ],
@@ -259,7 +263,7 @@ def test_a_light_load_is_balanced_once(seed: int) -> None:
         plan = plan_balance(load)
         moves.append(len(plan.moves))
         after = replicas_after(load, plan)
-        partitions = [dataclasses.replace(one, replicas=after[one.index]) for one in load.partitions]
+        partitions = [dataclasses.replace(partition, replicas=after[partition.index]) for partition in load.partitions]
         load = dataclasses.replace(load, partitions=partitions)
         sizes = [size + 30 * mean for size, mean in zip(sizes, means, strict=True)]
     assert moves[0] > 0

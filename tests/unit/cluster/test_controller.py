@@ -51,7 +51,7 @@ def states(node: GroupNode, topic: Topic) -> list[PartitionState]:
 def leads(node: GroupNode, topic: Topic) -> set[int]:
     if topic.topic_id not in node.view.topics:
         return set()
-    return {int(one.index) for one in node.topics.partitions_of(topic) if one.is_leader}
+    return {int(partition.index) for partition in node.topics.partitions_of(topic) if partition.is_leader}
 
 
 async def test_a_topic_created_on_any_node_is_led_by_one_and_known_to_all(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ async def test_a_topic_created_on_any_node_is_led_by_one_and_known_to_all(tmp_pa
             assert state.in_sync == state.replicas
             assert len(state.replicas) == 2
         for number, node in group.nodes.items():
-            carried = {one.index for one in node.topics.partitions_of(topic)}
+            carried = {partition.index for partition in node.topics.partitions_of(topic)}
             assert carried == {
                 index for index, state in enumerate(states(node, topic)) if NodeId(number) in state.replicas
             }
@@ -80,8 +80,8 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         new_topics = [NewTopic(name=f"t{number}", partitions=1, replication=2) for number in range(30)]
         placed = NewTopic(name="placed", partitions=1, replication=1, placement={0: (NodeId(2),)})
         created = await group[2].topics.create_all([*new_topics, NewTopic(name="bad name"), placed])
-        topics = [one for one in created if isinstance(one, Topic)]
-        assert [one.name for one in topics] == [*(one.name for one in new_topics), "placed"]
+        topics = [entity for entity in created if isinstance(entity, Topic)]
+        assert [topic.name for topic in topics] == [*(topic.name for topic in new_topics), "placed"]
         assert isinstance(created[30], InvalidTopicName)
         # On a slow machine, another replica may lead meanwhile.
         preferred = Counter(states(group[2], topic)[0].replicas[0] for topic in topics[:-1])
@@ -90,7 +90,7 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         # A topic named by its id and recreated since is another topic.
         earlier = dataclasses.replace(topics[2], topic_id=uuid4())
         deleted = await group[3].topics.delete_all(["t0", "missing", topics[1], earlier])
-        assert [type(one) for one in deleted] == [Topic, UnknownTopic, Topic, UnknownTopicId]
+        assert [type(entity) for entity in deleted] == [Topic, UnknownTopic, Topic, UnknownTopicId]
         await group.until(lambda: not group.service.read(keys.DELETED).entries)
         assert len(group.service.read(keys.PARTITIONS).entries) == 29
 
@@ -201,7 +201,7 @@ async def test_nodes_that_stop_together_keep_their_leaderships(tmp_path: Path) -
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=6, replication=1)
         await group.until(lambda: sum(len(leads(node, topic)) for node in group.nodes.values()) == 6)
-        before = {key: one.revision for key, one in group[1].view.states.items()}
+        before = {key: state.revision for key, state in group[1].view.states.items()}
         await asyncio.gather(*(node.stop() for node in group.nodes.values()))
         entries = group.service.read(keys.PARTITIONS).entries
         assert {key: entry.revision for key, entry in entries.items()} == {

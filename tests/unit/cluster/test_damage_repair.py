@@ -255,9 +255,9 @@ async def test_a_leader_keeps_leading_when_a_repair_fails_for_another_reason_tha
         batches = await fetch(repair, partition, node, lost)
         return batches[:120] + b"?" + batches[121:]
 
-    async def repair_changed(store: LogStore, one: RangeRepair) -> None:
-        one.log.segments.replace(list(one.log.segments))
-        await repair_range(store, one)
+    async def repair_changed(store: LogStore, repair: RangeRepair) -> None:
+        repair.log.segments.replace(list(repair.log.segments))
+        await repair_range(store, repair)
 
     with monkeypatch.context() as patched:
         if reason == "the responses are damaged":

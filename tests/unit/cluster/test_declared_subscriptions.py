@@ -130,12 +130,12 @@ async def test_a_new_subscription_stores_its_defaults_and_a_share_group_those_of
 ) -> None:
     subscriptions = make(catalog)
     subscriptions.use_topics(lambda name: name == "taken-dlq")
-    one = await subscriptions.create("taken", ["orders"], {ATTEMPTS: "3"})
-    assert one.overrides[ATTEMPTS] == "3"
-    assert one.overrides[DEAD_LETTER_TOPIC].startswith("taken-dlq-")
+    subscription = await subscriptions.create("taken", ["orders"], {ATTEMPTS: "3"})
+    assert subscription.overrides[ATTEMPTS] == "3"
+    assert subscription.overrides[DEAD_LETTER_TOPIC].startswith("taken-dlq-")
     # An unset setting returns to the default of a new subscription, which does not drop messages.
     changed = await subscriptions.alter("taken", {ATTEMPTS: None, DEAD_LETTER_TOPIC: None})
-    assert changed.overrides == {**one.overrides, ATTEMPTS: "25"}
+    assert changed.overrides == {**subscription.overrides, ATTEMPTS: "25"}
     dropping = await subscriptions.alter("taken", {DEAD_LETTER_TOPIC: NO_DEAD_LETTERS})
     assert not dropping.settings.has_dead_letters
     group = await subscriptions.ensure("a-share-group")
@@ -210,7 +210,7 @@ async def test_waiting_look_ups_share_a_call_to_an_unavailable_catalog(counted: 
     here = Subscriptions(counted, ManualClock())
     counted.is_away = True
     found = await find(here, *"abcdefgh")
-    assert {type(one) for one in found} == {CatalogUnavailable}
+    assert {type(error) for error in found} == {CatalogUnavailable}
     assert counted.asked == [["a"], [*"bcdefgh"]]
     counted.is_away = False
     with pytest.raises(UnknownSubscription):
@@ -227,4 +227,4 @@ async def test_a_subscription_of_another_node_is_changed_and_deleted_but_not_dec
     assert (await here.alter("shipping", {ORDERED: "true"})).subscription_id == shipping.subscription_id
     await there.create("brief", ["orders"], {})
     await here.delete("brief")
-    assert [one.name for one in catalog.subscriptions()] == ["billing", "group", "shipping"]
+    assert [subscription.name for subscription in catalog.subscriptions()] == ["billing", "group", "shipping"]

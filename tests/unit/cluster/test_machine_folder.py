@@ -159,8 +159,8 @@ def test_a_machine_in_a_cluster_is_warned_that_more_processes_are_for_good(
     for folder in ("node-7", "node-1007"):
         files.make_directory(f"{FOLDER}/{folder}/partitions")
     Layout.of(FOLDER, 7, cores).check_owner(files, in_cluster=True)
-    warned = [one for one in caplog.records if "cannot be lowered again" in one.getMessage()]
-    assert [one.new_nodes for one in warned] == added  # type: ignore[attr-defined]
+    warned = [record for record in caplog.records if "cannot be lowered again" in record.getMessage()]
+    assert [warning.new_nodes for warning in warned] == added  # type: ignore[attr-defined]
 
 
 async def test_a_retired_node_of_a_machine_is_no_longer_drained(tmp_path: Path) -> None:
@@ -192,7 +192,8 @@ def states(data: Path) -> dict[PartitionKey, PartitionState]:
     with closing(open_coordination(DiskFiles(), str(data), SystemClock())) as service:
         found = service.read(keys.PARTITIONS).entries.items()
     return {
-        parse_partition(key.removeprefix(keys.PARTITIONS)): PartitionState.from_json(one.value) for key, one in found
+        parse_partition(key.removeprefix(keys.PARTITIONS)): PartitionState.from_json(entry.value)
+        for key, entry in found
     }
 
 

@@ -11,24 +11,24 @@ from millstream_testing.node_group import NodeGroup
 
 
 def owners(candidates: dict[int, PipelineOwner]) -> list[int]:
-    return [number for number, one in candidates.items() if one.is_this_node]
+    return [number for number, candidate in candidates.items() if candidate.is_this_node]
 
 
 async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         candidates = {number: node.cluster.pipeline_owner(is_candidate=True) for number, node in group.nodes.items()}
         reported: list[int] = []
-        for number, one in candidates.items():
-            one.on_change(lambda number=number: reported.append(number))  # type: ignore[misc]
+        for number, candidate in candidates.items():
+            candidate.on_change(lambda number=number: reported.append(number))  # type: ignore[misc]
         await group.until(lambda: len(owners(candidates)) == 1)
         (first,) = owners(candidates)
-        others = [one for number, one in candidates.items() if number != first]
-        await group.until(lambda: all(one.is_elsewhere for one in others))
+        others = [candidate for number, candidate in candidates.items() if number != first]
+        await group.until(lambda: all(other.is_elsewhere for other in others))
         assert not candidates[first].is_elsewhere
         assert first in reported
 
         await group[first].kill()
-        left = {number: one for number, one in candidates.items() if number != first}
+        left = {number: candidate for number, candidate in candidates.items() if number != first}
         await group.until(lambda: len(owners(left)) == 1)
         (second,) = owners(left)
         assert second in reported

@@ -55,7 +55,9 @@ async def test_a_plan_is_carried_out_by_the_next_controller(tmp_path: Path) -> N
         assert controller is not None
         await group[controller].kill()
         rest = [node for number, node in group.nodes.items() if number != controller]
-        await group.until(lambda: proposed.plan_id in {one.plan_id for one in [rest[0].cluster.plans.current] if one})
+        await group.until(
+            lambda: proposed.plan_id in {plan.plan_id for plan in [rest[0].cluster.plans.current] if plan}
+        )
         await rest[0].cluster.plans.apply(proposed.plan_id)
         await group.until(lambda: state_of(rest[1].cluster.plans) == "done")
         replicas = [state.replicas for state in rest[0].topics.states_of(topic) if state is not None]
@@ -75,7 +77,7 @@ async def test_a_finished_plan_has_set_its_leaders(tmp_path: Path) -> None:
         await plans.apply("")
         await group.until(lambda: state_of(plans) == "done")
         states = [state for state in group[1].topics.states_of(topic) if state is not None]
-        assert [(one.replicas, one.leader) for one in states] == [(target, target[0]) for target in turned]
+        assert [(state.replicas, state.leader) for state in states] == [(target, target[0]) for target in turned]
 
 
 async def test_a_cancelled_plan_is_reverted_and_undrains(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ async def test_a_cancelled_plan_is_reverted_and_undrains(tmp_path: Path) -> None
         assert [text for text in group[1].cluster.warnings() if f"node {leaving} is drained" in text]
         # Leadership moves at once where another replica is in sync.
         await group.until(
-            lambda: all(one is not None and one.leader != leaving for one in group[1].topics.states_of(topic))
+            lambda: all(state is not None and state.leader != leaving for state in group[1].topics.states_of(topic))
         )
         for wrong in (plans.propose("balance", "", [], 1 << 20), plans.undrain(leaving)):
             with pytest.raises(Conflict, match="millstream cluster cancel"):
@@ -139,9 +141,9 @@ async def test_a_drained_node_gets_replicas_if_there_are_too_few_others_and_is_f
         await plans.apply("")
         await group.until(lambda: state_of(plans) == "done")
         await group[1].topics.create("two", partitions=2, replication=2)
-        assert not [one for one in caplog.records if "drained nodes" in one.getMessage()]
+        assert not [record for record in caplog.records if "drained nodes" in record.getMessage()]
         await group[1].topics.create("three", partitions=2, replication=3)
-        (warned,) = [one for one in caplog.records if "drained nodes" in one.getMessage()]
+        (warned,) = [record for record in caplog.records if "drained nodes" in record.getMessage()]
         assert (warned.topic, warned.nodes) == ("three", "[3]")  # type: ignore[attr-defined]
         await group[3].stop()
         await group.until(lambda: 3 not in group[1].view.nodes)
@@ -167,7 +169,7 @@ async def test_a_plan_that_only_adds_replicas_waits_for_them(tmp_path: Path) -> 
         assert throttle.pause_after((topic.topic_id, PartitionIndex(0)), 1 << 20) > 0
         await plans.cancel("")
         await group.until(lambda: state_of(plans) == "cancelled")
-        assert {len(one.replicas) for one in group[1].topics.states_of(topic) if one is not None} == {1}
+        assert {len(state.replicas) for state in group[1].topics.states_of(topic) if state is not None} == {1}
 
 
 async def test_invalid_moves_are_refused(tmp_path: Path) -> None:
@@ -270,5 +272,5 @@ async def test_a_pause_ends_with_the_throttle_or_the_plan_that_caused_it(tmp_pat
         assert receiver.pause_after(key, 0) == 0.0
 
 
-def _fields(one: Move) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__slots__}
+def _fields(planned_move: Move) -> dict[str, Any]:
+    return {name: getattr(planned_move, name) for name in planned_move.__slots__}

@@ -56,7 +56,7 @@ def topic(partitions: int = 1, replication: int = 3, topic_id: UUID = ORDERS) ->
 
 
 def found(*logs: ReplicaSummary) -> dict[NodeId, ReplicaSummary]:
-    return {NodeId(number): one for number, one in enumerate(logs, 1)}
+    return {NodeId(number): log for number, log in enumerate(logs, 1)}
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_the_best_log_decides_and_only_equal_logs_start_in_sync(
     assert set(state.in_sync) == in_sync
     assert sorted(state.replicas) == list(range(1, len(logs) + 1))
     assert not state.has_leader
-    assert state.leader_epoch >= max(one.epoch for one in logs) + EPOCHS_SKIPPED
+    assert state.leader_epoch >= max(log.epoch for log in logs) + EPOCHS_SKIPPED
     elected = elect(state, state.replicas)
     assert elected is not None
     assert elected.leader in in_sync
     # The others alone may not lead.
-    others = [one for one in state.replicas if one not in in_sync]
+    others = [replica for replica in state.replicas if replica not in in_sync]
     assert elect(state, others) is None
 
 
@@ -118,7 +118,7 @@ def test_missing_logs_are_reported() -> None:
 
 def test_replacement_nodes_get_replicas_that_are_out_of_sync() -> None:
     gone, also_gone = NodeId(3), NodeId(4)
-    left = [node(one, *(log(0, 5, partition=index) for index in range(4))) for one in (1, 2)]
+    left = [node(node_id, *(log(0, 5, partition=index) for index in range(4))) for node_id in (1, 2)]
     fewer = derive_states(left, [topic(partitions=4)], set())
     assert fewer.fewer == fewer.short == [f"orders-{index}" for index in range(4)]
     rebuilt = derive_states(left, [topic(partitions=4)], set(), [gone])

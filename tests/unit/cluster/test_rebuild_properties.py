@@ -62,7 +62,9 @@ class Partition:
     def _common(self, node: int) -> int:
         """The number of records of the leader's log that a node has."""
         pairs = enumerate(zip(self.logs[node], self.logs[self.leader], strict=False))
-        return next((at for at, (one, other) in pairs if one != other), min(map(len, (self.logs[node], self._led()))))
+        return next(
+            (at for at, (replica, other) in pairs if replica != other), min(map(len, (self.logs[node], self._led())))
+        )
 
     def _led(self) -> Log:
         return self.logs[self.leader]

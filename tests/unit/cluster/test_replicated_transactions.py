@@ -47,8 +47,8 @@ async def write(leader: Partition, sequence: int, *, epoch: int = 0) -> None:
         await acknowledged
 
 
-async def end(leader: Partition, one: Marker) -> None:
-    acknowledged = leader.acknowledged(leader.write_marker(one))
+async def end(leader: Partition, transaction_marker: Marker) -> None:
+    acknowledged = leader.acknowledged(leader.write_marker(transaction_marker))
     if acknowledged is not None:
         await acknowledged
 

@@ -131,12 +131,12 @@ async def test_two_watches_see_the_same_changes_in_order(open_store: OpenStore) 
     stores = [open_store() for _ in range(3)]
     revision = (await stores[0].read("")).revision
     async with (
-        aclosing(stores[0].watch("k", after=revision)) as one,
+        aclosing(stores[0].watch("k", after=revision)) as watch,
         aclosing(stores[1].watch("k", after=revision)) as two,
     ):
         written = [await stores[2].change([Put("k", str(number))]) for number in range(50)]
         expected = [Event("k", str(number), revision or 0) for number, revision in enumerate(written)]
-        assert await take(one, 50) == expected
+        assert await take(watch, 50) == expected
         assert await take(two, 50) == expected
 
 

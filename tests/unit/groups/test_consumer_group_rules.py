@@ -43,8 +43,8 @@ def members(number: int, *topics: str) -> list[SimulatedConsumer]:
 
 def each_once(harness: ConsumerHarness, consumers: list[SimulatedConsumer]) -> Iterator[int]:
     """The number of partitions of each member; checks that none has two owners."""
-    for one, other in combinations(consumers, 2):
-        assert not overlaps(one.owned, other.owned)
+    for consumer, other in combinations(consumers, 2):
+        assert not overlaps(consumer.owned, other.owned)
     return (size_of(consumer.owned) for consumer in consumers)
 
 
@@ -568,7 +568,7 @@ def test_groups_are_listed_with_their_type(harness: ConsumerHarness) -> None:
     harness.send_heartbeat(SimulatedConsumer("m0", "orders"))
     harness.commit(1, group_id="simple")
     listed = harness.run(lambda shard: shard.list_groups()).result()
-    found = {one.group_id: (one.group_type, one.state, one.protocol_type) for one in listed}
+    found = {group.group_id: (group.group_type, group.state, group.protocol_type) for group in listed}
     assert found == {GROUP: ("consumer", "Stable", "consumer"), "simple": ("classic", "Empty", "")}
 
 

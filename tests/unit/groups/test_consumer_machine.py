@@ -286,21 +286,21 @@ class ConsumerGroupHistory(ShardHistory):
         if group is None:
             return
         held = [union(m.position.assigned, m.position.pending) for m in group.members.values()]
-        for one, other in combinations(held, 2):
-            assert not overlaps(one, other)
+        for assignment, other in combinations(held, 2):
+            assert not overlaps(assignment, other)
         for member in group.members.values():
             for topic_id, number in partitions_in(union(member.position.assigned, member.position.pending)):
                 assert not group.is_owned(topic_id, number, by_other_than=member.member_id)
         targets = [target for member_id, target in group.targets.items() if member_id in group.members]
-        for one, other in combinations(targets, 2):
-            assert not overlaps(one, other)
+        for assignment, other in combinations(targets, 2):
+            assert not overlaps(assignment, other)
 
     @invariant()
     def a_partition_has_one_owner_among_members(self) -> None:
         """A removed member that does not know it yet is not counted: it learns of it before it may continue."""
         held = list(self._held_by_members())
-        for (_, one), (_, other) in combinations(held, 2):
-            assert not overlaps(one, other), held
+        for (_, assignment), (_, other) in combinations(held, 2):
+            assert not overlaps(assignment, other), held
 
     @invariant()
     def epochs_are_in_order(self) -> None:

@@ -60,9 +60,9 @@ def settle(harness: ConsumerHarness, *members: ClassicConsumer | SimulatedConsum
             else:
                 harness.send_heartbeat(member)
                 member.apply_assignment()
-            for one in members:
+            for owner in members:
                 for other in members:
-                    assert one is other or not overlaps(held_by(harness, one), held_by(harness, other))
+                    assert owner is other or not overlaps(held_by(harness, owner), held_by(harness, other))
 
 
 # Empty groups

@@ -176,9 +176,9 @@ async def test_find_coordinator(broker: Broker, version: int) -> None:
     response = await send(broker.find, version, key="g", coordinator_keys=("g", "h"), key_type=0)
 
     found = response.coordinators if version >= 4 else [response]
-    assert [(one.error_code, one.node_id, one.host, one.port) for one in found] == [
-        (ErrorCode.none, 7, "broker", 9092)
-    ] * (2 if version >= 4 else 1)
+    assert [
+        (coordinator.error_code, coordinator.node_id, coordinator.host, coordinator.port) for coordinator in found
+    ] == [(ErrorCode.none, 7, "broker", 9092)] * (2 if version >= 4 else 1)
     assert broker.topics.get(CONSUMER_OFFSETS) is not None
 
 
@@ -333,7 +333,7 @@ async def test_leave_group(broker: Broker, version: int) -> None:
 
     assert response.error_code is ErrorCode.none
     if version >= 3:
-        assert [(one.member_id, one.error_code) for one in response.members] == [
+        assert [(member.member_id, member.error_code) for member in response.members] == [
             (member.member_id, ErrorCode.none),
             ("nobody", ErrorCode.unknown_member_id),
         ]
@@ -373,7 +373,9 @@ async def test_offset_commit(broker: Broker, version: int) -> None:
 
     topic = response.topics[0]
     assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
-    assert [(one.partition_index, one.error_code) for one in topic.partitions] == [(1, ErrorCode.none)]
+    assert [(partition.partition_index, partition.error_code) for partition in topic.partitions] == [
+        (1, ErrorCode.none)
+    ]
     fetched = (await broker.groups.fetch("g", None))["orders"][1]
     assert (fetched.offset, fetched.metadata) == (42, f"v{version}")
     assert fetched.leader_epoch == (4 if version >= 6 else -1)
@@ -500,7 +502,9 @@ async def test_offset_commit_stores_the_valid_partitions(broker: Broker) -> None
         ("nowhere", ErrorCode.unknown_topic_or_partition),
         ("orders", ErrorCode.none),
     ]
-    assert {index: one.offset for index, one in (await broker.groups.fetch("g", None))["orders"].items()} == {
+    assert {
+        index: committed.offset for index, committed in (await broker.groups.fetch("g", None))["orders"].items()
+    } == {
         0: 1,
         1: 3,
     }
@@ -538,10 +542,13 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
     assert len(found) == (2 if version >= 8 else 1)
     topic = found[0].topics[0]
     assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
-    offsets = [(one.partition_index, one.committed_offset, one.metadata, one.error_code) for one in topic.partitions]
+    offsets = [
+        (partition.partition_index, partition.committed_offset, partition.metadata, partition.error_code)
+        for partition in topic.partitions
+    ]
     assert offsets == [(0, 42, "note", ErrorCode.none), (1, -1, "", ErrorCode.none)]
     if version >= 8:
-        assert [one.committed_offset for one in found[1].topics[0].partitions] == [-1, -1]
+        assert [partition.committed_offset for partition in found[1].topics[0].partitions] == [-1, -1]
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
@@ -551,7 +558,7 @@ async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
     response = await send(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
     group = response.groups[0] if version >= 8 else response
-    assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[42]]
+    assert [[partition.committed_offset for partition in topic.partitions] for topic in group.topics] == [[42]]
     assert group.error_code is ErrorCode.none
 
 
@@ -562,7 +569,7 @@ async def test_everything_includes_an_offset_committed_as_minus_one(broker: Brok
     response = await send(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
 
     group = response.groups[0] if version >= 8 else response
-    assert [[one.committed_offset for one in topic.partitions] for topic in group.topics] == [[-1]]
+    assert [[partition.committed_offset for partition in topic.partitions] for topic in group.topics] == [[-1]]
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch))
@@ -577,7 +584,9 @@ async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
 
     group = response.groups[0] if version >= 8 else response
     assert version == 1 or group.error_code is ErrorCode.not_coordinator
-    partitions = [(one.error_code, one.committed_offset) for topic in group.topics for one in topic.partitions]
+    partitions = [
+        (partition.error_code, partition.committed_offset) for topic in group.topics for partition in topic.partitions
+    ]
     assert partitions == ([(ErrorCode.not_coordinator, -1)] if version < 8 else [])
 
 
@@ -601,7 +610,7 @@ async def test_offset_delete(broker: Broker) -> None:
     response = await send(broker.delete_offsets, 0, group_id="g", topics=topics)
 
     assert response.error_code is ErrorCode.none
-    assert [one.error_code for one in response.topics[0].partitions] == [
+    assert [partition.error_code for partition in response.topics[0].partitions] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,
     ]
@@ -655,7 +664,7 @@ async def test_describe_groups(broker: Broker, version: int) -> None:
         "consumer",
         "range",
     )
-    assert [(one.client_id, one.client_host, one.member_assignment) for one in found.members] == [
+    assert [(member.client_id, member.client_host, member.member_assignment) for member in found.members] == [
         ("app", "/10.0.0.7", b"mine")
     ]
     if version >= 3:
@@ -674,7 +683,7 @@ async def test_delete_groups(broker: Broker, version: int) -> None:
 
     response = await send(broker.delete, version, groups_names=("alone", "together", "missing", "alone"))
 
-    assert [(one.group_id, one.error_code) for one in response.results] == [
+    assert [(result.group_id, result.error_code) for result in response.results] == [
         ("alone", ErrorCode.none),
         ("together", ErrorCode.non_empty_group),
         ("missing", ErrorCode.group_id_not_found),

@@ -105,7 +105,7 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
     assert (described.state, len(described.members)) == ("Stable", 2)
     await groups.heartbeat(MemberRef(group_id="g", member_id=first.member_id, generation=first.generation))
     left = await groups.leave("g", [LeavingMember(first.member_id), LeavingMember(second.member_id)])
-    assert [one.error for one in left] == [None, None]
+    assert [result.error for result in left] == [None, None]
     assert (await groups.describe("g")).state == "Empty"
 
 

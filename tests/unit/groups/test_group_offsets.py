@@ -335,7 +335,7 @@ def test_listing_and_describing() -> None:
     listings = harness.run(lambda shard: shard.list_groups()).result()
     described = harness.run(lambda shard: shard.describe(GROUP)).result()
 
-    assert {(one.group_id, one.state, one.protocol_type) for one in listings} == {
+    assert {(listing.group_id, listing.state, listing.protocol_type) for listing in listings} == {
         (GROUP, "Stable", "consumer"),
         ("other", "Empty", ""),
     }

@@ -235,8 +235,8 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
     assert not isinstance(fetched, Deferred)
     reported = fetched[TOPIC]
-    assert {index: one.offset for index, one in reported.items() if one.offset >= 0} == model
-    unstable = {index for index, one in reported.items() if not one.is_stable}
+    assert {index: committed.offset for index, committed in reported.items() if committed.offset >= 0} == model
+    unstable = {index for index, committed in reported.items() if not committed.is_stable}
     assert unstable == {partition for offsets in pending.values() for partition in offsets}
 
 

@@ -209,7 +209,7 @@ async def test_requests_beyond_the_limit_get_retry_after(
         [0, 0, 0],
         2,
     )
-    reported = {one["name"]: one["samples"] for one in services.pressure.metrics()}
+    reported = {metric["name"]: metric["samples"] for metric in services.pressure.metrics()}
     assert reported["millstream_http_responses_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
 
 
@@ -297,7 +297,7 @@ async def test_a_stream_ends_when_its_reader_disconnects(scripted: ScriptedRoute
     gone.set()
     await serving
     assert scripted.ended
-    assert b"".join(one.get("body", b"") for one in sent) == b": listening\n\nevent: message\ndata: 1\n\n"
+    assert b"".join(event.get("body", b"") for event in sent) == b": listening\n\nevent: message\ndata: 1\n\n"
     assert services.pressure.requests == [0, 0, 0]
 
 

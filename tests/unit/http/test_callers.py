@@ -79,7 +79,7 @@ async def test_a_verified_credential_is_cached_for_a_while(node: Node) -> None:
     assert len(node.asked) == 1
     await principal(callers, basic("alice", "another"))
     await principal(callers, basic("alice"), "10.0.0.8")
-    assert [one.host for one in node.asked] == [HOST, HOST, "10.0.0.8"]
+    assert [request.host for request in node.asked] == [HOST, HOST, "10.0.0.8"]
     await callers.close()
 
 

@@ -316,7 +316,7 @@ async def test_numbers_are_sampled_before_the_first_visit(monkeypatch: pytest.Mo
 def test_charts_stay_within_their_frame(values: list[float | None], as_size: bool) -> None:
     drawn = str(chart(values, '<script>"', as_size=as_size))
     assert "<script>" not in drawn
-    points = [one for part in drawn.split('points="')[1:] for one in part.split('"')[0].split()]
+    points = [point for part in drawn.split('points="')[1:] for point in part.split('"')[0].split()]
     for point in points:
         x, y = map(float, point.split(","))
         assert -0.1 <= x <= 240.1
@@ -461,8 +461,8 @@ async def test_an_address_may_not_keep_the_openid_provider_busy(monkeypatch: pyt
     await until(lambda: len(reasons) == 2)
     assert asking == PENDING_PER_HOST_MAX
     assert all("too many credentials of this address" in reason for reason in reasons)
-    for one in requests:
-        one.cancel()
+    for request in requests:
+        request.cancel()
     await asyncio.wait(requests)
     again = asyncio.ensure_future(sessions.serve(begun, attempt, cast("Any", app)))
     await until(lambda: asking == PENDING_PER_HOST_MAX + 1)

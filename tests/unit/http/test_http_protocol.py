@@ -66,8 +66,8 @@ async def server() -> AsyncIterator[AppServer]:
     server = await asyncio.get_running_loop().create_server(made.make, "127.0.0.1", 0)
     made.address = server.sockets[0].getsockname()
     yield made
-    for one in made.made:
-        one.transport.abort()
+    for protocol in made.made:
+        protocol.transport.abort()
     server.close()
     await server.wait_closed()
 
@@ -260,11 +260,11 @@ async def test_the_address_with_the_most_connections_loses_some(
             await asyncio.sleep(0)
         assert (await ask(server, "/")).startswith(b"HTTP/1.1 200 ")
         # One of them made room; the others stay.
-        assert sum(one.transport.is_closing() for one in server.made[:4]) == 1
+        assert sum(protocol.transport.is_closing() for protocol in server.made[:4]) == 1
         for _, writer in many:
             writer.close()
-        for one in server.made:
-            one.transport.abort()
+        for protocol in server.made:
+            protocol.transport.abort()
         while Protocol.by_network:
             await asyncio.sleep(0)
 
@@ -275,9 +275,9 @@ async def test_pipelined_requests_wait_as_bytes_and_all_get_a_response(
     waiting: list[int] = []
     start = Protocol._start_asgi_task
 
-    def note(one: Protocol, *arguments: Any) -> None:
-        waiting.append(len(one.pipeline))
-        start(one, *arguments)
+    def note(protocol: Protocol, *arguments: Any) -> None:
+        waiting.append(len(protocol.pipeline))
+        start(protocol, *arguments)
 
     monkeypatch.setattr(Protocol, "_start_asgi_task", note)
     get, size = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", 3 * bounds.BODY_STEP_BYTES

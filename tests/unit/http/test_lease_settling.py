@@ -63,7 +63,7 @@ class Cluster:
             return memoryview(msgspec.msgpack.encode(DeliveryStateResponse(0, None, state)))
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append([part.partition for part in request.partitions])
-        self.ranges += [[(one.start, one.end) for one in part.verbs] for part in request.partitions]
+        self.ranges += [[(verb.start, verb.end) for verb in part.verbs] for part in request.partitions]
         results = [[(self.codes[part.partition].pop(0), None) for _ in part.verbs] for part in request.partitions]
         return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, cast("Any", results))))
 

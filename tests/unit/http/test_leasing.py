@@ -144,7 +144,7 @@ async def test_small_requests_get_messages_of_every_node_independently_of_others
     asking, served = leasing(cluster), set()
     for _ in range(100):
         await asking.receive(request(max_records=1))
-        served |= {one.partition for one in await asking.receive(request(max_records=1))}
+        served |= {message.partition for message in await asking.receive(request(max_records=1))}
     assert served == {1, 2}
 
 
@@ -164,7 +164,7 @@ async def test_messages_beyond_the_requested_bytes_are_returned() -> None:
         cluster.nodes[1].messages = 5
         assert len(await leasing(cluster).receive(request(max_bytes=3, wait_ms=wait_ms))) == 3
         (released,) = cluster.released
-        assert [(one.start, one.end, one.verb) for one in released.partitions[0].verbs] == [(3, 5, 5)]
+        assert [(verb.start, verb.end, verb.verb) for verb in released.partitions[0].verbs] == [(3, 5, 5)]
         cluster.released.clear()
 
 
@@ -198,7 +198,7 @@ async def test_messages_beyond_the_requested_number_are_returned() -> None:
         node.messages = 1
         node.came.set()
     assert len(await waiting) == 1
-    assert [(one.worker, len(one.partitions)) for one in cluster.released] in ([], [("w", 1)])
+    assert [(release.worker, len(release.partitions)) for release in cluster.released] in ([], [("w", 1)])
 
 
 async def test_a_single_node_is_asked_once() -> None:
@@ -242,7 +242,7 @@ async def test_a_client_that_disconnects_while_a_node_hangs_leaves_nothing_lease
         await asking
     (released,) = cluster.released
     assert [part.partition for part in released.partitions] == [2]
-    assert [(one.start, one.end, one.verb) for one in released.partitions[0].verbs] == [(0, 4, 5)]
+    assert [(verb.start, verb.end, verb.verb) for verb in released.partitions[0].verbs] == [(0, 4, 5)]
 
 
 @pytest.mark.usefixtures("second_node_first")
@@ -252,7 +252,7 @@ async def test_messages_of_one_node_are_returned_when_another_refuses() -> None:
     cluster.nodes[1].error = NOT_FOUND
     with pytest.raises(NotFound):
         await leasing(cluster).receive(request())
-    assert [part.partition for one in cluster.released for part in one.partitions] == [2]
+    assert [part.partition for release in cluster.released for part in release.partitions] == [2]
 
 
 @pytest.mark.usefixtures("second_node_first")
@@ -298,7 +298,7 @@ async def test_messages_that_arrive_after_the_client_disconnected_are_returned(
     await asks.close()
     (returned,) = node.returned
     assert (returned.subscription, returned.worker) == ("s", "w")
-    assert [(one.start, one.end, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
+    assert [(verb.start, verb.end, verb.verb, verb.attempt) for verb in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
 
 
 async def test_a_request_that_fails_after_the_program_gave_up_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,4 +326,7 @@ async def test_a_response_in_transit_for_longer_than_its_lease_is_confirmed_firs
     asks = leasing(cluster)
     # Even the extension gets no response before the lease expires, so the messages are not delivered.
     assert await asks.receive(request(wait_ms=0)) == []
-    assert [part.verbs[0].verb for one in cluster.released for part in one.partitions] == [Verb.EXTEND, Verb.RETURN]
+    assert [part.verbs[0].verb for release in cluster.released for part in release.partitions] == [
+        Verb.EXTEND,
+        Verb.RETURN,
+    ]

@@ -188,7 +188,7 @@ def test_a_binary_event_requires_the_mandatory_attributes() -> None:
 @given(
     key=st.none() | st.binary(max_size=20),
     value=st.none() | st.binary(max_size=50),
-    headers=st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3, unique_by=lambda one: one[0]),
+    headers=st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3, unique_by=lambda pair: pair[0]),
 )
 def test_a_received_message_can_be_republished_unchanged(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]

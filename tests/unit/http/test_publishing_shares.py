@@ -85,19 +85,21 @@ async def test_partitions_are_published_concurrently_up_to_a_limit(
     broker.may_respond.set()
     reported = await posting
     assert broker.most == 3
-    assert [(one.id, one.partition, one.offset) for one in reported] == [(f"{at}", at % 8, at // 8) for at in range(20)]
+    assert [(receipt.id, receipt.partition, receipt.offset) for receipt in reported] == [
+        (f"{at}", at % 8, at // 8) for at in range(20)
+    ]
 
 
 async def test_an_oversized_share_is_split_in_order(broker: Broker) -> None:
     broker.batch_max = 3
     reported = await broker.post([(1, f"{at}") for at in range(10)])
     assert broker.logs[1] == [b"%d" % at for at in range(10)]
-    assert [one.offset for one in reported] == list(range(10))
+    assert [receipt.offset for receipt in reported] == list(range(10))
 
 
 async def test_oversized_and_lost_messages_are_reported_beside_the_others(broker: Broker) -> None:
     with pytest.raises(Refused) as refused:
         await broker.post([(0, "a"), (0, "large"), (0, "b"), (1, "lost"), (2, "c")])
     outcomes = cast("list[Any]", refused.value.more["messages"])
-    assert [isinstance(one, dict) for one in outcomes] == [False, True, False, True, False]
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [False, True, False, True, False]
     assert broker.logs[0] == [b"a", b"b"]

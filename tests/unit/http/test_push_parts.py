@@ -188,7 +188,7 @@ async def test_only_the_checked_addresses_of_a_name_are_used(
     responses = [["10.0.0.1", "8.8.8.8", "9.9.9.9"], ["127.0.0.1"]]
 
     async def lookup(host: str, port: object, **_kind: object) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in responses.pop(0)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in responses.pop(0)]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
     addresses = Addresses("example.com", private_allowed=False)

@@ -488,8 +488,8 @@ async def test_at_most_the_buffer_limit_is_read_of_a_batch(monkeypatch: pytest.M
         unpacked = await line.receive(ReceiveRequest("billing", "push/1", 3, RECEIVE_BYTES, 0))
     finally:
         await line.close()
-    assert [one.record.offset for one in unpacked.messages] == [0, 1]
-    assert [one.record.offset for one in unpacked.surplus] == [2]
+    assert [message.record.offset for message in unpacked.messages] == [0, 1]
+    assert [message.record.offset for message in unpacked.surplus] == [2]
 
 
 async def test_a_message_leased_by_another_worker_is_not_sent_again(

@@ -165,6 +165,6 @@ async def test_a_hanging_leader_does_not_block_other_partitions(nodes: SettlingN
     moved = [nodes.accept(0), nodes.accept(0, partition=1)]
     await until(lambda: nodes.there.requests)
     assert await nodes.accept(1, partition=2) is True
-    assert not any(one.done() for one in moved)
+    assert not any(task.done() for task in moved)
     nodes.there.may_respond.set()
     assert await asyncio.gather(*moved) == [True, True]

@@ -79,7 +79,7 @@ async def test_the_values_of_one_principal_wait_for_each_other_and_not_for_those
     tasks[1].cancel()
     going.set()
     done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [one for one in done if isinstance(one, bytes)] == [b"done"] * 5
+    assert [value for value in done if isinstance(value, bytes)] == [b"done"] * 5
     assert len(running) == 5
 
 

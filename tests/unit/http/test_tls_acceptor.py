@@ -65,5 +65,5 @@ async def close(
     acceptor.close()
     await acceptor.wait_closed()
     acceptor._listening.close()
-    for _, one in connections:
-        one.close()
+    for _, writer in connections:
+        writer.close()

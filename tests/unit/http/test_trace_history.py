@@ -51,7 +51,7 @@ async def test_the_table_reveals_no_dead_letter_topic_that_the_caller_may_not_de
 ) -> None:
     """The table names the topic of every letter; a broker, which may have forgotten it, omits hidden ones."""
     letters = [{"topic": topic, "partition": 0, "offset": 1} for topic in ("seen-dlq", "hidden-dlq")]
-    completed = {**FOUND, "subscriptions": [{"dead_letter": one} for one in [*letters, None]]}
+    completed = {**FOUND, "subscriptions": [{"dead_letter": letter} for letter in [*letters, None]]}
     reader = tmp_path / "python"
     reader.write_text(f"#!/bin/sh\necho '{json.dumps(completed)}'\n")
     reader.chmod(0o700)
@@ -68,4 +68,4 @@ async def test_the_table_reveals_no_dead_letter_topic_that_the_caller_may_not_de
     monkeypatch.setattr(sys, "executable", str(reader))
     services: Any = type("Services", (), {"client": None})
     trace = await messages.with_history(services, FOUND)
-    assert [one["dead_letter"] for one in trace["subscriptions"]] == [letters[0], None, None]
+    assert [subscription["dead_letter"] for subscription in trace["subscriptions"]] == [letters[0], None, None]

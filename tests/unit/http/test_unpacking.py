@@ -37,7 +37,7 @@ def unpacking() -> Iterator[RecordReader]:
 
 
 def batch(values: Sequence[bytes], codec: int = COMPRESSION_NONE, base_offset: int = 0) -> bytes:
-    return bytes(encode_batch([NewRecord(None, one) for one in values], base_offset=base_offset, compression=codec))
+    return bytes(encode_batch([NewRecord(None, value) for value in values], base_offset=base_offset, compression=codec))
 
 
 def header_of(batches: bytes) -> BatchHeader:
@@ -51,9 +51,9 @@ def response_with(batches: bytes, *leases: tuple[int, int]) -> LeaseResponse:
 
 def offsets(leased: ReadRecords) -> tuple[list[int], list[int], list[int]]:
     return (
-        [one.record.offset for one in leased.messages],
-        [one.record.offset for one in leased.surplus],
-        [one.record.offset for one, _ in leased.unreadable],
+        [message.record.offset for message in leased.messages],
+        [message.record.offset for message in leased.surplus],
+        [message.record.offset for message, _ in leased.unreadable],
     )
 
 
@@ -66,7 +66,7 @@ async def test_only_leased_messages_are_unpacked_up_to_the_requested_bytes(
     batches = batch([bytes([at]) * size for at in range(10)], codec) + batch([b"x" * size] * 3, codec, base_offset=10)
     leased = await unpacking.read_leased(None, response_with(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
     assert offsets(leased) == ([2, 3, 5], [6, 7, 8, 11, 12], [])
-    assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
+    assert [message.record.value for message in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
 
 
 async def test_messages_that_cannot_be_returned_are_all_unpacked(unpacking: RecordReader) -> None:
@@ -116,7 +116,7 @@ async def test_a_large_batch_is_read_in_slices(unpacking: RecordReader) -> None:
     header, start, found = header_of(batches), 0, []
     while start <= header.last_offset:
         piece = await unpacking.read(batches, header, [OffsetRange(start, header.next_offset)], 50_000)
-        assert sum(len(one.value or b"") for one in piece.records) <= 50_000
-        found += [one.value for one in piece.records]
+        assert sum(len(record.value or b"") for record in piece.records) <= 50_000
+        found += [record.value for record in piece.records]
         start = piece.next_offset
     assert found == values

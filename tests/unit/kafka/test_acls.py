@@ -34,10 +34,10 @@ async def test_rules_that_would_not_be_enforced_are_refused(version: int) -> Non
         resource_type=2, resource_name="orders", principal="User:a", host="*", operation=3, permission_type=3
     )
     created = await send_in_version(CreateAcls(None), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
-    assert [one.error_code for one in created.results] == [ErrorCode.security_disabled] * 2
+    assert [result.error_code for result in created.results] == [ErrorCode.security_disabled] * 2
     deleted = await send_in_version(
         DeleteAcls(None), version, DELETE.DeleteAclsRequest(filters=(DELETE.DeleteAclsFilter(**ANY),) * 2)
     )
-    assert [(one.error_code, one.matching_acls) for one in deleted.filter_results] == [
+    assert [(result.error_code, result.matching_acls) for result in deleted.filter_results] == [
         (ErrorCode.security_disabled, ())
     ] * 2

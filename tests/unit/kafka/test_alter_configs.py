@@ -93,7 +93,7 @@ class TestAlterConfigs:
         (response,) = (await send_request(api, alter(("retention.ms", "77")))).responses
         assert response.error_code is ErrorCode.policy_violation
         assert "copy of mirror 'paris'" in response.error_message
-        assert [dict(one.overrides) for one in topics.all()] == [before]
+        assert [dict(topic.overrides) for topic in topics.all()] == [before]
 
     async def test_node_settings_are_replaced(self, api: AlterConfigs, topics: Topics) -> None:
         for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
@@ -103,7 +103,9 @@ class TestAlterConfigs:
 
     async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
         twice = MESSAGES.AlterConfigsRequest(resources=alter().resources * 2, validate_only=False)
-        assert {one.error_code for one in (await send_request(api, twice)).responses} == {ErrorCode.invalid_request}
+        assert {response.error_code for response in (await send_request(api, twice)).responses} == {
+            ErrorCode.invalid_request
+        }
 
 
 class TestListConfigResources:
@@ -116,7 +118,7 @@ class TestListConfigResources:
     async def list(self, api: ListConfigResources, *kinds: int) -> list[tuple[int, str]]:
         response = await send_request(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
         assert response.error_code is ErrorCode.none
-        return [(one.resource_type, one.resource_name) for one in response.config_resources]
+        return [(resource.resource_type, resource.resource_name) for resource in response.config_resources]
 
     async def test_topics_and_nodes_have_settings(self, api: ListConfigResources) -> None:
         assert await self.list(api) == [(2, "bills"), (2, "orders"), (4, "5")]

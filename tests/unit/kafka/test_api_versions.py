@@ -35,7 +35,7 @@ def request(version: int, name: str = "librdkafka", software_version: str = "2.1
 def test_the_registered_apis_are_reported_in_order(version: int) -> None:
     response = send_frame(api(), request(version))
     assert response.error_code is ErrorCode.none
-    reported = [(one.api_key, one.min_version, one.max_version) for one in response.api_keys]
+    reported = [(key.api_key, key.min_version, key.max_version) for key in response.api_keys]
     assert reported == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
 
 
@@ -69,7 +69,7 @@ def test_an_unknown_version_gets_a_response_in_version_0() -> None:
     assert frame[4:10] == b"\0\0\0\1\0\x23"
     unsupported = codec.read_response(18, 0, frame[4:])
     assert unsupported.error_code is ErrorCode.unsupported_version
-    assert [(one.api_key, one.min_version, one.max_version) for one in unsupported.api_keys] == [(18, 0, 4)]
+    assert [(key.api_key, key.min_version, key.max_version) for key in unsupported.api_keys] == [(18, 0, 4)]
 
 
 def test_every_client_gets_its_own_versions_after_requests_of_others() -> None:

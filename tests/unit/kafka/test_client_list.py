@@ -29,7 +29,7 @@ def silent() -> Connection:
 def test_the_busiest_clients_come_first() -> None:
     api = ClientList([connection(1), silent(), connection(2, fetch_requests=1, fetched_bytes=7)])
     snapshot = api.snapshot(100.0)
-    assert [one["client_id"] for one in snapshot.clients] == ["c2", "c1"]
+    assert [client["client_id"] for client in snapshot.clients] == ["c2", "c1"]
     assert (snapshot.clock_s, snapshot.omitted) == (100.0, 0)
     assert snapshot.clients[0] == {
         "connection": 2,
@@ -48,7 +48,7 @@ def test_the_busiest_clients_come_first() -> None:
 def test_the_number_of_callbacks_per_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_list, "CLIENTS_MAX", 2)
     snapshot = ClientList([connection(1), connection(2), connection(3, produce_requests=1)]).snapshot(0.0)
-    assert [one["connection"] for one in snapshot.clients] == [3, 1]
+    assert [client["connection"] for client in snapshot.clients] == [3, 1]
     assert (snapshot.omitted, snapshot.clients[0]["idle_s"]) == (1, 0.0)
 
 
@@ -57,4 +57,4 @@ async def test_the_response_is_a_document() -> None:
     response: Any = ClientList([connection(1)]).handle_frame(frame, codec.read_request_header(frame), client_info())
     encoded = b"".join(response)[4:]
     document = msgspec.msgpack.decode(encoded[codec.response_body_at(ClientList.key, 0, encoded) :])
-    assert [one["client_id"] for one in document["clients"]] == ["c1"]
+    assert [client["client_id"] for client in document["clients"]] == ["c1"]

@@ -112,7 +112,7 @@ async def test_the_cluster_is_described_with_its_live_nodes_and_their_racks(tmp_
             include_cluster_authorized_operations=False, endpoint_type=i8(1), include_fenced_brokers=False
         )
         response = await ask(api, request)
-        assert [(one.broker_id, one.host, one.rack) for one in response.brokers] == [
+        assert [(broker.broker_id, broker.host, broker.rack) for broker in response.brokers] == [
             (1, "node-1", "attic"),
             (2, "node-2", "attic"),
         ]
@@ -121,4 +121,4 @@ async def test_the_cluster_is_described_with_its_live_nodes_and_their_racks(tmp_
         await group[1].kill()
         await group.until(lambda: len(group[2].view.live) == 1 and group[2].view.controller == 2)
         response = await ask(api, request)
-        assert ([one.broker_id for one in response.brokers], response.controller_id) == ([2], 2)
+        assert ([broker.broker_id for broker in response.brokers], response.controller_id) == ([2], 2)

@@ -48,21 +48,21 @@ class TestDescribeConfigs:
             await send_in_version(api, version, self.describe(TOPIC_RESOURCE, "orders", everything=True))
         ).results
         assert (result.error_code, result.resource_type, result.resource_name) == (ErrorCode.none, 2, "orders")
-        configs = {one.name: one for one in result.configs}
+        configs = {config.name: config for config in result.configs}
         assert set(configs) == set(TopicSettings.declared())
         own, of_node, built_in = configs["segment.ms"], configs["retention.ms"], configs["flush"]
         assert (own.value, own.config_source) == ("1000", 1)
         assert (of_node.value, of_node.config_source) == ("3600000", 4)
         assert (built_in.value, built_in.config_source) == ("always", 5)
-        assert [(one.name, one.value, one.source) for one in own.synonyms] == [
+        assert [(synonym.name, synonym.value, synonym.source) for synonym in own.synonyms] == [
             ("segment.ms", "1000", 1),
             ("segment.ms", "3600000", 5),
         ]
-        assert [(one.name, one.value, one.source) for one in of_node.synonyms] == [
+        assert [(synonym.name, synonym.value, synonym.source) for synonym in of_node.synonyms] == [
             ("default-retention-ms", "3600000", 4),
             ("retention.ms", "604800000", 5),
         ]
-        assert not any(one.read_only or one.is_sensitive for one in result.configs)
+        assert not any(config.read_only or config.is_sensitive for config in result.configs)
         if version >= 3:
             assert (own.config_type, built_in.config_type, configs["cleanup.policy"].config_type) == (5, 2, 7)
             assert own.documentation == TopicSettings.declared()["segment.ms"].description
@@ -77,10 +77,10 @@ class TestDescribeConfigs:
 
     async def test_the_node_reports_its_settings(self, api: DescribeConfigs) -> None:
         (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
-        configs = {one.name: one for one in result.configs}
+        configs = {config.name: config for config in result.configs}
         assert set(configs) > set(Config.declared())
         assert len(configs) == len(result.configs)
-        assert {one.name for one in result.configs if not one.read_only} == set(DYNAMIC)
+        assert {config.name for config in result.configs if not config.read_only} == set(DYNAMIC)
         # Also under the names that Kafka's tools look for.
         kafka = {"node.id": "5", "num.partitions": "2", "log.retention.ms": "3600000", "min.insync.replicas": "1"}
         assert {name: configs[name].value for name in kafka} == kafka
@@ -99,7 +99,7 @@ class TestDescribeConfigs:
         api = DescribeConfigs(topics, membership, config.replace(kafka="127.0.0.1:9092", listeners=(secured,)), groups)
         names = ("advertised.listeners", "listeners")
         (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", names))).results
-        assert {one.name: (one.value, one.config_source, one.read_only) for one in result.configs} == {
+        assert {config.name: (config.value, config.config_source, config.read_only) for config in result.configs} == {
             "listeners": ("PLAINTEXT://127.0.0.1:9092,SASL_SSL://0.0.0.0:9094", 4, True),
             "advertised.listeners": ("PLAINTEXT://127.0.0.1:9092,SASL_SSL://node-5:9094", 4, True),
         }
@@ -114,7 +114,7 @@ class TestDescribeConfigs:
         )
         api = DescribeConfigs(topics, membership, secret, groups)
         (result,) = (await send_request(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
-        configs = {one.name: one for one in result.configs}
+        configs = {config.name: config for config in result.configs}
         assert "p4ss" not in str(result) + repr(secret)
         assert configs["etcd"].value == "https://node:***@etcd-1:2379,https://etcd-2:2379"
         assert configs["catalog"].value == "postgresql://node:***@db:5432/catalog?sslmode=verify-full&password=***"
@@ -151,7 +151,7 @@ class TestDescribeConfigs:
         ):
             (result,) = (await send_request(api, self.describe(kind, name, (key,), everything=True))).results
             (shown,) = result.configs
-            assert [(one.name, one.value, one.source) for one in shown.synonyms] == synonyms
+            assert [(synonym.name, synonym.value, synonym.source) for synonym in shown.synonyms] == synonyms
             assert (shown.value, shown.config_source, shown.read_only) == (synonyms[0][1], synonyms[0][2], False)
 
     @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ class TestIncrementalAlterConfigs:
         twice = self.alter(("flush", SET, "os"), ("flush", SET, "always"))
         (result,) = (await send_request(api, twice)).responses
         assert result.error_code is ErrorCode.invalid_request
-        one = self.alter(("flush", SET, "os")).resources
-        both = ALTER.IncrementalAlterConfigsRequest(resources=one + one, validate_only=False)
+        resources = self.alter(("flush", SET, "os")).resources
+        both = ALTER.IncrementalAlterConfigsRequest(resources=resources + resources, validate_only=False)
         assert {response.error_code for response in (await send_request(api, both)).responses} == {
             ErrorCode.invalid_request
         }
@@ -269,7 +269,7 @@ class TestIncrementalAlterConfigs:
             "listeners",
             "no.such",
         )
-        versioned = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
+        versioned = self.alter(*((name, SET, "1") for name in names), kind=NODE_RESOURCE, name=name)
         (node,) = (await send_request(api, versioned)).responses
         assert node.error_code is ErrorCode.invalid_request
         for way in (
@@ -288,7 +288,7 @@ class TestIncrementalAlterConfigs:
     ) -> None:
         # kafka-reassign-partitions --verify and --cancel do this to every node.
         throttles = ("leader.replication.throttled.rate", "follower.replication.throttled.rate", "no.such")
-        changes = [(one, DELETE, "") for one in throttles]
+        changes = [(throttle, DELETE, "") for throttle in throttles]
         (unset,) = (await send_request(api, self.alter(*changes, kind=NODE_RESOURCE, name=name))).responses
         assert unset.error_code is ErrorCode.none
         changes.append(("log.segment.bytes", SET, "2000000"))

@@ -35,7 +35,7 @@ async def api(topics: Topics, membership: Membership) -> DescribeTopicPartitions
 
 
 def page(response: Any) -> list[tuple[str, list[int]]]:
-    return [(topic.name, [one.partition_index for one in topic.partitions]) for topic in response.topics]
+    return [(topic.name, [partition.partition_index for partition in topic.partitions]) for topic in response.topics]
 
 
 def cursor_of(response: Any) -> tuple[str, int] | None:

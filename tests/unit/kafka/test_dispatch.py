@@ -49,10 +49,10 @@ async def test_a_request_received_before_the_broker_was_up_ends_with_its_connect
     await listener.start(sock)
     _, writer = await asyncio.open_connection("127.0.0.1", sock.getsockname()[1])
     writer.write(write_request(1, "test", ApiVersionsRequest()))
-    await until(lambda: any(one._task for one in listener.connections))
+    await until(lambda: any(connection._task for connection in listener.connections))
     if leaves == "before the broker is up":
         writer.write_eof()
-        await until(lambda: any(one.presence.has_left for one in listener.connections))
+        await until(lambda: any(connection.presence.has_left for connection in listener.connections))
     dispatch.serve([api])
     await until(lambda: api.parked)
     if leaves == "afterwards":

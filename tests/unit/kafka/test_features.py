@@ -38,37 +38,39 @@ def reported(version: int, *keys: int) -> Any:
 
 async def test_the_levels_are_reported_as_clients_read_them() -> None:
     response = reported(4)
-    assert {one.name: (one.min_version, one.max_version) for one in response.supported_features} == {
+    assert {feature.name: (feature.min_version, feature.max_version) for feature in response.supported_features} == {
         "metadata.version": (25, 25),
     }
-    assert [(one.name, one.min_version_level, one.max_version_level) for one in response.finalized_features] == [
-        ("metadata.version", 25, 25)
-    ]
+    assert [
+        (feature.name, feature.min_version_level, feature.max_version_level) for feature in response.finalized_features
+    ] == [("metadata.version", 25, 25)]
     assert response.finalized_features_epoch == 25
 
 
 async def test_transaction_version_2_is_reported_once_it_is_served() -> None:
     response = reported(4, END_TXN_KEY)
     assert ("transaction.version", 0, 2) in {
-        (one.name, one.min_version, one.max_version) for one in response.supported_features
+        (feature.name, feature.min_version, feature.max_version) for feature in response.supported_features
     }
     # A Java producer uses it because of this report.
-    assert {one.name: one.max_version_level for one in response.finalized_features}["transaction.version"] == 2
+    assert {feature.name: feature.max_version_level for feature in response.finalized_features}[
+        "transaction.version"
+    ] == 2
 
 
 async def test_the_group_version_is_reported_once_it_is_served() -> None:
     response = reported(4, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert ("group.version", 0, 1) in {
-        (one.name, one.min_version, one.max_version) for one in response.supported_features
+        (feature.name, feature.min_version, feature.max_version) for feature in response.supported_features
     }
-    assert {one.name: one.max_version_level for one in response.finalized_features}["group.version"] == 1
+    assert {feature.name: feature.max_version_level for feature in response.finalized_features}["group.version"] == 1
     assert response.finalized_features_epoch == 26
 
 
 async def test_older_clients_get_no_features_that_may_be_disabled() -> None:
     response = reported(3, CONSUMER_GROUP_HEARTBEAT_KEY)
-    assert [one.name for one in response.supported_features] == ["metadata.version"]
-    assert {one.name for one in response.finalized_features} == {"metadata.version", "group.version"}
+    assert [feature.name for feature in response.supported_features] == ["metadata.version"]
+    assert {feature.name for feature in response.finalized_features} == {"metadata.version", "group.version"}
     for version in range(3):
         assert not hasattr(reported(version), "finalized_features")
 
@@ -96,7 +98,7 @@ async def test_the_current_level_is_accepted(version: int) -> None:
     response = await send_request(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
     assert (response.error_code, response.error_message) == (ErrorCode.none, None)
     if version < 2:
-        assert [(one.feature, one.error_code) for one in response.results] == [
+        assert [(result.feature, result.error_code) for result in response.results] == [
             ("metadata.version", ErrorCode.none),
             ("group.version", ErrorCode.none),
         ]

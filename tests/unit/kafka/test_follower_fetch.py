@@ -267,9 +267,9 @@ class TestResponses:
             fetcher.epoch = CLOSED_SESSION_EPOCH
             positions = {index: at(0, last_epoch=4, leader_epoch=NO_EPOCH) for index in range(3)}
             responses = await fetcher.ask(positions, max_bytes=max_bytes)
-            assert [bool(one.records) for one in responses.partitions.values()] == [True] * count + [False] * (
-                3 - count
-            )
+            assert [bool(partition.records) for partition in responses.partitions.values()] == [True] * count + [
+                False
+            ] * (3 - count)
 
     async def test_an_exhausted_memory_budget_does_not_block_followers(self) -> None:
         leader = Leader(budget_bytes=1000)
@@ -362,7 +362,7 @@ class TestSessions:
         seen: set[PartitionKey] = set()
         responses = await fetcher.ask({index: at(0) for index in range(4)}, max_bytes=1500)
         for _ in range(4):
-            seen |= {one for one, response in responses.partitions.items() if response.records}
+            seen |= {partition for partition, response in responses.partitions.items() if response.records}
             responses = await fetcher.ask(max_bytes=1500)
         assert seen == {key(index) for index in range(4)}
 

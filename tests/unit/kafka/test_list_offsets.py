@@ -143,7 +143,7 @@ async def test_missing_partitions_are_reported(api: ListOffsets) -> None:
 
 async def test_a_partition_named_twice_is_refused(api: ListOffsets) -> None:
     response = await send_request(api, request((0, LATEST), (0, EARLIEST), (1, LATEST)))
-    codes = [one.error_code for one in response.topics[0].partitions]
+    codes = [partition.error_code for partition in response.topics[0].partitions]
     assert codes == [ErrorCode.invalid_request, ErrorCode.none]
 
 
@@ -156,7 +156,10 @@ async def test_the_end_of_an_epoch(api: ListOffsets, topics: Topics, version: in
     topic = EPOCHS.OffsetForLeaderTopic(topic="orders", partitions=partitions)
     epochs = OffsetForLeaderEpoch(topics)
     response = await send_in_version(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
-    found = [(one.error_code, one.leader_epoch, one.end_offset) for one in response.topics[0].partitions]
+    found = [
+        (partition.error_code, partition.leader_epoch, partition.end_offset)
+        for partition in response.topics[0].partitions
+    ]
     assert found == [
         (ErrorCode.none, 0, 5),
         (ErrorCode.none, -1, -1),

@@ -46,7 +46,7 @@ async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topi
     assert [(broker.node_id, broker.host, broker.port) for broker in response.brokers] == [(5, "broker.example", 9092)]
     (described,) = response.topics
     assert (described.name, described.error_code) == ("orders", ErrorCode.none)
-    assert [one.partition_index for one in described.partitions] == [0, 1, 2]
+    assert [partition.partition_index for partition in described.partitions] == [0, 1, 2]
     for partition in described.partitions:
         assert (partition.leader_id, partition.replica_nodes, partition.isr_nodes) == (5, (5,), (5,))
         assert version < 7 or partition.leader_epoch == 0

@@ -56,12 +56,16 @@ class TestDescribeLogDirs:
             str(tmp_path),
         )
         sizes = {
-            (topic.name, one.partition_index): one.partition_size for topic in folder.topics for one in topic.partitions
+            (topic.name, partition.partition_index): partition.partition_size
+            for topic in folder.topics
+            for partition in topic.partitions
         }
         written = topics.partition("a", 1).size_bytes
         assert written > 200
         assert sizes == {("a", 0): 0, ("a", 1): written, ("b", 0): 0}
-        assert not any(one.is_future_key or one.offset_lag for topic in folder.topics for one in topic.partitions)
+        assert not any(
+            partition.is_future_key or partition.offset_lag for topic in folder.topics for partition in topic.partitions
+        )
         if version >= 4:
             assert folder.total_bytes == shutil.disk_usage(tmp_path).total
             assert 0 < folder.usable_bytes <= folder.total_bytes
@@ -70,9 +74,9 @@ class TestDescribeLogDirs:
     async def test_only_requested_partitions_that_exist_are_reported(self, api: DescribeLogDirs) -> None:
         response = await send_request(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
         (folder,) = response.results
-        assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
-            ("a", [1])
-        ]
+        assert [
+            (topic.name, [partition.partition_index for partition in topic.partitions]) for topic in folder.topics
+        ] == [("a", [1])]
 
     async def test_a_missing_folder_is_an_error(self, topics: Topics, tmp_path: Path) -> None:
         api = DescribeLogDirs(topics, folder=str(tmp_path / "nope"))
@@ -87,7 +91,7 @@ async def test_replicas_stay_in_the_one_folder(topics: Topics, tmp_path: Path, v
     folders = [FOLDERS.AlterReplicaLogDir(path=path, topics=(topic,)) for path in (str(tmp_path), "/elsewhere")]
     api = AlterReplicaLogDirs(topics, folder=str(tmp_path))
     (reported,) = (await send_in_version(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
-    codes = [(one.partition_index, one.error_code.name) for one in reported.partitions]
+    codes = [(partition.partition_index, partition.error_code.name) for partition in reported.partitions]
     away = [(0, "log_dir_not_found"), (7, "log_dir_not_found")]
     assert codes == [(0, "none"), (7, "unknown_topic_or_partition"), *away]
 
@@ -109,12 +113,17 @@ class TestDescribeProducers:
         response = await send_request(DescribeProducers(topics, cast("Any", None)), versioned)
         orders, bad = response.topics
         first, second, third = orders.partitions
-        assert [(one.producer_id, one.producer_epoch, one.last_sequence) for one in first.active_producers] == [
+        assert [
+            (producer.producer_id, producer.producer_epoch, producer.last_sequence)
+            for producer in first.active_producers
+        ] == [
             (7, 1, 3),
             (9, 0, 6),
         ]
-        assert all(one.last_timestamp > 0 for one in first.active_producers)
-        unknown = {(one.coordinator_epoch, one.current_txn_start_offset) for one in first.active_producers}
+        assert all(producer.last_timestamp > 0 for producer in first.active_producers)
+        unknown = {
+            (producer.coordinator_epoch, producer.current_txn_start_offset) for producer in first.active_producers
+        }
         assert unknown == {(-1, -1)}
         assert (second.error_code, second.active_producers) == (ErrorCode.none, ())
         assert (third.error_code, third.active_producers) == (ErrorCode.unknown_topic_or_partition, ())
@@ -133,9 +142,9 @@ class TestElectLeaders:
         response = await send_in_version(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
         assert response.error_code is ErrorCode.none
         codes = {
-            (topic.topic, one.partition_id): one.error_code
+            (topic.topic, partition.partition_id): partition.error_code
             for topic in response.replica_election_results
-            for one in topic.partition_result
+            for partition in topic.partition_result
         }
         assert codes == {
             ("orders", 0): ErrorCode.election_not_needed,
@@ -169,7 +178,7 @@ class TestReassignments:
         response = await send_in_version(AlterPartitionReassignments(topics, membership), version, versioned)
         assert (response.error_code, response.allow_replication_factor_change) == (ErrorCode.none, True)
         (topic,) = response.responses
-        assert [one.error_code for one in topic.partitions] == [
+        assert [partition.error_code for partition in topic.partitions] == [
             ErrorCode.none,
             ErrorCode.invalid_replica_assignment,
             ErrorCode.invalid_replica_assignment,

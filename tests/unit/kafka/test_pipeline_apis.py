@@ -153,13 +153,13 @@ async def test_tables_that_only_one_node_reads_are_reported(catalog: Catalog) ->
     await client.create("events", "ledger", {})
     await client.create("routed", "route", {})
     described = await client.describe(["events", "mine", "routed", "shared"])
-    assert {one["name"]: one["local_tables"] for one in described} == {
+    assert {pipeline["name"]: pipeline["local_tables"] for pipeline in described} == {
         "events": True,
         "mine": True,
         "routed": False,
         "shared": False,
     }
-    assert not any("data folder" in summary_of(one)["error"] for one in described)
+    assert not any("data folder" in summary_of(pipeline)["error"] for pipeline in described)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,9 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     (measured,) = await client.describe(["land-orders"])
     assert (measured["report"]["lag"], summary_of(measured)["lag"]) == (9, 9)
     nodes.nodes[3].board.take([])
-    assert [(one["report"]["state"], one["lag"]) for one in await client.describe(["land-orders"])] == [("waiting", 9)]
+    assert [(pipeline["report"]["state"], pipeline["lag"]) for pipeline in await client.describe(["land-orders"])] == [
+        ("waiting", 9)
+    ]
     nodes.nodes[3].board.take([report])
     nodes.nodes[1].is_away = True
     assert (await client.describe(["land-orders"]))[0]["report"]["node"] == 3

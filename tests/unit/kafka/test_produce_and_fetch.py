@@ -188,7 +188,7 @@ async def test_timestamps_of_large_batches_are_validated_beside_the_loop(tmp_pat
             response = await ask(produce, produce_request(9, "t", topic.topic_id, sent))
             (partition,) = response.responses[0].partition_responses
             assert partition.error_code is code
-        assert [one.batch_index for one in partition.record_errors] == [2999]
+        assert [error.batch_index for error in partition.record_errors] == [2999]
         assert len(threads) == 2
         assert threading.get_ident() not in threads
 
@@ -389,7 +389,7 @@ async def test_an_append_before_a_long_poll_starts_to_wait_is_seen(tmp_path: Pat
         await topics.partition("t", 1).append(bytearray(batch(b"x")))
         encoded = await asyncio.wait_for(settled(response), 60)
         found = read_response(1, 12, (encoded or b"")[4:]).responses[0].partitions
-        assert {one.partition_index: values(one) for one in found} == {0: [], 1: [b"x"], 2: []}
+        assert {partition.partition_index: values(partition) for partition in found} == {0: [], 1: [b"x"], 2: []}
 
 
 async def test_a_long_poll_checks_only_changed_partitions_and_returns_everything(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ async def test_a_long_poll_checks_only_changed_partitions_and_returns_everything
                 await asyncio.sleep(0.01)
             response = await asyncio.wait_for(waiting, 60)
         assert sorted(looked) == [3, 3, 7, 7, 7]
-        found = {one.partition_index: values(one) for one in response.responses[0].partitions}
+        found = {partition.partition_index: values(partition) for partition in response.responses[0].partitions}
         assert found == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
 
 
@@ -598,7 +598,7 @@ async def test_a_refused_batch_names_the_invalid_records(
         assert topics.partition("t", 0).high_watermark == 0
         if version >= 8:
             assert f"of {len(records)} records" in partition.error_message
-            named = [(one.batch_index, one.batch_index_error_message) for one in partition.record_errors]
+            named = [(error.batch_index, error.batch_index_error_message) for error in partition.record_errors]
             assert [index for index, _ in named] == indexes
             if "cleanup.policy" in settings:
                 assert all(("no key" if records[index][0] is None else "timestamp") in why for index, why in named)
@@ -666,8 +666,8 @@ async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Pa
             assert sum(served.values()) <= 2000 or len(served) == 1
             assert all(size <= 1500 for size in list(served.values())[1:])
             for topic in response.responses:
-                for one in topic.partitions:
-                    offsets[one.partition_index] += len(values(one))
+                for partition in topic.partitions:
+                    offsets[partition.partition_index] += len(values(partition))
             if version >= 7:
                 session, changed = (response.session_id, session[1] + 1), list(served)
             else:

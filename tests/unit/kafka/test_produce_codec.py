@@ -71,7 +71,10 @@ def reported(request: Request | None) -> Any:
     """The content of a request, comparable."""
     if request is None:
         return None
-    portions = [(one.topic, one.index, None if one.records is None else bytes(one.records)) for one in request.portions]
+    portions = [
+        (portion.topic, portion.index, None if portion.records is None else bytes(portion.records))
+        for portion in request.portions
+    ]
     return request.transactional_id, request.acks, request.timeout_ms, portions
 
 

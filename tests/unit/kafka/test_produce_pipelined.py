@@ -103,9 +103,11 @@ class Client:
             (size,) = struct.unpack_from(">i", self.wire.sent, at)
             frame = bytes(self.wire.sent[at + 4 : at + 4 + size])
             (topic,) = read_response(0, version, frame).responses
-            (one,) = topic.partition_responses
-            start = getattr(one, "log_start_offset", 0)
-            found.append((int.from_bytes(frame[:4], "big"), int(one.error_code), int(one.base_offset), int(start)))
+            (partition,) = topic.partition_responses
+            start = getattr(partition, "log_start_offset", 0)
+            found.append(
+                (int.from_bytes(frame[:4], "big"), int(partition.error_code), int(partition.base_offset), int(start))
+            )
             at += 4 + size
         return found
 
@@ -138,9 +140,9 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     class Counted(PipelinedReader):
         def ranges(self) -> Iterator[tuple[int, int]]:
             reads.append(0)
-            for one in super().ranges():
+            for offset_range in super().ranges():
                 reads[-1] += 1
-                yield one
+                yield offset_range
 
     monkeypatch.setattr("millstream.broker.kafka.apis.produce.PipelinedReader", Counted)
     return reads
@@ -205,7 +207,9 @@ async def outcome(
         await until(lambda: len(client.responses(version)) == len(frames))
         logs = [topics.partition("t", index).log for index in range(PARTITIONS)]
         stored = [bytes(log.read(0, max_bytes=1 << 20, up_to=log.end_offset)) for log in logs]
-        counts = [(one.bytes_in, one.records_in) for one in map(topics.partition, "tt", range(PARTITIONS))]
+        counts = [
+            (partition.bytes_in, partition.records_in) for partition in map(topics.partition, "tt", range(PARTITIONS))
+        ]
         effects = (
             client.responses(version),
             stored,

@@ -58,7 +58,7 @@ def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int 
 async def test_every_idempotent_producer_gets_a_unique_id(version: int) -> None:
     api = init_api(Counting())
     responses = [await send_in_version(api, version, init()) for _ in range(2)]
-    assert [(one.error_code, one.producer_id, one.producer_epoch) for one in responses] == [
+    assert [(response.error_code, response.producer_id, response.producer_epoch) for response in responses] == [
         (ErrorCode.none, 1000, 0),
         (ErrorCode.none, 1001, 0),
     ]

@@ -238,7 +238,7 @@ async def _follow(steps: list[tuple[str, object]]) -> None:
     end = 0
 
     def within_window(name: str) -> list[tuple[int, int]]:
-        return [one for one in known.get(name, ()) if one[1] >= clock.now_ms() - WINDOW_MS]
+        return [publication for publication in known.get(name, ()) if publication[1] >= clock.now_ms() - WINDOW_MS]
 
     for step, detail in steps:
         if step == "wait":

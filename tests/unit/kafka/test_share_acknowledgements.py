@@ -198,11 +198,11 @@ def test_every_offset_is_settled_once_as_acknowledged(plan: list[tuple[int, list
         output.update(zip(range(at, at + len(types)), types, strict=True))
         at += len(types)
     verbs, gaps = settlements_of(batches, renews=True)
-    done = {offset: int(one.verb) for one in verbs for offset in range(one.first, one.last + 1)}
-    left = {offset for one in gaps for offset in range(one.first, one.last + 1)}
+    done = {offset: int(verb.verb) for verb in verbs for offset in range(verb.first, verb.last + 1)}
+    left = {offset for gap in gaps for offset in range(gap.first, gap.last + 1)}
     assert done == {offset: kind for offset, kind in output.items() if kind != GAP}
     assert left == {offset for offset, kind in output.items() if kind == GAP}
-    assert [one.first for one in verbs] == sorted(one.first for one in verbs)
+    assert [verb.first for verb in verbs] == sorted(verb.first for verb in verbs)
 
 
 def test_member_ids() -> None:

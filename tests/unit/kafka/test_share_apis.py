@@ -59,7 +59,7 @@ def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
     """Build a request, or a part of it; missing fields have their default, or are empty."""
     request = load_request_class(key, version)
     kind = request if name is None else getattr(importlib.import_module(request.__module__), name)
-    values = {one.name: default_of(one) for one in dataclasses.fields(kind)}
+    values = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     for field in ("max_wait",):
         if isinstance(given.get(field), int):
             given[field] = i32Timedelta.parse(timedelta(milliseconds=given[field]))
@@ -103,7 +103,11 @@ class ShareNode:
     async def starts(self, *partitions: int) -> list[tuple[int, int]]:
         reported = await self.offsets(*partitions)
         assert reported.error_code == ErrorCode.none
-        return [(one.partition_index, one.start_offset) for topic in reported.topics for one in topic.partitions]
+        return [
+            (partition.partition_index, partition.start_offset)
+            for topic in reported.topics
+            for partition in topic.partitions
+        ]
 
     async def move(self, offset: int, *, partition: int = 0, topic: str = TOPIC) -> Any:
         place = built(MOVE, 0, "AlterShareGroupOffsetsRequestPartition", partition_index=partition, start_offset=offset)
@@ -152,7 +156,7 @@ class Sharer:
     async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:
         """The result of ShareAcknowledge: the code of the request, and those of partitions."""
         response = await self.acknowledge(*batches, **given)
-        partitions = [one.error_code for topic in response.responses for one in topic.partitions]
+        partitions = [partition.error_code for topic in response.responses for partition in topic.partitions]
         return [code.name for code in (response.error_code, *partitions)]
 
     async def got(self, *batches: tuple[int, ...], **given: Any) -> list[tuple[int, int, int]]:
@@ -196,14 +200,14 @@ class Sharer:
 
 
 def partitions_of(response: Any) -> list[Any]:
-    return [one for topic in response.responses for one in topic.partitions]
+    return [partition for topic in response.responses for partition in topic.partitions]
 
 
 def ranges(response: Any) -> list[tuple[int, int, int]]:
     """The acquired ranges; adjacent ones are joined."""
     merged: list[tuple[int, int, int]] = []
-    for one in (one for partition in partitions_of(response) for one in partition.acquired_records):
-        first, last, count = one.first_offset, one.last_offset, one.delivery_count
+    for acquired in (record for partition in partitions_of(response) for record in partition.acquired_records):
+        first, last, count = acquired.first_offset, acquired.last_offset, acquired.delivery_count
         if merged and (merged[-1][1] + 1, merged[-1][2]) == (first, count):
             first = merged.pop()[0]
         merged.append((first, last, count))
@@ -211,7 +215,7 @@ def ranges(response: Any) -> list[tuple[int, int, int]]:
 
 
 def refusals(response: Any) -> list[tuple[str, int]]:
-    return [(one.error_code.name, one.acknowledge_error_code) for one in partitions_of(response)]
+    return [(partition.error_code.name, partition.acknowledge_error_code) for partition in partitions_of(response)]
 
 
 @pytest.fixture
@@ -331,7 +335,7 @@ async def test_the_declaration_of_a_group_by_its_first_member_is_audited(
             HEARTBEAT, 1, alice.client, group_id="another", member_id=member, subscribed_topic_names=(TOPIC,)
         )
         assert joined.error_code == ErrorCode.none
-    (event,) = [one for one in security.audit.take() if "entity" in one]
+    (event,) = [entry for entry in security.audit.take() if "entity" in entry]
     assert (event["entity"]["type"], event["entity"]["name"]) == ("subscription", "another")
     assert (event["actor"]["user"]["uid"], event["api"]["operation"]) == ("User:alice", "ShareGroupHeartbeat")
 
@@ -832,7 +836,7 @@ async def alter_group(share_node: ShareNode, group: str, operation: int, **chang
 async def described(share_node: ShareNode, group: str) -> dict[str, tuple[str, int]]:
     resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name=group)
     (response,) = (await share_node.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
-    return {one.name: (one.value, one.config_source) for one in response.configs}
+    return {config.name: (config.value, config.config_source) for config in response.configs}
 
 
 async def test_a_consumer_group_has_its_own_settings_and_is_not_a_subscription(share_node: ShareNode) -> None:
@@ -842,7 +846,7 @@ async def test_a_consumer_group_has_its_own_settings_and_is_not_a_subscription(s
     assert (await alter_group(share_node, "readers", set_, **changes)).error_code is ErrorCode.none
     assert share_node.subscriptions.get("readers") is None
     listed = await share_node.ask(LIST_CONFIGS, 1, resource_types=(32,))
-    assert "readers" in [one.resource_name for one in listed.config_resources]
+    assert "readers" in [resource.resource_name for resource in listed.config_resources]
     reported = await described(share_node, "readers")
     assert (reported[session], reported[heartbeat]) == (("9000", 8), ("700", 8))
     assert (await described(share_node, "others"))[session] == ("45000", 5)

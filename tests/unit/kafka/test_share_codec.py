@@ -71,7 +71,9 @@ def test_ordinary_requests_are_decoded_as_sent(
     assert (found.group_id, found.member_id, found.acquire_mode) == ("workers", "m", version - 1)
     assert (found.epoch, found.max_wait_ms, found.max_bytes, found.max_records) == limits
     assert found.partitions == [(topic_id, index) for index, _ in places]
-    acknowledged = {place: [tuple(one) for one in ranges] for place, ranges in found.acknowledged.items()}
+    acknowledged = {
+        place: [tuple(offset_range) for offset_range in ranges] for place, ranges in found.acknowledged.items()
+    }
     assert acknowledged == {(topic_id, index): ranges for index, ranges in places if ranges}
 
 

@@ -74,7 +74,7 @@ class TestCreateTopics:
     async def test_topics_are_created(self, api: CreateTopics, topics: Topics, version: int) -> None:
         creation = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
         response = await send_in_version(api, version, creation)
-        assert [(one.name, one.error_code) for one in response.topics] == [
+        assert [(topic.name, topic.error_code) for topic in response.topics] == [
             ("orders", ErrorCode.none),
             ("defaults", ErrorCode.none),
         ]
@@ -86,10 +86,10 @@ class TestCreateTopics:
         first = response.topics[0]
         if version >= 5:
             assert (first.num_partitions, first.replication_factor) == (3, 1)
-            configs = {one.name: (one.value, one.config_source) for one in first.configs}
+            configs = {config.name: (config.value, config.config_source) for config in first.configs}
             assert configs["retention.ms"] == ("5000", 1)
             assert configs["flush"] == ("always", 5)
-            of_defaults = {one.name: (one.value, one.config_source) for one in response.topics[1].configs}
+            of_defaults = {config.name: (config.value, config.config_source) for config in response.topics[1].configs}
             assert of_defaults["retention.ms"] == ("3600000", 4)
         assert version < 7 or first.topic_id == orders.topic_id
 
@@ -98,7 +98,7 @@ class TestCreateTopics:
         response = await send_in_version(
             api, version, create(topic("orders", 3), topic("bad name"), validate_only=True)
         )
-        codes = [one.error_code for one in response.topics]
+        codes = [topic.error_code for topic in response.topics]
         assert codes == [ErrorCode.none, ErrorCode.invalid_topic_exception]
         assert topics.all() == []
 
@@ -141,7 +141,7 @@ class TestCreateTopics:
     async def test_an_existing_or_duplicate_topic_is_refused(self, api: CreateTopics, topics: Topics) -> None:
         await topics.create("orders")
         response = await send_request(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
-        assert [(one.name, one.error_code) for one in response.topics] == [
+        assert [(topic.name, topic.error_code) for topic in response.topics] == [
             ("orders", ErrorCode.topic_already_exists),
             ("twice", ErrorCode.invalid_request),
             ("fine", ErrorCode.none),
@@ -154,19 +154,19 @@ class TestCreateTopics:
         first, second = (await send_request(api, create(topic("a.b"), topic("a_b")))).topics
         assert (first.error_code, second.error_code) == (ErrorCode.none, ErrorCode.invalid_topic_exception)
         assert "'a.b'" in second.error_message
-        assert [one.name for one in topics.all()] == ["a.b"]
+        assert [topic.name for topic in topics.all()] == ["a.b"]
 
     async def test_many_topics_are_created_and_deleted_in_few_steps(self, api: CreateTopics, topics: Topics) -> None:
         names, before = [f"t{number}" for number in range(200)], topics.states_revision
         created = (await send_request(api, create(*map(topic, names)))).topics
-        assert [(one.name, one.error_code) for one in created] == [(name, ErrorCode.none) for name in names]
+        assert [(topic.name, topic.error_code) for topic in created] == [(name, ErrorCode.none) for name in names]
         agreed = topics.states_revision
         assert agreed - before < len(names) / 4
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in names)
         gone = (
             await send_request(DeleteTopics(topics), DELETE.DeleteTopicsRequest(topics=named, timeout=60 * SECOND))
         ).responses
-        assert [(one.name, one.error_code) for one in gone] == [(name, ErrorCode.none) for name in names]
+        assert [(topic.name, topic.error_code) for topic in gone] == [(name, ErrorCode.none) for name in names]
         assert topics.all() == []
         assert topics.states_revision - agreed < len(names)
 
@@ -189,7 +189,7 @@ class TestDeleteTopics:
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("early", "late"))
         api = DeleteTopics(topics, cast("SubscriptionService", Service()))
         response = await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
-        codes = [one.error_code for one in response.responses]
+        codes = [result.error_code for result in response.responses]
         assert codes == [ErrorCode.none, ErrorCode.unknown_topic_or_partition]
         assert [topic.name for topic in topics.all()] == ["late"]
 
@@ -203,7 +203,7 @@ class TestDeleteTopics:
             named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("orders", "nope"))
             creation = request_class(topics=named, timeout=SECOND)
         response = await send_request(api, creation)
-        assert [(one.name, one.error_code) for one in response.responses] == [
+        assert [(result.name, result.error_code) for result in response.responses] == [
             ("orders", ErrorCode.none),
             ("nope", ErrorCode.unknown_topic_or_partition),
         ]
@@ -228,7 +228,7 @@ class TestDeleteTopics:
             DELETE.DeleteTopicState(name=None, topic_id=made.topic_id),
         )
         response = await send_request(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
-        assert {one.error_code for one in response.responses} == {ErrorCode.invalid_request}
+        assert {result.error_code for result in response.responses} == {ErrorCode.invalid_request}
         assert len(topics.all()) == 2
 
     async def test_internal_topics_are_not_deleted(self, api: DeleteTopics, topics: Topics) -> None:
@@ -259,10 +259,10 @@ class TestCreatePartitions:
     async def test_topics_grow(self, api: CreatePartitions, topics: Topics, version: int) -> None:
         (checked,) = (await send_in_version(api, version, self.grow(("orders", 4), validate_only=True))).results
         assert checked.error_code is ErrorCode.none
-        assert [one.partitions for one in topics.all()] == [2]
+        assert [topic.partitions for topic in topics.all()] == [2]
         (grown,) = (await send_in_version(api, version, self.grow(("orders", 4)))).results
         assert (grown.name, grown.error_code, grown.error_message) == ("orders", ErrorCode.none, None)
-        assert [one.partitions for one in topics.all()] == [4]
+        assert [topic.partitions for topic in topics.all()] == [4]
         assert topics.partition("orders", 3).index == 3
 
     @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ class TestCreatePartitions:
         (refused,) = (await send_request(api, self.grow(("orders", 4)))).results
         assert refused.error_code is ErrorCode.policy_violation
         assert "copy of mirror 'paris'" in refused.error_message
-        assert [one.partitions for one in topics.all()] == [2]
+        assert [topic.partitions for topic in topics.all()] == [2]
 
     async def test_new_partitions_can_be_placed_by_hand(self, api: CreatePartitions, topics: Topics) -> None:
         (grown,) = (await send_request(api, self.grow(("orders", 3), assignments=[(5,)]))).results
@@ -372,21 +372,23 @@ async def request_many_changes(topics: Topics, membership: Membership, kind: str
     """Request a change of three topics, or of the twenty partitions of one."""
     if kind == "create":
         made = await send_request(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
-        return [one.error_code for one in made.topics]
+        return [topic.error_code for topic in made.topics]
     if kind == "grow":
         creation = tuple(GROW.CreatePartitionsTopic(name=name, count=9, assignments=None) for name in NAMES)
         grown = GROW.CreatePartitionsRequest(topics=creation, timeout=INSTANT, validate_only=False)
-        return [one.error_code for one in (await send_request(CreatePartitions(topics, membership), grown)).results]
+        return [
+            result.error_code for result in (await send_request(CreatePartitions(topics, membership), grown)).results
+        ]
     if kind == "delete":
         named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in NAMES)
         deleted = DELETE.DeleteTopicsRequest(topics=named, timeout=INSTANT)
-        return [one.error_code for one in (await send_request(DeleteTopics(topics), deleted)).responses]
+        return [response.error_code for response in (await send_request(DeleteTopics(topics), deleted)).responses]
     indexes = tuple(range(20))
     if kind == "elect":
         partitions = ELECT.TopicPartitions(topic="wide", partitions=indexes)
         elected = ELECT.ElectLeadersRequest(election_type=0, topic_partitions=(partitions,), timeout=INSTANT)
         (result,) = (await send_request(ElectLeaders(topics), elected)).replica_election_results
-        return [one.error_code for one in result.partition_result]
+        return [partition.error_code for partition in result.partition_result]
     places = tuple(MOVE.ReassignablePartition(partition_index=index, replicas=(5,)) for index in indexes)
     moved = MOVE.AlterPartitionReassignmentsRequest(
         timeout=INSTANT,
@@ -394,7 +396,7 @@ async def request_many_changes(topics: Topics, membership: Membership, kind: str
         topics=(MOVE.ReassignableTopic(name="wide", partitions=places),),
     )
     (responded,) = (await send_request(AlterPartitionReassignments(topics, membership), moved)).responses
-    return [one.error_code for one in responded.partitions]
+    return [partition.error_code for partition in responded.partitions]
 
 
 @pytest.mark.parametrize(

@@ -249,11 +249,11 @@ async def test_each_refusal_of_a_fenced_producer_is_logged(broker: Broker, caplo
         transactional_id=ID, producer_id=late[0], producer_epoch=late[1], committed=True
     )
     assert (await send_in_version(broker.end, 5, request)).error_code is ErrorCode.producer_fenced
-    lines = [vars(one) for one in caplog.records]
-    assert [(one["msg"], one["levelname"], one["client_id"]) for one in lines] == [
+    lines = [vars(record) for record in caplog.records]
+    assert [(line["msg"], line["levelname"], line["client_id"]) for line in lines] == [
         ("a producer is fenced", "INFO", "test")
     ] * 3
-    assert {one["reason"] for one in lines} == {f"producer {late[0]} of 'tx' is at epoch 0, not 1"}
+    assert {line["reason"] for line in lines} == {f"producer {late[0]} of 'tx' is at epoch 0, not 1"}
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -373,7 +373,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
         marker(1, "t", producer_id=-1),
     )
     response = await send_in_version(broker.markers, version, module.WriteTxnMarkersRequest(markers=requested_topic))
-    assert [one.topics[0].partitions[0].error_code for one in response.markers] == [
+    assert [marker.topics[0].partitions[0].error_code for marker in response.markers] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_producer_epoch,
@@ -435,7 +435,7 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
     versioned = messages("describe_transactions", 0).DescribeTransactionsRequest(transactional_ids=(ID, "nobody", ""))
     known, absent, empty = (await send_request(broker.describe, versioned)).transaction_states
     assert (known.error_code, known.transaction_state) == (ErrorCode.none, "Ongoing")
-    assert [(one.topic, one.partitions) for one in known.topics] == [("t", (1,))]
+    assert [(topic.topic, topic.partitions) for topic in known.topics] == [("t", (1,))]
     assert known.transaction_timeout == timedelta(minutes=1)
     assert absent.error_code is ErrorCode.transactional_id_not_found
     assert empty.error_code is ErrorCode.invalid_request

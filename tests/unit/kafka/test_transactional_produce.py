@@ -114,7 +114,7 @@ class Broker:
         data = module.TopicProduceData(partition_data=parts, **name)
         request = cls(transactional_id=transactional_id, acks=-1, timeout=timedelta(seconds=5), topic_data=(data,))
         response = await self.ask(self._produce, request)
-        return {int(one.index): one.error_code for one in response.responses[0].partition_responses}
+        return {int(partition.index): partition.error_code for partition in response.responses[0].partition_responses}
 
     async def write(self, sequence: int, value: bytes = b"v", *, epoch: int = 0, **other: Any) -> ErrorCode:
         response = await self.produce({0: batch(sequence, value, epoch=epoch, **other)})
@@ -189,7 +189,9 @@ async def test_committed_records_are_readable_once_their_marker_is_written(tmp_p
         await broker.end(commit=False)
         after = await broker.fetch(version=version)
         assert (after.high_watermark, after.last_stable_offset) == (3, 3)
-        assert [(one.producer_id, one.first_offset) for one in after.aborted_transactions] == [(PRODUCER, 0)]
+        assert [(transaction.producer_id, transaction.first_offset) for transaction in after.aborted_transactions] == [
+            (PRODUCER, 0)
+        ]
 
 
 @pytest.mark.parametrize("version", range(3, 14))
@@ -251,7 +253,7 @@ async def test_records_behind_an_open_transaction_are_not_readable(tmp_path: Pat
         }
         assert broker.partition.last_stable_offset == 1
         assert broker.partition.has_open_transaction(PRODUCER, 0)
-        assert [one.first_offset for one in broker.partition.open_transactions()] == [1]
+        assert [transaction.first_offset for transaction in broker.partition.open_transactions()] == [1]
         await broker.end()
         assert broker.partition.last_stable_offset == 4
         assert broker.partition.open_transactions() == []
@@ -343,7 +345,7 @@ async def test_markers_that_bump_the_epoch_fence_late_batches(tmp_path: Path, ca
         await broker.end(epoch=1, coordinator=3, bumps=True)
         caplog.clear()
         assert await broker.write(1) is ErrorCode.invalid_producer_epoch
-        (line,) = (vars(one) for one in caplog.records if one.name == "millstream.broker.kafka.api")
+        (line,) = (vars(record) for record in caplog.records if record.name == "millstream.broker.kafka.api")
         assert (line["msg"], line["levelname"], line["transactional_id"]) == ("a producer is fenced", "INFO", "tx")
         assert line["reason"] == f"producer {PRODUCER} has epoch 0, but epoch 1 has written to this partition"
         end = broker.partition.log.end_offset
@@ -365,8 +367,8 @@ async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) ->
 
     async def latest(broker: Broker, isolation: int) -> int:
         module: Any = offsets_of
-        one = module.ListOffsetsPartition(partition_index=0, timestamp=-1)
-        topic = module.ListOffsetsTopic(name="t", partitions=(one,))
+        partition = module.ListOffsetsPartition(partition_index=0, timestamp=-1)
+        topic = module.ListOffsetsTopic(name="t", partitions=(partition,))
         versioned = module.ListOffsetsRequest(
             replica_id=-1, isolation_level=isolation, topics=(topic,), timeout=timedelta(seconds=1)
         )

@@ -227,8 +227,8 @@ def test_the_buffers_and_open_files_of_a_writer_are_bounded(tmp_path: Path) -> N
     for start in range(0, 4000, 200):
         times = {offset: FIRST + timedelta(hours=offset % 20) for offset in range(start, start + 200)}
         writer.write(events(0, times, BY_HOUR))
-        assert sum(one.held_bytes for one in writer._writers.values()) <= 20_000
-        assert sum(one.is_open for one in writer._writers.values()) <= 3
+        assert sum(hour_writer.held_bytes for hour_writer in writer._writers.values()) <= 20_000
+        assert sum(hour_writer.is_open for hour_writer in writer._writers.values()) <= 3
     written = writer.close()
     assert sum(file.rows for file in written) == 4000
     assert {file.path.rpartition("/")[0] for file in written} == {

@@ -94,7 +94,7 @@ def check(folder: Path, log: Sequence[Change]) -> None:
     rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
     found = {int(row["key"]): (row["at"], row["offset"], row["name"]) for row in rows}
     assert len(found) == len(rows)
-    alive = {key: one for key, one in best.items() if not one[2]}
+    alive = {key: row for key, row in best.items() if not row[2]}
     assert found == {key: (at, offset, f"{key}-{offset}") for key, (at, offset, _) in alive.items()}
 
 
@@ -128,9 +128,9 @@ def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_pa
     assert table.vacuum() > 0
     check(folder, log)
     table.next_offsets([(TOPIC, 0)])
-    assert {one.path for one in table.stored()} <= {f"buckets/{file.name}" for file in (folder / "buckets").iterdir()}
+    assert {file.path for file in table.stored()} <= {f"buckets/{file.name}" for file in (folder / "buckets").iterdir()}
     remembered = {file.name for file in (folder / "_deleted").iterdir()}
-    assert {one.path[8:] for one in table.stored() if one.path.endswith(".d.parquet")} <= remembered
+    assert {file.path[8:] for file in table.stored() if file.path.endswith(".d.parquet")} <= remembered
     more = [*log, *((key, 400, False) for key in range(300))]
     run_step(folder, more, len(more))
     check(folder, more)

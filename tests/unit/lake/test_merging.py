@@ -201,13 +201,13 @@ def test_buckets_cover_every_key_once(depths: list[int]) -> None:
     there: list[Bucket] = []
     for number in depths:
         bucket = Bucket(6, number)
-        if not any(one.holds(bucket) for one in there):
+        if not any(file.holds(bucket) for file in there):
             there.append(bucket)
     cover = completed(there)
     assert set(there) <= set(cover)
-    assert [one.start for one in cover] == [0, *(one.end for one in cover[:-1])]
+    assert [bucket_range.start for bucket_range in cover] == [0, *(bucket_range.end for bucket_range in cover[:-1])]
     assert cover[-1].end == ROOT.end
-    assert [bucket_of(f"buckets/{one.stem}0123.parquet") for one in cover] == cover
+    assert [bucket_of(f"buckets/{bucket_range.stem}0123.parquet") for bucket_range in cover] == cover
 
 
 def test_hashes_spread_keys() -> None:

@@ -44,7 +44,11 @@ def test_a_million_transactions_need_little_memory_and_are_found_quickly() -> No
     aborted = one_after_the_other(MANY)
     assert sum(map(sys.getsizeof, (*aborted._columns(), aborted._lowest))) < MANY * BYTES_MAX
     for first in (0, 2 * 777_777, 2 * MANY - 10):
-        assert [one.first_offset for one in aborted.overlapping(first, first + 5)] == [first, first + 2, first + 4]
+        assert [transaction.first_offset for transaction in aborted.overlapping(first, first + 5)] == [
+            first,
+            first + 2,
+            first + 4,
+        ]
     assert aborted.looks == 9
 
     aborted.cut_before(2 * MANY - 20)
@@ -58,7 +62,7 @@ def test_a_reader_is_not_slowed_by_transactions_aborted_while_another_was_open()
     for number in range(count):
         aborted.add(AbortedTransaction(1, 10 + 2 * number, 11 + 2 * number, 5))
     aborted.add(AbortedTransaction(2, 5, 10 + 2 * count, 11 + 2 * count))
-    assert [one.producer_id for one in aborted.overlapping(6, 13)] == [1, 1, 2]
+    assert [transaction.producer_id for transaction in aborted.overlapping(6, 13)] == [1, 1, 2]
     assert aborted.looks == 3
 
 
@@ -82,17 +86,29 @@ def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
 def test_it_agrees_with_a_plain_list(history: list[AbortedTransaction], cut: int, data: st.DataObject) -> None:
     with patch.object(transactions, "_BLOCK", 2):
         aborted = AbortedTransactions()
-        for one in history:
-            aborted.add(one)
-        gone = data.draw(st.sets(st.sampled_from([one.marker_offset for one in history]))) if history else set()
+        for transaction in history:
+            aborted.add(transaction)
+        gone = (
+            data.draw(st.sets(st.sampled_from([transaction.marker_offset for transaction in history])))
+            if history
+            else set()
+        )
         aborted.discard(gone)
         aborted.cut_before(cut)
         copy = AbortedTransactions()
         copy.unpack(aborted.pack())
-        kept = [one for one in history if one.marker_offset not in gone and one.marker_offset >= cut]
+        kept = [
+            transaction
+            for transaction in history
+            if transaction.marker_offset not in gone and transaction.marker_offset >= cut
+        ]
         assert list(aborted) == list(copy) == kept
         for first, after in combinations(range(OFFSETS + 1), 2):
-            expected = [one for one in kept if one.first_offset < after and one.marker_offset >= first]
+            expected = [
+                transaction
+                for transaction in kept
+                if transaction.first_offset < after and transaction.marker_offset >= first
+            ]
             assert aborted.overlapping(first, after) == copy.overlapping(first, after) == expected
 
 
@@ -102,5 +118,5 @@ def test_a_lost_marker_does_not_hide_earlier_transactions() -> None:
     aborted.add(AbortedTransaction(1, 12, 13, 14))
     # It was open all the time, which was unknown when the first ones were recorded.
     aborted.add(AbortedTransaction(2, 3, 20, 3))
-    assert [one.producer_id for one in aborted.overlapping(4, 6)] == [2]
-    assert [one.producer_id for one in aborted.overlapping(4, 11)] == [1, 2]
+    assert [transaction.producer_id for transaction in aborted.overlapping(4, 6)] == [2]
+    assert [transaction.producer_id for transaction in aborted.overlapping(4, 11)] == [1, 2]

@@ -54,7 +54,7 @@ def place_of(log: Log, offset: int) -> tuple[str, int]:
 
 
 def without(*offsets: int) -> tuple[list[int], list[tuple[int, int]]]:
-    return [number for number in range(COUNT) if number not in offsets], [(one, one + 1) for one in offsets]
+    return [number for number in range(COUNT) if number not in offsets], [(offset, offset + 1) for offset in offsets]
 
 
 @pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
@@ -194,9 +194,9 @@ async def test_damage_is_located_in_a_thread(tmp_path: Path, monkeypatch: pytest
         scan = scan_module.Scan.__iter__
         loop_thread = threading.get_ident()
 
-        def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.BadRange]:
+        def counted(scanning: scan_module.Scan) -> Iterator[BatchHeader | scan_module.BadRange]:
             scanned_in.append(threading.get_ident() == loop_thread)
-            return scan(one)
+            return scan(scanning)
 
         monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
         for _ in range(3):

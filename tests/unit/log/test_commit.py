@@ -262,7 +262,7 @@ def test_records_lost_with_their_file_before_the_sync_are_not_acknowledged(
     while store.scrub_once():
         pass
     assert log.damaged_ranges == ((0, 2),)
-    assert [type(one) for one in reported] == [StorageFailure]
+    assert [type(error) for error in reported] == [StorageFailure]
     if under_way is not None:
         store._run_job(under_way)
     # The retry is stored, and not taken for a duplicate.
@@ -273,7 +273,7 @@ def test_records_lost_with_their_file_before_the_sync_are_not_acknowledged(
     assert record.value == b"second"
     while store.scrub_once():
         pass
-    assert sum(isinstance(one, StorageFailure) for one in reported) == 1
+    assert sum(isinstance(error, StorageFailure) for error in reported) == 1
 
 
 def test_records_in_the_journal_survive_a_failed_sync_of_the_segment(store: LogStore, files: MemoryFiles) -> None:

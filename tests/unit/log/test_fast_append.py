@@ -89,7 +89,9 @@ def outcome(append: Callable[[], Any]) -> Any:
 
 def described(log: Log) -> Any:
     """Everything that an append changes."""
-    segments = [(each.to_state(), None if each.index is None else each.index.to_bytes()) for each in log.segments]
+    segments = [
+        (segment.to_state(), None if segment.index is None else segment.index.to_bytes()) for segment in log.segments
+    ]
     return (
         repr(log),
         segments,

@@ -71,8 +71,8 @@ async def test_files_that_cannot_be_synced_are_refused_or_fail(kernel: KernelSyn
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     begun = [kernel.begin(descriptor, Listener(heard)) for _ in range(SLOTS + 1)]
     assert begun == [True] * SLOTS + [False]
-    for one in (read, write, descriptor):
-        os.close(one)
+    for fd in (read, write, descriptor):
+        os.close(fd)
     kernel.close()
     # Waiters act on it when the loop is free again.
     assert heard == [None] * SLOTS

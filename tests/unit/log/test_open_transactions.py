@@ -64,7 +64,7 @@ def end(producers: Producers, offset: int, marker: Marker) -> None:
 
 
 def aborted(producers: Producers) -> list[tuple[int, int, int]]:
-    return [tuple(one)[:3] for one in producers.transactions.aborted]  # type: ignore[misc]
+    return [tuple(transaction)[:3] for transaction in producers.transactions.aborted]  # type: ignore[misc]
 
 
 # -- admission --------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_open_transactions_beyond_the_checkpoint_limit_are_restored() -> None:
     producers = Producers(expiry_ms=HOUR_MS, producers_max=2)
     producers.unpack(packed)
     producers.unpack_transactions(transactions)
-    assert [one.producer_id for one in producers.open_transactions()] == [1, 2, 3, 4]
+    assert [transaction.producer_id for transaction in producers.open_transactions()] == [1, 2, 3, 4]
 
 
 def test_a_marker_lost_by_the_disk_must_be_written_again() -> None:
@@ -234,7 +234,7 @@ def test_the_list_for_an_offset_range_stops_where_nothing_can_follow() -> None:
         end(producers, 2 * at + 1, marker_of(at, commit=False))
     found = producers.transactions.aborted.overlapping(10, 13)
 
-    assert [one.producer_id for one in found] == [5, 6]
+    assert [transaction.producer_id for transaction in found] == [5, 6]
 
 
 # -- the model --------------------------------------------------------------------------------------------------
@@ -291,7 +291,11 @@ class Pair:
 
     def data(self, producer: int) -> None:
         epoch = read_all(self.log).epochs.get(producer, 0)
-        written = [one for one in self.log if isinstance(one, Data) and (one.producer, one.epoch) == (producer, epoch)]
+        written = [
+            entry
+            for entry in self.log
+            if isinstance(entry, Data) and (entry.producer, entry.epoch) == (producer, epoch)
+        ]
         entry = Data(producer, epoch, len(written))
         write(self.producers, len(self.log), *entry)
         self.log.append(entry)
@@ -330,12 +334,16 @@ class Pair:
 
     def check(self) -> None:
         known, transactions = read_all(self.log), self.producers.transactions
-        assert {id_: one.open_from for id_, one in transactions.open.items()} == known.open
+        assert {id_: transaction.open_from for id_, transaction in transactions.open.items()} == known.open
         assert list(transactions.open) == sorted(known.open, key=known.open.__getitem__)
-        assert list(transactions.aborted) == [one for one in known.aborted if one.marker_offset >= self.start]
-        assert {one.producer_id: one.epoch for one in self.producers} == known.epochs
+        assert list(transactions.aborted) == [
+            transaction for transaction in known.aborted if transaction.marker_offset >= self.start
+        ]
+        assert {producer.producer_id: producer.epoch for producer in self.producers} == known.epochs
         assert {
-            one.producer_id: one.coordinator_epoch for one in self.producers if one.coordinator_epoch >= 0
+            producer.producer_id: producer.coordinator_epoch
+            for producer in self.producers
+            if producer.coordinator_epoch >= 0
         } == known.coordinators
         unknown = [first for first, marker in known.ended if marker >= self.watermark]
         stable = min([self.watermark, *known.open.values(), *unknown])
@@ -345,7 +353,11 @@ class Pair:
         known, transactions = read_all(self.log), self.producers.transactions
         for first in range(self.start, len(self.log) + 1):
             for after in range(first, len(self.log) + 1):
-                expected = [one for one in known.aborted if one.first_offset < after and one.marker_offset >= first]
+                expected = [
+                    transaction
+                    for transaction in known.aborted
+                    if transaction.first_offset < after and transaction.marker_offset >= first
+                ]
                 assert transactions.aborted.overlapping(first, after) == expected
 
 

@@ -20,9 +20,9 @@ def header(sequence: int, *, records: int = 1, producer_id: int = 7, epoch: int 
     return read_header(batch)
 
 
-def put(producers: Producers, one: BatchHeader, offset: int, now_ms: int = 0) -> None:
-    assert producers.check(one, now_ms) is None
-    producers.record(one, offset, now_ms)
+def put(producers: Producers, batch_header: BatchHeader, offset: int, now_ms: int = 0) -> None:
+    assert producers.check(batch_header, now_ms) is None
+    producers.record(batch_header, offset, now_ms)
 
 
 def test_a_duplicate_gets_its_original_offsets() -> None:

@@ -70,9 +70,9 @@ def place_of(log: Log, offset: int) -> int:
 
 
 def repair_range(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
-    one = list(log.damage)[lost]
-    fitted, next_offset = fit_batches(log, one, batches)
-    job = RangeRepair(log, one, fitted, next_offset)
+    bad_range = list(log.damage)[lost]
+    fitted, next_offset = fit_batches(log, bad_range, batches)
+    job = RangeRepair(log, bad_range, fitted, next_offset)
     job.execute()
     job.finish()
     assert job.error is None

@@ -140,13 +140,13 @@ def test_an_unreadable_sector_is_reported_and_the_rest_is_verified(
     files.flip_bit(path, behind[1] + PAYLOAD_AT, 1)
     scrub(store)
     if is_disk_dead:
-        (segment,) = [one for one in log.segments if one.path == path]
+        (segment,) = [segment for segment in log.segments if segment.path == path]
         assert log.damaged_ranges == (((segment.base_offset, segment.next_offset),) if has_replicas else ())
     else:
         assert log.damaged_ranges == ((17, 18), (19, 20))
     (reported,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
     assert (vars(reported)["topic"], vars(reported)["partition"]) == ("topic-0", 0)
-    (counted,) = [one for one in store.metrics() if one.name == "millstream_log_scrub_read_errors_total"]
+    (counted,) = [metric for metric in store.metrics() if metric.name == "millstream_log_scrub_read_errors_total"]
     assert [sample.value for sample in counted.samples] == [1]
 
 

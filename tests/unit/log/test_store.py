@@ -255,7 +255,7 @@ def test_deleting_a_log_during_its_sync_affects_no_other_and_is_no_failure(
     job.execute()
     store._finish_job(job)
     assert kept.stored_offset == kept.end_offset == 1
-    assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     store.close_now()
 
 

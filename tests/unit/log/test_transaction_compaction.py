@@ -120,7 +120,7 @@ class Machine:
             chunk = self.log.read_slice(at, max_bytes=250, up_to=stable)
             assert chunk is not None
             listed = self.log.producers.transactions.aborted.overlapping(at, chunk.next_offset)
-            pending = sorted((one.first_offset, one.producer_id) for one in listed)
+            pending = sorted((transaction.first_offset, transaction.producer_id) for transaction in listed)
             dropped: set[int] = set()
             for header in iterate_headers(chunk.data):
                 while pending and pending[0][0] <= header.last_offset:
@@ -130,7 +130,7 @@ class Machine:
                     if next(decode_records(data, control=True)).key == b"\0\0\0\0":
                         dropped.discard(header.producer_id)
                 elif not (header.is_transactional and header.producer_id in dropped):
-                    found += [(one.offset, one.key, one.value) for one in decode_records(data)]
+                    found += [(record.offset, record.key, record.value) for record in decode_records(data)]
             at = chunk.next_offset
         return found
 
@@ -162,7 +162,10 @@ def test_aborted_records_are_removed_and_their_markers_three_steps_later() -> No
     machine.put(0, b"c", b"plain")
     machine.compact()
     assert machine.markers() == [1, 3]
-    assert [bool(one.attributes & DELETE_HORIZON_FLAG) for one in machine.headers() if one.is_control] == [False, True]
+    assert [bool(header.attributes & DELETE_HORIZON_FLAG) for header in machine.headers() if header.is_control] == [
+        False,
+        True,
+    ]
     assert len(machine.log.producers.transactions.aborted) == 0
 
     machine.later()
@@ -258,4 +261,6 @@ def test_compaction_does_not_change_the_committed_records(steps: list[tuple[obje
         getattr(machine, str(name))(*arguments)
         if name in ("compact", "kill", "later"):
             assert (machine.table(), machine.stable) == before
-            assert [one[:3] for one in machine.log.producers.open_transactions()] == [one[:3] for one in opened]
+            assert [transaction[:3] for transaction in machine.log.producers.open_transactions()] == [
+                transaction[:3] for transaction in opened
+            ]

@@ -67,7 +67,7 @@ class Machine:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def epoch_of(self, producer: int) -> int:
-        return max((one.epoch for one in self.entries if one.producer == producer), default=0)
+        return max((entry.epoch for entry in self.entries if entry.producer == producer), default=0)
 
     def data(self, producer: int) -> None:
         epoch = self.epoch_of(producer)
@@ -142,23 +142,23 @@ class Machine:
         """The open and aborted transactions, derived from the entries."""
         opened: dict[int, int] = {}
         aborted = []
-        for offset, one in enumerate(self.entries):
-            if one.producer < 0 or offset < start:
+        for offset, entry in enumerate(self.entries):
+            if entry.producer < 0 or offset < start:
                 continue
-            if one.commit is None:
-                opened.setdefault(one.producer, offset)
+            if entry.commit is None:
+                opened.setdefault(entry.producer, offset)
             else:
-                first = opened.pop(one.producer, None)
-                if first is not None and not one.commit:
-                    aborted.append((one.producer, first, offset))
+                first = opened.pop(entry.producer, None)
+                if first is not None and not entry.commit:
+                    aborted.append((entry.producer, first, offset))
         return opened, aborted
 
     def check(self) -> None:
         log = self.log
         opened, aborted = self.expected(0)
         assert log.end_offset == len(self.entries)
-        found = {one.producer_id: one.first_offset for one in log.producers.open_transactions()}
-        listed = [tuple(one)[:3] for one in log.producers.transactions.aborted]
+        found = {transaction.producer_id: transaction.first_offset for transaction in log.producers.open_transactions()}
+        listed = [tuple(transaction)[:3] for transaction in log.producers.transactions.aborted]
         if log.start_offset == 0:
             assert found == opened
             assert listed == aborted
@@ -166,16 +166,18 @@ class Machine:
         else:
             # Deleted transactions are known from the state, or not at all if that was lost.
             assert set(self.expected(int(log.start_offset))[0]) <= set(found) <= set(opened)
-            assert [one[2] for one in listed] == [one[2] for one in aborted if one[2] >= log.start_offset]
+            assert [entry[2] for entry in listed] == [
+                transaction[2] for transaction in aborted if transaction[2] >= log.start_offset
+            ]
 
     def stable(self) -> int:
         """The first offset of a transaction without an acknowledged end, or the acknowledged offset."""
         opened: dict[int, int] = {}
-        for offset, one in enumerate(self.entries):
-            if one.producer >= 0 and one.commit is None:
-                opened.setdefault(one.producer, offset)
-            elif one.producer >= 0 and offset < self.acknowledged:
-                opened.pop(one.producer, None)
+        for offset, entry in enumerate(self.entries):
+            if entry.producer >= 0 and entry.commit is None:
+                opened.setdefault(entry.producer, offset)
+            elif entry.producer >= 0 and offset < self.acknowledged:
+                opened.pop(entry.producer, None)
         return min([self.acknowledged, *opened.values()])
 
     def check_copy(self) -> None:
@@ -188,7 +190,7 @@ class Machine:
             data = log.read(copy.end_offset, max_bytes=500, up_to=log.end_offset)
             copy.append_replica(bytes(data), leader_epoch=LEADER)
         assert copy.producers.open_transactions() == [
-            one._replace(last_ms=self.clock.now_ms()) for one in log.producers.open_transactions()
+            transaction._replace(last_ms=self.clock.now_ms()) for transaction in log.producers.open_transactions()
         ]
         assert list(copy.producers.transactions.aborted) == list(log.producers.transactions.aborted)
 
@@ -259,8 +261,11 @@ async def test_transactions_below_a_truncation_are_read_in_a_thread(monkeypatch:
     assert not is_due(trial.log, 2.0)
     await cutting
     assert read_on_loop == [False]
-    assert [one.first_offset for one in trial.log.producers.open_transactions()] == [0]
+    assert [transaction.first_offset for transaction in trial.log.producers.open_transactions()] == [0]
     assert trial.log.read(0, max_bytes=1000, up_to=2)
     trial.files.crash()
     trial.reopen()
-    assert (trial.log.end_offset, [one.first_offset for one in trial.log.producers.open_transactions()]) == (2, [0])
+    assert (
+        trial.log.end_offset,
+        [transaction.first_offset for transaction in trial.log.producers.open_transactions()],
+    ) == (2, [0])

@@ -180,7 +180,7 @@ def test_a_node_returns_its_groups_while_it_holds_decisions_back() -> None:
             HoldCommitsRequest(token="t", action="read groups", topics={"orders": None}),
             HoldCommitsRequest(token="t", action="release"),
         )
-        return [await service.barriers.hold(one) for one in (begin, read, end, read)]
+        return [await service.barriers.hold(barrier) for barrier in (begin, read, end, read)]
 
     read = HoldCommitsResponse(held=True, groups={2: {"a": {"orders": {0: 1}}}}, groups_omitted=True)
     late = HoldCommitsResponse(held=False, groups=read.groups, groups_omitted=True)

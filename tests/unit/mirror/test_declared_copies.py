@@ -96,7 +96,7 @@ class Node:
         self.source.ask = ask
         while left:
             await self.copies.sync_schemas()
-        return {one.version for subject in self.registry.subjects() for one in self.registry.versions(subject)}
+        return {version.version for subject in self.registry.subjects() for version in self.registry.versions(subject)}
 
 
 class Target:
@@ -235,11 +235,11 @@ async def test_a_version_deleted_while_the_controller_restarts_is_deleted_here(t
 async def test_settings_reset_at_the_source_are_reset_here_and_local_ones_stay(node: Node) -> None:
     def registry_response(last: int, *subjects: str) -> RegistryResponse:
         return RegistryResponse(
-            last=last, settings=[SettingsMessage(subject=one, config={}, mode="READONLY") for one in subjects]
+            last=last, settings=[SettingsMessage(subject=subject, config={}, mode="READONLY") for subject in subjects]
         )
 
     def held() -> list[str]:
-        return [str(one.subject) for one in node.registry.all_settings()]
+        return [str(setting.subject) for setting in node.registry.all_settings()]
 
     await node.see_schemas(registry_response(18, "kept", "reset"))
     await node.registry.set_mode(QualifiedSubject.parse("ours"), "IMPORT")

@@ -149,7 +149,7 @@ class Target:
 
     @property
     def copies(self) -> list[str]:
-        return [one.name for one in self.service.copied_topics(NAME)]
+        return [topic.name for topic in self.service.copied_topics(NAME)]
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def places(response: FailoverResponse) -> list[tuple[str, int, int]]:
-    return [(one.topic, one.partition, one.offset) for one in response.partitions]
+    return [(partition.topic, partition.partition, partition.offset) for partition in response.partitions]
 
 
 async def test_a_repeated_failover_of_some_copies_continues_with_the_others(target: Target) -> None:
@@ -217,7 +217,7 @@ async def test_dead_letters_are_failed_over_with_the_last_topic_that_they_come_f
     assert target.copies == [EUX, US]
     await target.fail_over(EUX)
     assert target.copies == []
-    assert {one.topic for one in (await target.fail_over(EUX)).partitions} == {EUX, US}
+    assert {partition.topic for partition in (await target.fail_over(EUX)).partitions} == {EUX, US}
 
 
 @pytest.mark.parametrize("returns", [True, False], ids=["coordinator returns", "coordinator stays away"])
@@ -379,7 +379,7 @@ async def test_a_repeated_reverse_names_the_records_dropped_by_the_first_attempt
         return {}
 
     async def find_lost(*_: Any) -> list[Any]:
-        return [(one, None) for one in beyond.pop(0)]
+        return [(part, None) for part in beyond.pop(0)]
 
     async def truncate(*_: Any) -> None:
         if not is_led.pop(0):
@@ -429,13 +429,13 @@ async def test_a_side_failed_over_since_it_followed_is_scanned_again(
 
     async def find_lost(_service: Any, _request: AdoptRequest, cuts: dict[str, Any], _ends: Any) -> list[Any]:
         scans.append(set(cuts))
-        return [(one, None) for one in beyond]
+        return [(part, None) for part in beyond]
 
-    async def save(_service: Any, one: RemovedRange, *_: Any) -> None:
-        saved.append(one)
+    async def save(_service: Any, removed_range: RemovedRange, *_: Any) -> None:
+        saved.append(removed_range)
 
     async def truncate(_mirror: str, topics: list[Topic], cuts: dict[str, Any]) -> None:
-        assert {one.name for one in topics} == set(cuts)
+        assert {topic.name for topic in topics} == set(cuts)
         truncated.append(set(cuts))
 
     async def fence(*_: Any) -> None:
@@ -559,9 +559,9 @@ async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_
     )
     request = AdoptRequest(name=NAME, step="follow", cuts={EU: {0: 10}}, aborted={EU: {0: 2}})
     lost = await failover._find_lost_ranges(log, request, request.cuts, {EU: {0: log.end}})
-    assert [(one.start, one.end) for one, _ in lost] == ranges
-    for one, found in lost:
-        await failover._publish_removed(log, one, found, "saved")
+    assert [(lost_range.start, lost_range.end) for lost_range, _ in lost] == ranges
+    for lost_range, found in lost:
+        await failover._publish_removed(log, lost_range, found, "saved")
     assert log.saved == saved
 
 
@@ -767,7 +767,7 @@ async def test_a_release_waits_for_the_fence_that_it_undoes(target: Target) -> N
         step="fence",
         settings={"from": "paris:9092"},
         cuts={},
-        topic_ids=[one.topic_id for one in target.topics.all()],
+        topic_ids=[topic.topic_id for topic in target.topics.all()],
     )
     fence_step = asyncio.create_task(failover.adopt(service, asked))
     await fencing.wait()
@@ -780,7 +780,7 @@ async def test_a_release_waits_for_the_fence_that_it_undoes(target: Target) -> N
     with pytest.raises(RequestTimedOut):
         await fence_step
     await release
-    assert [one.mirror for one in target.topics.all()] == ["", "", ""]
+    assert [topic.mirror for topic in target.topics.all()] == ["", "", ""]
     assert target.mirrors.get(NAME) is None
 
 
@@ -799,10 +799,10 @@ async def test_a_release_finds_topics_that_another_node_has_fenced(target: Targe
         await target.topics.set_mirror(name, NAME, is_draining=True)
     await target.topics.set_mirror(US, "", is_draining=False)
     # This node has not been notified of the fence yet.
-    known = [dataclasses.replace(one, mirror="", is_draining=False) for one in target.topics.all()]
+    known = [dataclasses.replace(topic, mirror="", is_draining=False) for topic in target.topics.all()]
     target.topics.all = lambda: known  # type: ignore[method-assign]
     await failover.adopt(target.service, release())
-    assert [one.mirror for one in target.topics.by_name.values()] == ["", "", ""]
+    assert [topic.mirror for topic in target.topics.by_name.values()] == ["", "", ""]
     assert target.mirrors.get(NAME) is None
 
 
@@ -861,7 +861,7 @@ async def test_a_former_owner_that_is_still_fencing_leaves_no_topic_without_a_mi
     assert target.mirrors.get(NAME) is None
     with pytest.raises(UnknownMirror):
         await set_mirror(US, NAME, is_draining=True)
-    assert {one.mirror for one in topics.catalog.topics()} == {""}
+    assert {topic.mirror for topic in topics.catalog.topics()} == {""}
 
 
 async def test_a_delayed_step_is_not_carried_out_by_a_former_owner(

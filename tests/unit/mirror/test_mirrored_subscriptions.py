@@ -52,7 +52,7 @@ class TargetSubscriptions:
 
     def __init__(self, *declared: Subscription, originals: Collection[str] = ()) -> None:
         self.done: list[tuple[Any, ...]] = []
-        by_name = {one.name: one for one in declared}
+        by_name = {subscription.name: subscription for subscription in declared}
         self.declared = SimpleNamespace(
             get=by_name.get,
             all=lambda: list(by_name.values()),
@@ -219,9 +219,9 @@ class Offers:
         return {DEAD: {0: self.reached}}
 
     async def _store(self, queues: Any, _topics: Any) -> list[QueueKey]:
-        stored = [one for one in queues if one.key.subscription_id.int not in self.leaderless]
-        self.stored += [(one.key.subscription_id.int, one.sequence) for one in stored]
-        return [one.key for one in stored]
+        stored = [queue for queue in queues if queue.key.subscription_id.int not in self.leaderless]
+        self.stored += [(stored_record.key.subscription_id.int, stored_record.sequence) for stored_record in stored]
+        return [stored_record.key for stored_record in stored]
 
     async def round(self) -> list[tuple[int, int]]:
         """Run one round; return what it stored."""

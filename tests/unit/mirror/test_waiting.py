@@ -315,8 +315,8 @@ async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:
     failing["report"] |= {"state": "retrying", "error": "refused"}
     interrupted = {**described_by(0, 1, 0), "interrupted": "a switch has not finished"}
     clients: list[Any] = [Nodes(healthy), Nodes(failing), Nodes(healthy, interrupted), Nodes(None)]
-    found = [one for client in clients for one in await check_mirrors(client)]
-    assert [one.severity for one in found] == [Severity.OK, *[Severity.WARNING] * 3]
+    found = [mirror for client in clients for mirror in await check_mirrors(client)]
+    assert [finding.severity for finding in found] == [Severity.OK, *[Severity.WARNING] * 3]
     assert found[1].detail == "mirror paris is retrying: refused"
     assert found[2].detail == "mirror paris is running: a switch has not finished"
 
@@ -329,7 +329,7 @@ async def test_unknown_lags_are_counted() -> None:
         Nodes(described_by(0, 1, None)),
     ]
     found = [(await MirrorClient(client).describe())[0] for client in clients]
-    assert [(one["lag"], one["lag_unknown"]) for one in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
+    assert [(mirror["lag"], mirror["lag_unknown"]) for mirror in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
 
 
 async def test_a_cutover_waits_for_silent_nodes() -> None:
@@ -578,7 +578,7 @@ class StuckGroups(Groups):
         self.follower._source.ask = self.ask
 
     async def exposed_offsets(self, where: Any) -> dict[TopicPartition, int]:
-        return {one: self.reached[one.topic][one.partition] for one in where}
+        return {partition: self.reached[partition.topic][partition.partition] for partition in where}
 
     async def ask(self, _node: Any, request: BarrierRequest, **_: Any) -> BarrierResponse:
         groups = {} if self.groups_omitted else dict.fromkeys(self.transactional, self.at_barrier)
@@ -728,7 +728,7 @@ async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
     verified: list[Any] = []
 
     async def create_all(requested: list[Any]) -> list[None]:
-        copies.extend(one.name for one in requested)
+        copies.extend(topic.name for topic in requested)
         return [None]
 
     async def create() -> None:
@@ -771,10 +771,16 @@ async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
     recorded = service.mirrors.note_verified.await_args.args
     is_before = created == "while copies arrive"
     names = {"orders"} if is_before else {"orders", "audit"}
-    assert set(recorded[1]) == set(recorded[2]["g"]) == set(verified[0]) == {one.topic for one in groups.here} == names
+    assert (
+        set(recorded[1])
+        == set(recorded[2]["g"])
+        == set(verified[0])
+        == {partition.topic for partition in groups.here}
+        == names
+    )
     # One that is created later waits until they are applied, and forgets them.
-    for one in late:
-        await one
+    for task in late:
+        await task
     assert copies == ["begun", "audit"]
     assert groups.follower._applicable == {"g": {WHERE: 25}}
 

@@ -40,10 +40,10 @@ def test_an_invalid_entity_is_reported(parts: list[tuple[str, str | None]], says
 
 
 def test_the_order_of_the_parts_does_not_matter() -> None:
-    one = QuotaEntity.of([(USER, ANONYMOUS), (CLIENT_ID, DEFAULT)])
+    entity = QuotaEntity.of([(USER, ANONYMOUS), (CLIENT_ID, DEFAULT)])
     other = QuotaEntity.of([(CLIENT_ID, DEFAULT), (USER, ANONYMOUS)])
-    assert one == other
-    assert str(one) == "user ANONYMOUS, client-id (default)"
+    assert entity == other
+    assert str(entity) == "user ANONYMOUS, client-id (default)"
 
 
 @pytest.mark.parametrize("key", sorted(MISSING))

@@ -244,8 +244,8 @@ async def test_a_client_that_waits_for_each_response_precedes_a_flood() -> None:
         assert service.served.count(b"\0") < floods * 100_000
         assert held_bytes <= floods * (SCRATCH_BYTES + 2 * FRAME_COST_BYTES)
     finally:
-        for _, each in [*flooding, (reader, writer)]:
-            each.transport.abort()
+        for _, stream in [*flooding, (reader, writer)]:
+            stream.transport.abort()
         await listener.drain(0)
     assert budget.used_bytes == 0
 
@@ -291,8 +291,8 @@ async def test_a_loop_round_ends_however_many_connections_exceed_a_turn(
         # Turns are given, and arrived data is read; a turn that started in time may use up its quantum.
         assert longest <= 3 * ROUND_SPENT_MAX_S
     finally:
-        for _, each in flooding:
-            each.transport.abort()
+        for _, stream in flooding:
+            stream.transport.abort()
         await listener.drain(0)
 
 

@@ -52,7 +52,7 @@ async def test_the_folder_of_a_resolution_is_created_and_removed_in_threads(
 
 def make_wheel(folder: Path, name: str, number: str, *needed: str) -> None:
     about = f"{name}-{number}.dist-info"
-    requires = "".join(f"Requires-Dist: {one}\n" for one in needed)
+    requires = "".join(f"Requires-Dist: {requirement}\n" for requirement in needed)
     with zipfile.ZipFile(folder / f"{name}-{number}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n{requires}")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")

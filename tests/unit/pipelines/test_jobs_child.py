@@ -127,8 +127,8 @@ async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_lo
         assert end is not None
         assert (log.text.endswith(end.text), len(end.text), end.is_truncated) == (True, 5, True)
         await nodes.pipelines.request_run("hello")
-        assert [one.number for one in await nodes.ended("hello", 2)] == [1, 2]
-        assert [one.number for one in await nodes.pipelines.runs(await nodes.pipelines.find("hello"), limit=1)] == [2]
+        assert [run.number for run in await nodes.ended("hello", 2)] == [1, 2]
+        assert [run.number for run in await nodes.pipelines.runs(await nodes.pipelines.find("hello"), limit=1)] == [2]
         assert await node.read_log(run.pipeline_id, 3, 10_000) is None
 
 

@@ -131,9 +131,9 @@ class Log:
         monkeypatch.setattr(task, "read_records", self._read)
         monkeypatch.setattr(task, "log_start", lambda _options: lambda _topic, _partition: 0)
 
-    def _read(self, one: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
-        self.read.append(one)
-        yield batch_of(self.messages[one.start : one.end], one.start)
+    def _read(self, offset_range: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
+        self.read.append(offset_range)
+        yield batch_of(self.messages[offset_range.start : offset_range.end], offset_range.start)
 
     def land(self, *starts: int, **settings: Any) -> tuple[SampleRows, Landing]:
         """Land the messages from the first offset; each offset starts an Arrow batch."""

@@ -32,7 +32,10 @@ FIELDS = pa.schema(
 
 
 def payloads(*documents: Any) -> pa.Array:
-    texts = [one if isinstance(one, bytes) or one is None else json.dumps(one).encode() for one in documents]
+    texts = [
+        document if isinstance(document, bytes) or document is None else json.dumps(document).encode()
+        for document in documents
+    ]
     return pa.array(texts, pa.binary())
 
 

@@ -144,7 +144,9 @@ ODD = st.sampled_from(
         json.dumps({"wide": {f"w{number}": {"x": number, "y": [number]} for number in range(700)}}).encode(),
     ]
 )
-PAYLOADS = st.dictionaries(NAMES, VALUES, max_size=5).map(lambda one: json.dumps(one).encode()) | ODD | st.none()
+PAYLOADS = (
+    st.dictionaries(NAMES, VALUES, max_size=5).map(lambda document: json.dumps(document).encode()) | ODD | st.none()
+)
 
 
 Payloads = Sequence[bytes | None]
@@ -180,7 +182,11 @@ def land(
             batch.make_room()
             batch.widen(in_this_process, 2**60)
         assert batch.commit()
-        order += [(one.partition, offset) for one in batch.topic_ranges() for offset in range(one.start, one.end)]
+        order += [
+            (offset_range.partition, offset)
+            for offset_range in batch.topic_ranges()
+            for offset in range(offset_range.start, offset_range.end)
+        ]
         first_partition = batch.next_partition
 
 
@@ -204,7 +210,7 @@ def batch_of(table: LakeTable, starts: dict[int, int], ends: dict[int, int], fir
 def test_a_batch_is_not_repeated_for_each_new_column(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "t"))
     whole = [{f"a{number}": 0 for number in range(count + 1)} for count in range(20)]
-    payloads = [json.dumps(one).encode() for one in [*whole, *({name: 0.5} for name in whole[-1])]]
+    payloads = [json.dumps(document).encode() for document in [*whole, *({name: 0.5} for name in whole[-1])]]
     batch = batch_of(table, {}, {0: len(payloads)})
     repeated = 0
     while not batch.take(reports_of(batch, [payloads], tasks=3, piece=2)):
@@ -220,19 +226,19 @@ def test_a_batch_is_not_repeated_for_each_new_column(tmp_path: Path) -> None:
 
 def reports_of(batch: TopicBatch, partitions: Sequence[Payloads], tasks: int, piece: int) -> list[Report]:
     ranges = batch.topic_ranges()
-    each = -(-sum(map(len, ranges)) // tasks)
-    reports, landing, room = [], Landing("t", batch.work(NOW, "")), each
-    for one in ranges:
-        at = one.start
-        while at < one.end:
+    task_size = -(-sum(map(len, ranges)) // tasks)
+    reports, landing, room = [], Landing("t", batch.work(NOW, "")), task_size
+    for offset_range in ranges:
+        at = offset_range.start
+        while at < offset_range.end:
             # Tasks get the fetched records in pieces.
-            end = min(one.end, at + piece, at + room)
-            landing.take(records(one.partition, partitions[one.partition][at:end], at))
+            end = min(offset_range.end, at + piece, at + room)
+            landing.take(records(offset_range.partition, partitions[offset_range.partition][at:end], at))
             room -= end - at
             at = end
             if not room:
                 reports.append(landing.report())
-                landing, room = Landing("t", batch.work(NOW, "")), each
+                landing, room = Landing("t", batch.work(NOW, "")), task_size
     return from_rows(tuple(row.values()) for row in to_arrow([*reports, landing.report()]).to_pylist())
 
 
@@ -251,7 +257,11 @@ def test_a_message_that_needs_a_wider_column_begins_the_next_batch(tmp_path: Pat
         widening=WideningNeed(2, 105, [("n",)]),
     )
     batch.make_room()
-    assert [(one.partition, one.end) for one in batch.topic_ranges()] == [(0, 110), (1, 110), (2, 105)]
+    assert [(offset_range.partition, offset_range.end) for offset_range in batch.topic_ranges()] == [
+        (0, 110),
+        (1, 110),
+        (2, 105),
+    ]
     assert str(batch.fields.field("n").type) == "int64"
     # Other partitions have new messages meanwhile, which must not delay it, and which it must precede.
     source = replace(source, end={0: 130, 1: 130, 2: 120, 3: 120})
@@ -264,7 +274,9 @@ def test_a_message_that_needs_a_wider_column_begins_the_next_batch(tmp_path: Pat
         widening=WideningNeed(2, 105, [("n",)]),
     )
     batch.make_room()
-    assert [(one.partition, one.start, one.end) for one in batch.topic_ranges()] == [
+    assert [
+        (offset_range.partition, offset_range.start, offset_range.end) for offset_range in batch.topic_ranges()
+    ] == [
         *((2, 105, 120), (0, 110, 130), (1, 110, 130), (3, 100, 120)),
     ]
     assert str(batch.fields.field("n").type) == "double"
@@ -373,7 +385,7 @@ def outcome(folder: Path) -> Outcome:
     reasons = {
         (row["partition"], row["offset"]): row["reason"].replace("of type double", "of type long") for row in refused
     }
-    return {one.name: str(ordered(one.type)) for one in fields}, rows, reasons
+    return {field.name: str(ordered(field.type)) for field in fields}, rows, reasons
 
 
 def ordered(kind: pa.DataType) -> pa.DataType:
@@ -381,7 +393,7 @@ def ordered(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(pa.field("element", ordered(kind.value_type)))
     if pa.types.is_struct(kind):
-        return pa.struct(sorted(((one.name, ordered(one.type)) for one in kind), key=lambda one: one[0]))
+        return pa.struct(sorted(((field.name, ordered(field.type)) for field in kind), key=lambda entry: entry[0]))
     return kind
 
 
@@ -475,11 +487,12 @@ def test_numbers_in_a_column_of_whole_numbers_are_exact(tmp_path: Path) -> None:
 def test_columns_rows_and_quarantine_do_not_depend_on_batches(
     documents: list[list[dict[str, Any]]], data: st.DataObject
 ) -> None:
-    partitions = [[json.dumps(document).encode() for document in one] for one in documents]
+    partitions = [[json.dumps(document).encode() for document in values] for values in documents]
     sampled = data.draw(st.integers(0, 3), "sampled")
     count = len(partitions)
     drawn = [
-        sorted(data.draw(st.lists(st.integers(0, len(one)), min_size=3, max_size=3), "ends")) for one in partitions
+        sorted(data.draw(st.lists(st.integers(0, len(partition)), min_size=3, max_size=3), "ends"))
+        for partition in partitions
     ]
     tasks, piece = data.draw(st.integers(1, 3), "tasks"), data.draw(st.integers(1, 3), "piece")
     for batches, how in [([], (1, 100)), (list(zip(*drawn, strict=True)), (tasks, piece))]:
@@ -524,9 +537,11 @@ PLAIN_DOCUMENTS = st.fixed_dictionaries(
 def test_messages_without_conflicts_make_the_same_table_in_any_order(
     documents: list[list[dict[str, Any]]], data: st.DataObject
 ) -> None:
-    partitions = [[json.dumps(document).encode() for document in one] for one in documents]
+    partitions = [[json.dumps(document).encode() for document in values] for values in documents]
     expected, _order = landed(partitions, [], sampled=0)
-    order = data.draw(st.permutations([number for number, one in enumerate(partitions) for _ in one]), "order")
+    order = data.draw(
+        st.permutations([number for number, partition in enumerate(partitions) for _ in partition]), "order"
+    )
     offsets = [0] * len(partitions)
     steps = []
     for number in order:

@@ -46,7 +46,7 @@ def test_the_first_header_of_the_name_is_the_id() -> None:
 )
 def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
     rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
-    chunks = pa.chunked_array([pa.array([one], pa.binary()) for one in known], pa.binary())
+    chunks = pa.chunked_array([pa.array([identifier], pa.binary()) for identifier in known], pa.binary())
     left_out, kept = find_repeated(found(*rows), chunks)
     dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
     expected = set()
@@ -76,16 +76,16 @@ class Table:
 def test_the_memory_for_known_ids_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "IDS_BYTES_MAX", 230)
     hours = [(NOW - timedelta(hours=number), [b"%d" % number * 10] * 5) for number in range(20)]
-    one = RecentIds(cast("LakeTable", Table(*hours)), "id", timedelta(days=1))
+    recent = RecentIds(cast("LakeTable", Table(*hours)), "id", timedelta(days=1))
     other = RecentIds(cast("LakeTable", Table()), "id", timedelta(days=1))
-    assert set(one.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10, b"1" * 10, b"2" * 10}
+    assert set(recent.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10, b"1" * 10, b"2" * 10}
     assert other.known(NOW, {0: 5}).to_pylist() == []
     other.landed(NOW, pa.array([b"x" * 10] * 10), {0: 7})
-    keep_bounded([one, other])
-    one.landed(NOW, pa.array([], pa.binary()), {0: 5})
-    assert set(one.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10}
+    keep_bounded([recent, other])
+    recent.landed(NOW, pa.array([], pa.binary()), {0: 5})
+    assert set(recent.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10}
     assert len(other.known(NOW, {0: 7})) == 10
-    assert one.bytes + other.bytes <= 230
+    assert recent.bytes + other.bytes <= 230
 
 
 def test_ids_are_read_from_the_table_once_and_again_after_another_run() -> None:
@@ -117,7 +117,7 @@ def test_a_copy_beyond_the_end_of_a_batch_is_left_for_the_next() -> None:
     # The batch now ends before the earlier message with the id x.
     shorter = select_in_ranges(rows, [Range("t", 0, 5, 7), Range("t", 1, 0, 3)])
     left_out, ids = find_repeated(shorter, pa.chunked_array([], pa.binary()))
-    assert ({number: one.to_pylist() for number, one in left_out.items()}, sorted(ids.to_pylist())) == (
+    assert ({number: rows.to_pylist() for number, rows in left_out.items()}, sorted(ids.to_pylist())) == (
         {1: [2]},
         [b"x", b"y"],
     )

@@ -25,11 +25,11 @@ def file(name: str, size: int = 1) -> ActiveFile:
 def test_every_file_is_in_one_task(sizes: list[int], parallelism: int) -> None:
     files = [file(f"{number}", size) for number, size in enumerate(sizes)]
     shares = shares_of(files, parallelism=parallelism)
-    flat = [one for share in shares for one in share]
-    assert sorted(one.path for one in flat) == sorted(one.path for one in files)
+    flat = [file for share in shares for file in share]
+    assert sorted(file.path for file in flat) == sorted(file.path for file in files)
     assert all(shares)
     for share in shares:
-        assert sum(one.bytes for one in share) <= 2 * FILE_BYTES or len(share) == 1
+        assert sum(file.bytes for file in share) <= 2 * FILE_BYTES or len(share) == 1
 
 
 def test_many_small_files_share_tasks() -> None:

@@ -96,10 +96,10 @@ def test_the_files_of_a_failed_writer_are_deleted(tmp_path: Path, room: int) -> 
 def test_a_failed_task_deletes_the_files_of_all_its_topics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, quarantine_room: int
 ) -> None:
-    def records(one: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
-        yield rows(one.end, b'{"id": 1}')
-        refused = rows(one.end, b"[]")
-        missing = [pa.nulls(one.end, QUARANTINE.field(name).type) for name in ("timestamp", "key", "headers")]
+    def records(offset_range: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
+        yield rows(offset_range.end, b'{"id": 1}')
+        refused = rows(offset_range.end, b"[]")
+        missing = [pa.nulls(offset_range.end, QUARANTINE.field(name).type) for name in ("timestamp", "key", "headers")]
         yield pa.RecordBatch.from_arrays(
             [*refused.columns, *missing], names=[*refused.schema.names, "timestamp", "key", "headers"]
         )

@@ -26,13 +26,13 @@ from millstream.pipelines.source.ranges import Range
 )
 def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, parallelism: int) -> None:
     ranges = [Range(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
-    sizes = {one.topic: size for one in ranges}
+    sizes = {offset_range.topic: size for offset_range in ranges}
     shared = tasks(ranges, sizes, parallelism=parallelism)
-    flat = [one for task in shared for one in task]
-    for one in ranges:
-        pieces = sorted((piece.start, piece.end) for piece in flat if piece.partition == one.partition)
-        assert pieces[0][0] == one.start
-        assert pieces[-1][1] == one.end
+    flat = [offset_range for task in shared for offset_range in task]
+    for offset_range in ranges:
+        pieces = sorted((piece.start, piece.end) for piece in flat if piece.partition == offset_range.partition)
+        assert pieces[0][0] == offset_range.start
+        assert pieces[-1][1] == offset_range.end
         assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
     assert all(len(piece) > 0 for piece in flat)
     total = sum(map(len, flat)) * size
@@ -44,7 +44,7 @@ def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, 
 
 def test_many_small_topics_share_tasks() -> None:
     ranges = [Range(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
-    shared = tasks(ranges, {one.topic: 100.0 for one in ranges}, parallelism=4)
+    shared = tasks(ranges, {offset_range.topic: 100.0 for offset_range in ranges}, parallelism=4)
     assert len(shared) == 4
     assert sum(len(task) for task in shared) <= 103
 

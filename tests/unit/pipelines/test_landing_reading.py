@@ -21,11 +21,11 @@ class Log:
         self._moves = moves
         self._without = without
 
-    def records(self, one: Range) -> Iterator[pa.RecordBatch]:
-        for offset in range(one.start, one.end):
+    def records(self, offset_range: Range) -> Iterator[pa.RecordBatch]:
+        for offset in range(offset_range.start, offset_range.end):
             self.start = max(self.start, self._moves.get(offset, 0))
             if self.start > offset or offset >= self._end:
-                raise LostData([(one.topic, one.partition, offset, one.end)])
+                raise LostData([(offset_range.topic, offset_range.partition, offset, offset_range.end)])
             if offset not in self._without:
                 yield pa.RecordBatch.from_pydict({"offset": [offset]})
 
@@ -33,8 +33,8 @@ class Log:
         return self.start
 
 
-def offsets(reading: RangeReader, one: Range) -> list[int]:
-    return [row["offset"] for batch in reading.batches(one) for row in batch.to_pylist()]
+def offsets(reading: RangeReader, offset_range: Range) -> list[int]:
+    return [row["offset"] for batch in reading.batches(offset_range) for row in batch.to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,8 @@ def test_a_log_that_ends_early_is_reported() -> None:
 def test_losses_of_several_ranges_are_summed_up_and_reported() -> None:
     logs = {0: Log(10, {2: 4}), 1: Log(10, {0: 3})}
     reading = RangeReader(
-        lambda one: logs[one.partition].records(one), lambda topic, partition: logs[partition].log_start(topic, 0)
+        lambda offset_range: logs[offset_range.partition].records(offset_range),
+        lambda topic, partition: logs[partition].log_start(topic, 0),
     )
     assert [len(offsets(reading, Range("orders", number, 0, 10))) for number in logs] == [8, 7]
     reported = to_arrow([Report(topic="orders", rows=15, lost=reading.lost)])

@@ -33,8 +33,10 @@ class Recording(MemoryStateStore):
 
     def events(self, without: Sequence[int] = (), twice: Sequence[int] = ()) -> pa.Table:
         """The events of the writes; some may be omitted, or repeated at the end."""
-        kept = [one for at, one in enumerate(self.log) if at not in without] + [self.log[at] for at in twice]
-        records = [write_record(QueueRecord(DELTAS, one.key, Epoch(0), one.sequence, one.deltas)) for one in kept]
+        kept = [record for at, record in enumerate(self.log) if at not in without] + [self.log[at] for at in twice]
+        records = [
+            write_record(QueueRecord(DELTAS, record.key, Epoch(0), record.sequence, record.deltas)) for record in kept
+        ]
         batch = pa.RecordBatch.from_pydict(
             {
                 "offset": pa.array(range(len(records)), pa.int64()),
@@ -69,8 +71,8 @@ def account(
     end = int(bench.partition.high_watermark)
     log_start = int(bench.partition.log_start)
     present = [OffsetRange(log_start, end)]
-    for one in unreadable:
-        present[-1:] = [OffsetRange(present[-1].start, one.start), OffsetRange(one.end, end)]
+    for gap in unreadable:
+        present[-1:] = [OffsetRange(present[-1].start, gap.start), OffsetRange(gap.end, end)]
     first = max(first, found.start or 0)
     found.close(present, first=first, cut=end, log_start=log_start, unreadable=unreadable)
     return found
@@ -132,7 +134,7 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     found = account(recorded(bench).events(), bench)
     totals = found.totals()
     # Of 0 to 4, two were accepted and the others skipped; 5 to 8 were to be redelivered, and were deleted.
-    assert [one for one in found.findings if one.kind != "expired"] == []
+    assert [finding for finding in found.findings if finding.kind != "expired"] == []
     assert (totals["accepted"], totals["skipped"], totals["expired"], totals["waiting"]) == (1, 4, 4, 1)
     assert totals["published"] == 10
     assert (totals["lost"], totals["duplicated"]) == (0, 0)
@@ -150,9 +152,9 @@ async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
     await delivery.durable(is_all=True)
     for pieces in (1, 3):
         found = account(recorded(bench).events(without=[lost]), bench, pieces=pieces)
-        (one,) = found.findings
-        assert (one.kind, one.start, one.end) == ("lost", 1, 3)
-        assert "missing" in one.detail
+        (finding,) = found.findings
+        assert (finding.kind, finding.start, finding.end) == ("lost", 1, 3)
+        assert "missing" in finding.detail
         assert (found.totals()["lost"], found.totals()["waiting"], found.totals()["accepted"]) == (2, 1, 1)
 
 
@@ -169,7 +171,7 @@ async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(without=[lease + 1]), bench)
-    assert [one.kind for one in found.findings] == ["missing_events"]
+    assert [finding.kind for finding in found.findings] == ["missing_events"]
     assert found.totals()["lost"] == 0
 
 
@@ -184,7 +186,7 @@ async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(twice=[twice]), bench)
-    duplicated = [(one.start, one.end) for one in found.findings if one.kind == "duplicated"]
+    duplicated = [(finding.start, finding.end) for finding in found.findings if finding.kind == "duplicated"]
     assert duplicated == ([(0, 1)] if delivery_mode == EXACTLY_ONCE else [])
     assert found.totals()["duplicated"] == len(duplicated)
 
@@ -200,7 +202,7 @@ async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> No
     delivery.queue_changed()
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
-    assert [(one.kind, one.start, one.end) for one in found.findings] == [("expired", 1, 4)]
+    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [("expired", 1, 4)]
     assert (found.totals()["expired"], found.totals()["lost"], found.totals()["published"]) == (3, 0, 6)
 
 
@@ -229,7 +231,7 @@ async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     found = account(recorded(bench).events(), bench)
-    assert [(one.kind, one.start, one.end) for one in found.findings] == [("lost", 1, 2)]
+    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [("lost", 1, 2)]
 
 
 async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbench) -> None:
@@ -243,7 +245,10 @@ async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbenc
     await delivery.durable(is_all=True)
     events, damage = recorded(bench).events(), [Unreadable(0, 4, "the disk of the broker lost it")]
     found = account(events, bench, unreadable=damage)
-    assert [(one.kind, one.start, one.end) for one in found.findings] == [("unreadable", 0, 4), ("lost", 2, 4)]
+    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [
+        ("unreadable", 0, 4),
+        ("lost", 2, 4),
+    ]
     totals = found.totals()
     assert (totals["published"], totals["accepted"], totals["waiting"], totals["lost"]) == (6, 1, 3, 2)
     # Damage before --since does not concern the audit.
@@ -288,7 +293,7 @@ async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
     await delivery.durable(is_all=True)
     for pieces in (1, 5):
         found = account(recorded(bench).events(), bench, pieces=pieces)
-        assert [one for one in found.findings if one.kind != "expired"] == []
+        assert [finding for finding in found.findings if finding.kind != "expired"] == []
         totals = found.totals()
         parts = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired")
         assert totals["published"] == published == sum(totals[name] for name in parts)

@@ -28,4 +28,4 @@ def test_a_missing_or_truncated_commit_is_named(tmp_path: Path, version: int, is
         commit.unlink()
     with pytest.raises(DamagedLedger, match=f"{version:020}.json: the commit") as caught:
         LedgerTable(storage).verify()
-    assert [(one.kind, Path(one.path).name) for one in caught.value.damage] == [(kind, commit.name)]
+    assert [(damage.kind, Path(damage.path).name) for damage in caught.value.damage] == [(kind, commit.name)]

@@ -54,7 +54,7 @@ def close(claim: Claim) -> None:
 
 async def test_the_group_of_a_dead_driver_is_deleted_when_its_session_has_expired(server: Server, topic: str) -> None:
     gone, kept = f"{topic[-40:]}-gone", f"{topic[-40:]}-kept"
-    claims = [await asyncio.to_thread(take, server, one, f"{DRIVER_CLIENT}1") for one in (gone, kept)]
+    claims = [await asyncio.to_thread(take, server, group, f"{DRIVER_CLIENT}1") for group in (gone, kept)]
     declared = {gone, kept}
     async with tidying(server, declared) as groups:
         groups.take(declared)

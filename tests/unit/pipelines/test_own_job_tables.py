@@ -25,7 +25,7 @@ class Pipelines:
         upsert = {"topics": "customers", "mode": "upsert", "lake": "/current"}
         both = {"topics": "customers,orders", "mode": "upsert", "lake": "/newest"}
         every = {"topics": "orders", "lake": "/all"}
-        return [{"kind": "land", "overrides": one} for one in (upsert, both, every)]
+        return [{"kind": "land", "overrides": overrides} for overrides in (upsert, both, every)]
 
 
 def test_a_table_with_one_row_per_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

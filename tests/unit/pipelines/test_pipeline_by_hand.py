@@ -141,7 +141,13 @@ def test_an_undeclared_pipeline_has_a_stable_name() -> None:
         _undeclared(PipelineKind.ROUTE, {}, (rule,), None),
         _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine"),
     ]
-    assert [one.name for one in names] == ["land-orders-bills", "land-all", "transform-large", "route-orders", "mine"]
+    assert [pipeline.name for pipeline in names] == [
+        "land-orders-bills",
+        "land-all",
+        "transform-large",
+        "route-orders",
+        "mine",
+    ]
     again = _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine")
     assert again.pipeline_id == names[-1].pipeline_id
     with pytest.raises(InvalidSetting, match="set either"):

@@ -296,8 +296,10 @@ def test_only_the_pipeline_that_caused_a_replacement_is_suspected() -> None:
         roll.apply(DriverEvent(failed="replaced", stuck="b"))
         roll.driver_ended(71, is_death=True)
         assert (roll.is_suspect("a"), roll.is_suspect("b")) == (False, True)
-    reported = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
-    assert [(one.restarts, one.stalled_s) for one in reported.values()] == [(3, 0.0), (3, 0.0)]
+    reported = {
+        report.name: report for report in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")
+    }
+    assert [(report.restarts, report.stalled_s) for report in reported.values()] == [(3, 0.0), (3, 0.0)]
     assert roll.blamed() == [("b", "replaced")]
     # A pipeline that was in progress at any other crash is suspected as before.
     roll.apply(DriverEvent(begun="a"))
@@ -331,8 +333,8 @@ def test_the_exit_reason_of_a_driver_is_reported_until_the_next_one_reports() ->
 def test_counters_continue_after_a_pipeline_was_parked_and_retried() -> None:
     roll = DriverReports(1)
     roll.forget(["a"])
-    one = landing("a")
-    parked = dataclasses.replace(one, parked="no such column")
+    pipeline = landing("a")
+    parked = dataclasses.replace(pipeline, parked="no such column")
     failed = PipelineReport(name="a", state="parked", rows=5, restarts=4, last_error="no such column", last_error_ms=7)
     roll.apply(DriverEvent(reports=[failed]))
     roll.apply(DriverEvent(reports=[]))
@@ -340,7 +342,7 @@ def test_counters_continue_after_a_pipeline_was_parked_and_retried() -> None:
     assert (reported.state, reported.rows, reported.restarts, reported.last_error_ms) == ("parked", 5, 4, 7)
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=1)]))
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="starting")]))
-    (reported,) = roll.reports([one], is_running=True, idle_reason="")
+    (reported,) = roll.reports([pipeline], is_running=True, idle_reason="")
     assert (reported.state, reported.rows, reported.restarts) == ("starting", 6, 4)
     assert roll.last_reports([landing("b")]) == []
     # Nothing is kept of a deleted one, even if the driver still reports it.

@@ -70,7 +70,7 @@ class Scene:
 
     def reported(self, name: str) -> PipelineReport | None:
         reports = [event.reports for event in self.sent if event.reports is not None]
-        return next((one for one in reports[-1] if one.name == name), None) if reports else None
+        return next((report for report in reports[-1] if report.name == name), None) if reports else None
 
     def _make(self, pipeline: Pipeline, context: JobContext) -> Job:
         return self.scripts[pipeline.name](pipeline, context)
@@ -112,7 +112,7 @@ def test_a_change_makes_a_new_job_and_an_equal_command_does_not(scene: Scene) ->
     script.at_end.clear()
     scene.driver.declare([AssignedPipeline(landing("a", decode="json"))])
     assert script.at_end.wait(HANG_S)
-    assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
+    assert [pipeline.overrides.get("decode") for pipeline in script.pipelines] == [None, "json"]
 
 
 def test_a_parked_pipeline_is_retried_with_a_new_attempt_number(scene: Scene) -> None:

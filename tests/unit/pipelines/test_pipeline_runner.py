@@ -218,7 +218,7 @@ def test_new_settings_make_a_new_job_under_the_same_claim() -> None:
         watched.runner.change(landing(decode="json"))
         assert script.at_end.wait(HANG_S)
         assert watched.claim.taken == 1
-    assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
+    assert [pipeline.overrides.get("decode") for pipeline in script.pipelines] == [None, "json"]
 
 
 def test_cancellation_by_a_stop_is_not_a_failure() -> None:

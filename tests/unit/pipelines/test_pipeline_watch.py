@@ -71,21 +71,21 @@ def watched(*pipelines: Pipeline) -> Iterator[Scene]:
 
 
 def test_a_pipeline_with_progress_is_left_alone_and_spark_is_not_queried() -> None:
-    one = Pipeline()
-    with watched(one) as scene:
+    pipeline = Pipeline()
+    with watched(pipeline) as scene:
         for _ in range(100):
-            one.progress.record()
+            pipeline.progress.record()
             scene.advance(CHECK_INTERVAL_S)
-        assert (one.given_up, scene.replaced, scene.asked, one.progress.stalled_s) == ([], [], 0, 0.0)
+        assert (pipeline.given_up, scene.replaced, scene.asked, pipeline.progress.stalled_s) == ([], [], 0, 0.0)
 
 
 def test_a_long_batch_that_makes_progress_is_not_cancelled() -> None:
-    one = Pipeline()
-    with watched(one) as scene:
+    pipeline = Pipeline()
+    with watched(pipeline) as scene:
         for tasks in range(100):
             scene.activity = Activity({"a": tasks}, {"a": 1})
             scene.advance(50)
-        assert (one.given_up, scene.replaced) == ([], [])
+        assert (pipeline.given_up, scene.replaced) == ([], [])
         assert scene.asked > 100
 
 
@@ -107,15 +107,15 @@ def test_a_stalled_pipeline_is_abandoned_once_and_then_the_driver_is_replaced() 
 
 
 def test_a_pipeline_that_resumes_after_it_was_abandoned_gets_its_full_time_again() -> None:
-    one = Pipeline()
-    with watched(one) as scene:
+    pipeline = Pipeline()
+    with watched(pipeline) as scene:
         scene.advance(65)
-        assert len(one.given_up) == 1
-        one.progress.record()
+        assert len(pipeline.given_up) == 1
+        pipeline.progress.record()
         scene.advance(60)
-        assert len(one.given_up) == 1
+        assert len(pipeline.given_up) == 1
         scene.advance(5)
-        assert len(one.given_up) == 2
+        assert len(pipeline.given_up) == 2
         assert scene.replaced == []
 
 
@@ -159,8 +159,8 @@ def test_cancelled_tasks_that_block_others_cause_the_driver_to_be_replaced() -> 
 
 
 def test_an_unresponsive_java_replaces_the_driver() -> None:
-    one = Pipeline(stall_s=3600.0)
-    with watched(one) as scene:
+    pipeline = Pipeline(stall_s=3600.0)
+    with watched(pipeline) as scene:
         scene.watch._check_interval_s = scene.watch._java_s = 0.01
         scene.silent.clear()
         for _ in range(3):
@@ -170,8 +170,8 @@ def test_an_unresponsive_java_replaces_the_driver() -> None:
 
 
 def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
-    one = Pipeline(stall_s=10.0)
-    with watched(one) as scene:
+    pipeline = Pipeline(stall_s=10.0)
+    with watched(pipeline) as scene:
         scene.watch._java_s = 500.0
         scene.silent.clear()
         for _ in range(10):
@@ -179,28 +179,28 @@ def test_no_pipeline_is_blamed_while_java_is_unresponsive() -> None:
             scene.watch._check_interval_s = 0.01
             scene.watch.check()
             scene.watch._check_interval_s = CHECK_INTERVAL_S
-        assert (one.given_up, scene.replaced) == ([], [])
+        assert (pipeline.given_up, scene.replaced) == ([], [])
         scene.silent.set()
         scene.advance(20)
-        assert one.given_up == ["it made no progress for 10 s and was cancelled"]
+        assert pipeline.given_up == ["it made no progress for 10 s and was cancelled"]
 
 
 def test_a_suspended_process_blames_no_pipeline() -> None:
-    one = Pipeline()
-    with watched(one) as scene:
+    pipeline = Pipeline()
+    with watched(pipeline) as scene:
         scene.advance(20)
         scene.now_s += 100_000
         scene.watch.check()
-        assert (one.given_up, scene.replaced) == ([], [])
+        assert (pipeline.given_up, scene.replaced) == ([], [])
 
 
 def test_a_failing_spark_query_is_not_progress() -> None:
-    one = Pipeline()
-    with watched(one) as scene:
+    pipeline = Pipeline()
+    with watched(pipeline) as scene:
 
         def failing() -> Activity:
             raise RuntimeError("no such job")
 
         scene.watch._activity = failing
         scene.advance(70)
-        assert len(one.given_up) == 1
+        assert len(pipeline.given_up) == 1

@@ -97,9 +97,9 @@ def test_an_irremovable_leftover_is_tried_once_and_does_not_count(
     for name in (*stays, *(f"{PREFIX}goes-{number}" for number in range(3))):
         (tmp_path / name).mkdir()
     with temporary_folder() as held:
-        assert sum("goes" in one.name for one in tmp_path.iterdir()) == 1
+        assert sum("goes" in path.name for path in tmp_path.iterdir()) == 1
         remove_left_behind()
-        assert {one.name for one in tmp_path.iterdir()} == {*stays, Path(held).name}
+        assert {path.name for path in tmp_path.iterdir()} == {*stays, Path(held).name}
         tried.clear()
         remove_left_behind()
         assert sorted(tried) == sorted(stays)

@@ -71,7 +71,7 @@ class Stage:
         if number <= self.last:
             return False
         self.last = number
-        self.completed.append((query, number, tuple(one.transactional_id for one in members)))
+        self.completed.append((query, number, tuple(member.transactional_id for member in members)))
         return True
 
     def abort_prepared(self, _batch: Batch, _offsets: object) -> None:

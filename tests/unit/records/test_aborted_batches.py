@@ -62,7 +62,7 @@ def test_every_decoder_skips_aborted_records(steps: list[Step]) -> None:
 
     assert [record.offset for record in decode_records(data, aborted=aborted)] == committed
     columns = decode_columns(data, aborted=aborted)
-    assert [offset for one in columns for offset in one.offsets.tolist()] == committed
+    assert [offset for column in columns for offset in column.offsets.tolist()] == committed
 
 
 def test_without_the_list_everything_is_read() -> None:

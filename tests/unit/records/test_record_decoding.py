@@ -300,7 +300,10 @@ def test_undecodable_batches_are_reported_and_skipped(codec: int) -> None:
     passed_over: list[UnreadableBatch] = []
     found = list(decode_columns(response, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
     assert [offset for columns in found for offset in columns.offsets.tolist()] == [1, 2, 4, 5, 6]
-    assert [(one.start, one.end, one.timestamp_ms) for one in passed_over] == [(3, 4, 9), (7, 10, 7)]
+    assert [(skipped_range.start, skipped_range.end, skipped_range.timestamp_ms) for skipped_range in passed_over] == [
+        (3, 4, 9),
+        (7, 10, 7),
+    ]
     assert "decompress to more than" in passed_over[0].reason
     assert "CRC" in passed_over[1].reason
     with pytest.raises(BatchRejected):

@@ -35,14 +35,16 @@ def test_kept_records_are_unchanged(records: list[NewRecord], codec: int, data: 
     section = records_section(batch, header)
     found = list(raw_records(section, header))
     before = list(decode_batch(batch, header))
-    assert [(record.key, record.has_value) for record in found] == [(one.key, one.value is not None) for one in before]
+    assert [(record.key, record.has_value) for record in found] == [
+        (record.key, record.value is not None) for record in before
+    ]
     chosen = data.draw(st.sets(st.sampled_from(range(len(records))), min_size=1))
     horizon_ms = data.draw(st.none() | st.integers(0, 2**50))
     kept = [record for at, record in enumerate(found) if at in chosen]
     rebuilt = rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
     after = read_header(rebuilt)
     check_crc(rebuilt, after)
-    assert list(decode_batch(rebuilt, after)) == [one for at, one in enumerate(before) if at in chosen]
+    assert list(decode_batch(rebuilt, after)) == [record for at, record in enumerate(before) if at in chosen]
     assert after.next_offset == header.next_offset
     assert after[10:13] == header[10:13]
     assert after.compression == codec
@@ -50,7 +52,9 @@ def test_kept_records_are_unchanged(records: list[NewRecord], codec: int, data: 
     bounds = sorted(data.draw(st.lists(st.integers(95, 115), max_size=6).map(lambda drawn: drawn[: len(drawn) & ~1])))
     ranges = [OffsetRange(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     for written in (batch, rebuilt):
-        expected = [one for one in decode_records(written) if any(start <= one.offset < end for start, end in ranges)]
+        expected = [
+            record for record in decode_records(written) if any(start <= record.offset < end for start, end in ranges)
+        ]
         assert list(decode_batch(written, read_header(written), ranges=ranges)) == expected
 
 

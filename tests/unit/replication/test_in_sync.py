@@ -243,7 +243,7 @@ class InSyncMachine(RuleBasedStateMachine):
             self.in_sync.begin_change(change)
             self.requests.append(change)
         elif self.in_sync.pending is not None:
-            again = [one for one in self.requests if one.state is self.in_sync.pending]
+            again = [request for request in self.requests if request.state is self.in_sync.pending]
             self.requests += again[:1]
 
     @precondition(lambda self: self.requests)
@@ -267,11 +267,11 @@ class InSyncMachine(RuleBasedStateMachine):
     def controller_removes(self, node: NodeId) -> None:
         """Remove a dead node from the set, as an election does."""
         before = self.stored.state
-        in_sync = tuple(one for one in before.in_sync if one != node)
+        in_sync = tuple(replica for replica in before.in_sync if replica != node)
         if in_sync == before.in_sync:
             return
         left = {*before.in_sync, *before.eligible} - set(in_sync) if len(in_sync) < self.min_in_sync else set()
-        eligible = tuple(one for one in before.replicas if one in left)
+        eligible = tuple(replica for replica in before.replicas if replica in left)
         self.history.append(Versioned(replace(before, in_sync=in_sync, eligible=eligible), self.stored.revision + 1))
 
     @rule(minimum=st.integers(1, 3))
@@ -284,11 +284,14 @@ class InSyncMachine(RuleBasedStateMachine):
     def eligible_replicas_have_acknowledged_records(self) -> None:
         if not hasattr(self, "history"):
             return
-        may_lead = [self.stored.state, *(one.state for one in self.requests if one.revision == self.stored.revision)]
-        for one in may_lead:
-            for node in {*one.in_sync, *one.eligible} - {A}:
+        may_lead = [
+            self.stored.state,
+            *(request.state for request in self.requests if request.revision == self.stored.revision),
+        ]
+        for candidate in may_lead:
+            for node in {*candidate.in_sync, *candidate.eligible} - {A}:
                 acknowledged = max(self.high_watermark, self.acknowledged_before)
-                assert self.logs[node] >= acknowledged, f"{node} may lead by {one}, and lacks records"
+                assert self.logs[node] >= acknowledged, f"{node} may lead by {candidate}, and lacks records"
 
     @invariant()
     def nothing_is_acknowledged_that_the_leader_lacks(self) -> None:

@@ -16,7 +16,7 @@ from millstream.protocol.schemas.formats import InvalidSchema
 
 
 def kinds(reader: Any, writer: Any) -> list[str]:
-    parsed = [AvroSchema.parse(json.dumps(one)) for one in (reader, writer)]
+    parsed = [AvroSchema.parse(json.dumps(schema)) for schema in (reader, writer)]
     return [difference.kind for difference in compare(*parsed)]
 
 

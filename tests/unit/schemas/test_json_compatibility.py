@@ -17,7 +17,7 @@ from millstream.protocol.schemas.json_schema import JsonSchema, compare
 
 
 def kinds(reader: Any, writer: Any) -> list[str]:
-    parsed = [JsonSchema.parse(json.dumps(one)) for one in (reader, writer)]
+    parsed = [JsonSchema.parse(json.dumps(schema)) for schema in (reader, writer)]
     return [difference.kind for difference in compare(*parsed)]
 
 

@@ -139,13 +139,13 @@ def test_changes(reader: str, writer: str, expected: list[str]) -> None:
 def test_required_fields_are_neither_added_nor_removed() -> None:
     with_one = ProtobufSchema.parse('syntax = "proto2"; message A { required int32 a = 1; }')
     without = ProtobufSchema.parse('syntax = "proto2"; message A {}')
-    assert [one.kind for one in compare(with_one, without)] == ["REQUIRED_FIELD_ADDED"]
-    assert [one.kind for one in compare(without, with_one)] == ["REQUIRED_FIELD_REMOVED"]
+    assert [difference.kind for difference in compare(with_one, without)] == ["REQUIRED_FIELD_ADDED"]
+    assert [difference.kind for difference in compare(without, with_one)] == ["REQUIRED_FIELD_REMOVED"]
 
 
 def test_imported_messages_are_compared() -> None:
     text = 'syntax = "proto3"; import "address.proto"; message A { post.Address a = 1; }'
     other = (ADDRESS[0], ADDRESS[1].replace("string city", "int32 city"))
     reader, writer = ProtobufSchema.parse(text, [other]), ProtobufSchema.parse(text, [ADDRESS])
-    assert "FIELD_NAMED_TYPE_CHANGED" in [one.kind for one in compare(reader, writer)]
+    assert "FIELD_NAMED_TYPE_CHANGED" in [difference.kind for difference in compare(reader, writer)]
     assert compare(writer, writer) == []

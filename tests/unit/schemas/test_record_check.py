@@ -61,13 +61,13 @@ def test_exactly_the_invalid_records_are_named(given_records: list[NewRecord], w
     batch = bytes(encode_batch(given_records))
     header, section = read_header(batch), batch[HEADER_BYTES:]
     rules = {"key": RULE, "value": RULE} if with_keys else {"value": RULE}
-    plain = given_records if with_keys else [one._replace(key=None) for one in given_records]
+    plain = given_records if with_keys else [record._replace(key=None) for record in given_records]
     wrong = [index for index, record in enumerate(plain) if not is_fine(record)]
-    assert [one.batch_index for one in check_ids(section, header, rules)] == wrong
+    assert [error.batch_index for error in check_ids(section, header, rules)] == wrong
     # The compiled check may be in doubt, and then refuses; it never accepts an invalid record.
     if have_known_ids(section, header, rules):
         assert not wrong
-    elif not any(VALUE_HEADER in dict(one.headers) for one in given_records):
+    elif not any(VALUE_HEADER in dict(record.headers) for record in given_records):
         assert wrong
 
 
@@ -138,7 +138,7 @@ def test_encoded_values_are_accepted_and_changed_bytes_are_not(kind: str) -> Non
     )
     section, header = batch[HEADER_BYTES:], read_header(batch)
     wrong = check_content(section, header, {"value": rule}, lambda _rule, _id: CODECS[kind])
-    assert [one.batch_index for one in wrong] == [1]
+    assert [error.batch_index for error in wrong] == [1]
     with pytest.raises(SchemaMismatch):
         CODECS[kind].encode({"a": "no number"})
 

@@ -57,7 +57,7 @@ def new(text: str, schema_type: str = AVRO) -> NewSchema:
 
 
 def record(*fields: str, name: str = "R") -> NewSchema:
-    described = ",".join(f'{{"name":"{one}","type":"int","default":0}}' for one in fields)
+    described = ",".join(f'{{"name":"{field}","type":"int","default":0}}' for field in fields)
     return new(f'{{"type":"record","name":"{name}","fields":[{described}]}}')
 
 
@@ -110,8 +110,8 @@ async def test_concurrent_registrations_share_ids_and_lose_none(nodes: list[Node
     await registering[1]
     nodes[1].declarations.is_away = True
     outcomes = await asyncio.gather(*registering, return_exceptions=True)
-    done = [one for one in outcomes if isinstance(one, SubjectVersion)]
-    assert all(isinstance(one, SubjectVersion | CatalogUnavailable | SchemaRegistryError) for one in outcomes)
+    done = [outcome for outcome in outcomes if isinstance(outcome, SubjectVersion)]
+    assert all(isinstance(outcome, SubjectVersion | CatalogUnavailable | SchemaRegistryError) for outcome in outcomes)
     assert len(done) >= 2 * 50 // NODES
     for node in (nodes[0], nodes[2]):
         await node.registry.load()
@@ -176,7 +176,7 @@ async def test_an_alias_of_an_alias_overwrites_no_version(nodes: list[Node]) -> 
     made = await registry.register(first, record("a", "b", "c"))
     assert (made.subject, made.version) == (second, 4)
     assert list(registry.exact_versions(second)) == [*before, made]
-    assert [one.version for one in registry.exact_versions(third)] == [1]
+    assert [version.version for version in registry.exact_versions(third)] == [1]
 
 
 async def test_a_version_that_replaces_a_deleted_one_reaches_every_node(nodes: list[Node]) -> None:
@@ -187,9 +187,9 @@ async def test_a_version_that_replaces_a_deleted_one_reaches_every_node(nodes: l
     again = await registry.register(ORDERS, record("a"))
     assert (again.version, again.schema_id) == (3, made.schema_id)
     await other.load()
-    for one in (registry, other):
-        assert [version.version for version in one.exact_versions(ORDERS)] == [2, 3]
-        assert (await one.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
+    for schema_registry in (registry, other):
+        assert [version.version for version in schema_registry.exact_versions(ORDERS)] == [2, 3]
+        assert (await schema_registry.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
 
 
 @pytest.fixture
@@ -202,7 +202,10 @@ async def examiner() -> AsyncIterator[SchemaExaminer]:
 async def test_a_schema_that_takes_too_long_costs_only_its_process(examiner: SchemaExaminer, tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     impatient = SchemaExaminer(examine_s=0.5)
-    patient, hasty = (SchemaRegistry(CatalogDeclarations(catalog), examiner=one) for one in (examiner, impatient))
+    patient, hasty = (
+        SchemaRegistry(CatalogDeclarations(catalog), examiner=schema_examiner)
+        for schema_examiner in (examiner, impatient)
+    )
     try:
         await patient.register(ORDERS, BEFORE_SLOW)
         await hasty.load()

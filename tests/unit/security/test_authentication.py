@@ -225,7 +225,7 @@ async def test_unknown_users_look_like_those_of_every_tool_and_the_same_on_every
     another = Passwords(state)
     found = set()
     for number in range(100):
-        one, same = (each.decoy(f"nobody-{number}", SHA_256) for each in (passwords, another))
+        one, same = (credentials.decoy(f"nobody-{number}", SHA_256) for credentials in (passwords, another))
         assert (one.salt, one.iterations) == (same.salt, same.iterations)
         found.add((len(one.salt), one.salt.isalnum() and one.salt.islower(), one.iterations))
     assert found == {(24, False, ITERATIONS), (25, True, 12_000)}
@@ -288,8 +288,10 @@ async def test_the_audit_log_can_only_be_read(tmp_path: Path) -> None:
     state = SecurityState(CatalogDeclarations(catalog), ["User:admin"])
     admin = Rights(state, "User:admin", "127.0.0.1")
     readable = (Operation.READ, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
-    assert admin.operations(ResourceType.TOPIC, AUDIT) == sum(1 << one for one in readable)
-    assert admin.operations(ResourceType.TOPIC, "orders") == sum(1 << one for one in OPERATIONS[ResourceType.TOPIC])
+    assert admin.operations(ResourceType.TOPIC, AUDIT) == sum(1 << operation for operation in readable)
+    assert admin.operations(ResourceType.TOPIC, "orders") == sum(
+        1 << operation for operation in OPERATIONS[ResourceType.TOPIC]
+    )
     catalog.close()
 
 
@@ -753,9 +755,9 @@ async def test_a_token_acts_as_its_owner_within_its_own_and_its_parents_scope(
         assert secret not in repr(by_plain)
         return Rights(state, by_plain.principal, "127.0.0.1", tokens=by_plain.tokens).topic(operation, topic)
 
-    assert [await may(whole, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, True]
-    assert [await may(reads, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, False]
-    assert [await may(writes, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, False]
+    assert [await may(whole, operation, "orders") for operation in (Operation.READ, Operation.WRITE)] == [True, True]
+    assert [await may(reads, operation, "orders") for operation in (Operation.READ, Operation.WRITE)] == [True, False]
+    assert [await may(writes, operation, "orders") for operation in (Operation.READ, Operation.WRITE)] == [True, False]
     assert not await may(reads, Operation.READ, "audit"), "a scope allows nothing that the owner may not"
 
 
@@ -772,7 +774,7 @@ async def test_a_token_ends_when_it_expires_or_when_it_its_parent_or_its_owner_i
         with pytest.raises(AuthenticationFailed, match="wrong, expired or revoked"):
             await authenticator.verify(BearerToken(text=text))
     await state.delete_token(split_token(parent)[0])
-    assert [authenticator.is_revoked(one) for one in sessions] == [True, False]
+    assert [authenticator.is_revoked(session) for session in sessions] == [True, False]
     await state.change_users(delete=[(USER, mechanism) for mechanism in SCRAM_MECHANISMS])
     assert authenticator.is_revoked(sessions[1])
     assert not state.tokens

@@ -72,7 +72,7 @@ def _advance_with_too_few(self: InSync, own: Offset) -> Offset:
 
 
 async def _overwrite(self: Term, batch: list[Proposal]) -> bool:
-    return await self.change([Put(partition_key(one.partition), encode_value(one.state)) for one in batch])
+    return await self.change([Put(partition_key(change.partition), encode_value(change.state)) for change in batch])
 
 
 BUGS = (

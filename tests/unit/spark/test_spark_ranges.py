@@ -30,8 +30,10 @@ def test_pieces_cover_the_range_without_gaps(
         listed = list(group)
         first, last = of[topic, number]
         assert (listed[0].start, listed[-1].end) == (first, last)
-        assert all(one.end == other.start for one, other in pairwise(listed))
-    assert {(piece.topic, piece.partition) for piece in pieces} == {(one.topic, one.partition) for one in whole}
+        assert all(earlier.end == other.start for earlier, other in pairwise(listed))
+    assert {(piece.topic, piece.partition) for piece in pieces} == {
+        (offset_range.topic, offset_range.partition) for offset_range in whole
+    }
 
 
 def test_the_requested_number_of_tasks_is_approximated() -> None:

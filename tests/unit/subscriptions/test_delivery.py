@@ -54,7 +54,7 @@ PLENTY = Budget(1 << 30)
 
 
 def given_offsets(given: list[Grant]) -> list[int]:
-    return [offset for one in given for offset in offsets(one.received)]
+    return [offset for reply in given for offset in offsets(reply.received)]
 
 
 def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlement]:
@@ -86,7 +86,7 @@ class HeldFilter(QueueFilter):
             self.failures -= 1
             raise StorageFailure("the filter is away")
         bits = np.full(next_offset - first, self._matches, np.bool_)
-        return Matches(bits, tuple(one for one in self.unreadable if first <= one[0] < next_offset))
+        return Matches(bits, tuple(entry for entry in self.unreadable if first <= entry[0] < next_offset))
 
 
 # -- wake-ups ----------------------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ async def test_a_worker_at_its_lease_limit_costs_nothing(bench: Workbench, monke
     served = 0
     serve = Delivery._serve_waiting
 
-    def counted(one: Delivery) -> None:
+    def counted(current: Delivery) -> None:
         nonlocal served
         served += 1
-        serve(one)
+        serve(current)
 
     monkeypatch.setattr(Delivery, "_serve_waiting", counted)
     waiting = waits(delivery)
@@ -119,9 +119,9 @@ async def test_a_burst_is_distributed_among_waiting_workers(bench: Workbench) ->
     waiting = [waits(delivery, f"w{number}", 100) for number in range(3)]
     await turns()
     bench.publish(*map(str, range(30)))
-    given = [given_offsets(await one) for one in waiting]
+    given = [given_offsets(await task) for task in waiting]
     assert sorted(chain.from_iterable(given)) == list(range(30))
-    assert [len(one) for one in given] == [10, 10, 10]
+    assert [len(reply) for reply in given] == [10, 10, 10]
 
 
 async def test_waiting_workers_share_what_one_scan_has_read(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ async def test_waiting_workers_share_what_one_scan_has_read(bench: Workbench, mo
     for number in range(100):
         bench.publish(str(number) + "x" * 1000)
     monkeypatch.setattr(driver, "read_batches", None)
-    received = [one.received for given in [await one for one in waiting] for one in given]
+    received = [reply.received for given in [await task for task in waiting] for reply in given]
     assert sorted(chain.from_iterable(map(offsets, received))) == list(range(100))
-    for one in received:
-        stored = [record.offset for piece in one.batches for record in decode_records(bytes(piece))]
-        assert stored == offsets(one)
+    for received_part in received:
+        stored = [record.offset for piece in received_part.batches for record in decode_records(bytes(piece))]
+        assert stored == offsets(received_part)
         # None of them keeps everything that was read in memory.
-        assert sum(memoryview(piece.obj).nbytes for piece in one.batches) < 50_000
+        assert sum(memoryview(piece.obj).nbytes for piece in received_part.batches) < 50_000
 
 
 async def test_a_worker_is_woken_when_the_store_has_space_again(bench: Workbench) -> None:
@@ -207,10 +207,10 @@ async def test_a_queue_paused_during_a_long_scan_stops(bench: Workbench, monkeyp
     served = 0
     serve = Delivery._serve_waiting
 
-    def counted(one: Delivery) -> None:
+    def counted(current: Delivery) -> None:
         nonlocal served
         served += 1
-        serve(one)
+        serve(current)
 
     monkeypatch.setattr(Delivery, "_serve_waiting", counted)
     await turns(50)
@@ -241,8 +241,8 @@ async def test_messages_due_during_a_response_are_delivered_with_it(
     bench.publish("now")
     prepare = Delivery._prepare
 
-    def slow(one: Delivery, count: int) -> None:
-        prepare(one, count)
+    def slow(current: Delivery, count: int) -> None:
+        prepare(current, count)
         bench.clock.advance_ms(20)
 
     monkeypatch.setattr(Delivery, "_prepare", slow)
@@ -416,7 +416,7 @@ async def test_accepts_during_a_write_are_stored_together(bench: Workbench) -> N
     assert bench.store.writes == before + 1
     bench.store.release_writes()
     await turns()
-    assert [one.done() for one in accepting] == [True] + [False] * 5
+    assert [task.done() for task in accepting] == [True] + [False] * 5
     assert bench.store.writes == before + 2
     bench.store.release_writes()
     assert await asyncio.gather(*accepting) == [[None]] * 6
@@ -439,7 +439,7 @@ async def test_accepts_while_workers_wait_share_a_write_soon_after_the_last(
     await turns()
     accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in (1, 2)]
     await turns()
-    assert (bench.store.writes, [one.done() for one in accepting]) == (before + 1, [False, False])
+    assert (bench.store.writes, [task.done() for task in accepting]) == (before + 1, [False, False])
     delivery.hasten_write()
     assert await asyncio.gather(*accepting) == [[None], [None]]
     assert bench.store.writes == before + 2
@@ -499,7 +499,7 @@ async def test_accepts_queued_behind_a_write_get_a_response_on_close(bench: Work
     if is_stored:
         assert outcomes == [[None], [None]]
     else:
-        assert [type(one) for one in outcomes] == [StorageFailure] * 2
+        assert [type(outcome) for outcome in outcomes] == [StorageFailure] * 2
 
 
 async def test_an_accept_that_could_not_be_written_gets_no_response_and_the_queue_is_reloaded(
@@ -693,12 +693,12 @@ async def test_all_waiting_workers_are_served_although_the_first_takes_everythin
     bench.publish(*values, key=b"one")
     bench.publish("behind", key=b"two")
     demands = [demand_for(1, f"w{number}")._replace(whole_batches=True) for number in range(3)]
-    waiting = [asyncio.ensure_future(receive([delivery], one, PLENTY, wait_s=WAIT_S)) for one in demands]
+    waiting = [asyncio.ensure_future(receive([delivery], demand, PLENTY, wait_s=WAIT_S)) for demand in demands]
     await turns()
     assert delivery.waiting == 3
     # All become visible at once, and nothing wakes the queue later.
     bench.end_transaction(2, commit=True)
-    given = [given_offsets(one)[0] for one in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S / 2)]
+    given = [given_offsets(reply)[0] for reply in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S / 2)]
     assert given == [0, 1, 1 + len(values)]
 
 
@@ -728,7 +728,7 @@ async def test_an_unreadable_batch_is_named_and_skipped(
     given = await receive([delivery], demand_for(5), PLENTY, wait_s=0)
     given += await receive([delivery], demand_for(5), PLENTY, wait_s=0)
     assert given_offsets(given) == [0, 2]
-    (reported,) = [one for one in caplog.records if "skipped" in one.message]
+    (reported,) = [record for record in caplog.records if "skipped" in record.message]
     assert (reported.__dict__["first"], reported.__dict__["last"]) == (1, 1)
 
 
@@ -851,7 +851,7 @@ async def test_messages_that_their_filter_cannot_decode_are_skipped_and_counted(
     delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     assert given_offsets(await receive([delivery], demand_for(5), PLENTY, wait_s=WAIT_S)) == [0, 3]
     assert delivery.damaged == 2
-    (logged,) = [one for one in caplog.records if "skipped" in one.message]
+    (logged,) = [record for record in caplog.records if "skipped" in record.message]
     assert (vars(logged)["first"], vars(logged)["last"]) == (1, 2)
     assert "died" in vars(logged)["reason"]
 
@@ -876,14 +876,17 @@ async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: 
     # The node has not leased to this worker itself; later requests identify it.
     delivery.record_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
     delivery.record_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
-    held = [(one.first, one.last, one.attempt, one.worker, one.origin) for one in delivery.held_ranges()]
+    held = [
+        (offset_range.first, offset_range.last, offset_range.attempt, offset_range.worker, offset_range.origin)
+        for offset_range in delivery.held_ranges()
+    ]
     assert held == [(0, 1, 1, "one", ("packer", "10.0.0.1:5")), (2, 2, 1, "two", ("painter", "10.0.0.2:6"))]
     for number in range(1000):
         delivery.record_origin(f"gone-{number}", Origin("passer-by", ""))
     assert len(delivery._origins) <= 2 * 2 + ORIGINS_KEPT
-    assert [one.origin.client_id for one in delivery.held_ranges()] == ["packer", "painter"]
+    assert [offset_range.origin.client_id for offset_range in delivery.held_ranges()] == ["packer", "painter"]
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    assert [(one.first, one.last) for one in delivery.held_ranges()] == [(1, 1), (2, 2)]
+    assert [(offset_range.first, offset_range.last) for offset_range in delivery.held_ranges()] == [(1, 1), (2, 2)]
 
 
 async def test_a_caught_up_worker_causes_no_work_until_something_happens(bench: Workbench) -> None:

@@ -74,7 +74,13 @@ class KnownTopics:
         return self.by_name[topic.name][1]
 
     def led_of(self, names: Iterable[str]) -> list[Partition]:
-        return [one for name in names if name in self.by_name for one in self.by_name[name][1] if one.is_leader]
+        return [
+            partition
+            for name in names
+            if name in self.by_name
+            for partition in self.by_name[name][1]
+            if partition.is_leader
+        ]
 
     def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         self.deletions.append(listener)
@@ -108,7 +114,7 @@ class Declared:
         return list(self.ones.values())
 
     async def find(self, name: str) -> Subscription:
-        return next(one for one in self.ones.values() if one.name == name)
+        return next(subscription for subscription in self.ones.values() if subscription.name == name)
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
         return self.ones.get(subscription_id)
@@ -288,7 +294,7 @@ async def test_a_queue_that_is_slow_to_open_does_not_block_others(node: Node, mo
     await asyncio.sleep(0.05)
     assert not alone.done()
     node.bench.store.loading.set()
-    assert [one.partition for one in await alone] == [slow]
+    assert [message.partition for message in await alone] == [slow]
     node.bench.partition.close()
     with pytest.raises(NotLeader):
         await node.engine.deliveries_of(share, [node.bench.partition])

@@ -26,7 +26,9 @@ class Node:
     def __init__(self, catalog: Catalog, clock: ManualClock) -> None:
         self.subscriptions = Subscriptions(CatalogDeclarations(catalog), clock)
         self.used_ms: dict[UUID, int] = {}
-        self.expiry = Expiry(self.subscriptions, clock, lambda one: self.used_ms.get(one, 0), self.subscriptions.delete)
+        self.expiry = Expiry(
+            self.subscriptions, clock, lambda name: self.used_ms.get(name, 0), self.subscriptions.delete
+        )
 
     async def look(self) -> None:
         """Run one expiry round."""
@@ -54,7 +56,7 @@ async def test_an_unused_subscription_is_deleted(catalog: Catalog) -> None:
     assert len(node.subscriptions.all()) == 2
     clock.advance_ms(2)
     await node.look()
-    assert [one.name for one in node.subscriptions.all()] == ["stays"]
+    assert [subscription.name for subscription in node.subscriptions.all()] == ["stays"]
 
 
 async def test_a_subscription_used_on_another_node_is_kept_also_after_a_restart(catalog: Catalog) -> None:

@@ -178,11 +178,11 @@ def test_the_canonical_text_is_equivalent_and_stable(condition: Term, rows: list
 def test_columnar_and_row_evaluation_agree(conditions: list[Term], rows: list[Row]) -> None:
     filters = [compile_filter(condition.text) for condition in conditions]
     records = [as_record(row) for row in rows]
-    batch = bytes(encode_batch([NewRecord(each.key, each.value, each.headers, 0) for each in records]))
+    batch = bytes(encode_batch([NewRecord(record.key, record.value, record.headers, 0) for record in records]))
     (columns,) = decode_columns(batch)
     uses = filters[0].uses
-    for each in filters[1:]:
-        uses |= each.uses
+    for compiled in filters[1:]:
+        uses |= compiled.uses
     decoded = ColumnBatch(columns, topic="t", partition=0, uses=uses)
-    assert [each.matches(decoded).tolist() for each in filters] == [matched(each, rows) for each in filters]
+    assert [compiled.matches(decoded).tolist() for compiled in filters] == [matched(text, rows) for text in filters]
     assert decoded.payloads_parsed in (0, len(rows))

@@ -45,10 +45,10 @@ async def worker() -> CountingWorker:
 
 async def test_queues_of_a_partition_share_results(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
-    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
+    queue_filter = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     records = batch(10, "a", "b", "a")
-    assert (await one.matches(records, Offset(10), Offset(13))).bits.tolist() == [True, False, True]
+    assert (await queue_filter.matches(records, Offset(10), Offset(13))).bits.tolist() == [True, False, True]
     assert (await two.matches(records, Offset(10), Offset(13))).bits.tolist() == [False, True, False]
     assert worker.asked == 1
     await cache.stop()
@@ -58,18 +58,18 @@ async def test_concurrent_queues_share_an_evaluation(worker: CountingWorker) -> 
     cache = FilterCache(worker)
     queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
     records = batch(0, "a", "b", "c")
-    found = await asyncio.gather(*(one.matches(records, Offset(0), Offset(3)) for one in queues))
-    assert [one.bits.tolist() for one in found[:2]] == [[True, False, False], [False, True, False]]
+    found = await asyncio.gather(*(queue.matches(records, Offset(0), Offset(3)) for queue in queues))
+    assert [match.bits.tolist() for match in found[:2]] == [[True, False, False], [False, True, False]]
     assert worker.asked == 1
     await cache.stop()
 
 
 async def test_ranges_of_other_lengths_share_results(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
-    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
+    queue_filter = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     first, second = batch(0, "a", "b", "a"), batch(5, "b", "a")
-    assert (await one.matches(first, Offset(0), Offset(2))).bits.tolist() == [True, False]
+    assert (await queue_filter.matches(first, Offset(0), Offset(2))).bits.tolist() == [True, False]
     assert worker.asked == 1
     # The unscanned rest of a batch is known as well, and so is the gap behind it.
     assert (await two.matches(first + second, Offset(1), Offset(7))).bits.tolist() == [
@@ -81,7 +81,12 @@ async def test_ranges_of_other_lengths_share_results(worker: CountingWorker) -> 
         False,
     ]
     assert worker.asked == 2
-    assert (await one.matches(first + second, Offset(2), Offset(6))).bits.tolist() == [True, False, False, False]
+    assert (await queue_filter.matches(first + second, Offset(2), Offset(6))).bits.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert worker.asked == 2
     three = QueueFilter(cache, PLACE, compile_filter("key <> 'a'"))
     assert (await three.matches(first + second, Offset(0), Offset(7))).bits.tolist() == [
@@ -93,7 +98,7 @@ async def test_ranges_of_other_lengths_share_results(worker: CountingWorker) -> 
         True,
         False,
     ]
-    assert (await one.matches(second, Offset(5), Offset(7))).bits.tolist() == [False, True]
+    assert (await queue_filter.matches(second, Offset(5), Offset(7))).bits.tolist() == [False, True]
     assert worker.asked == 3
     await cache.stop()
 
@@ -109,7 +114,7 @@ async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int
         queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abc"]
         for at, (start, length) in enumerate(looks):
             end = min(start + length, 40)
-            records = b"".join(bytes(one) for one in batches if _overlaps(one, start, end))
+            records = b"".join(bytes(batch) for batch in batches if _overlaps(batch, start, end))
             found = await queues[at % 3].matches(records, Offset(start), Offset(end))
             expected = "abc"[at % 3]
             assert found.bits.tolist() == [keys[o] == expected and not 12 <= o < 16 for o in range(start, end)]
@@ -117,8 +122,8 @@ async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int
     await cache.stop()
 
 
-def _overlaps(one: bytearray, start: int, end: int) -> bool:
-    (header,) = iterate_whole_headers(one)
+def _overlaps(data: bytearray, start: int, end: int) -> bool:
+    (header,) = iterate_whole_headers(data)
     return header.base_offset < end and header.next_offset > start
 
 
@@ -140,11 +145,11 @@ async def test_an_undecodable_batch_is_reported_and_the_others_are_filtered(work
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
     records = batch(0, "a", "b") + broken + batch(4, "b", "a")
     cache = FilterCache(worker)
-    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
-    found = await one.matches(records, Offset(1), Offset(6))
+    queue_filter = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
+    found = await queue_filter.matches(records, Offset(1), Offset(6))
     assert found.bits.tolist() == [False, False, False, False, True]
     assert [place[:2] for place in found.unreadable] == [(2, 3)]
     # The cache gives the same result for another range.
-    again = await one.matches(records, Offset(3), Offset(6))
+    again = await queue_filter.matches(records, Offset(3), Offset(6))
     assert [place[:2] for place in again.unreadable] == [(3, 3)]
     await cache.stop()

@@ -255,10 +255,10 @@ def sparse(count: int) -> bytes:
 @pytest.mark.parametrize("kind", ["delayed", "sparse", "plain"])
 @pytest.mark.parametrize("with_keys", [True, False])
 def test_compiled_and_plain_code_decode_equally(kind: str, with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"delayed": delayed(300), "sparse": sparse(300), "plain": batch(300, base_offset=100)}[kind]
-    plain = scan_batch(one, read_header(one), 107, with_keys=with_keys)
+    data = {"delayed": delayed(300), "sparse": sparse(300), "plain": batch(300, base_offset=100)}[kind]
+    plain = scan_batch(data, read_header(data), 107, with_keys=with_keys)
     monkeypatch.setattr(look_module, "COMPILED_RECORDS_MIN", 1)
-    compiled = scan_batch(one, read_header(one), 107, with_keys=with_keys)
+    compiled = scan_batch(data, read_header(data), 107, with_keys=with_keys)
     assert (compiled.absent, compiled.delayed) == (plain.absent, plain.delayed)
     assert bool(plain.absent) == (kind == "sparse")
     assert bool(plain.delayed) == (kind != "plain")

@@ -105,7 +105,7 @@ async def test_waiters_are_notified_of_the_outcome_in_a_busy_queue(bench: Workbe
     delivery.settle_now("one", settle(2, Verb.REJECT))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
-    assert [(await one).state for one in waiting] == ["accepted", "accepted", "dropped"]
+    assert [(await waiter).state for waiter in waiting] == ["accepted", "accepted", "dropped"]
 
 
 async def test_at_most_once_messages_are_accepted_on_delivery(bench: Workbench) -> None:
@@ -146,12 +146,12 @@ async def test_the_number_of_waiters_is_bounded(bench: Workbench, monkeypatch: p
 def test_the_outcomes_kept_by_all_queues_are_bounded() -> None:
     remembered = OutcomeBudget(bytes_max=300)
     kept = [OutcomeHistory() for _ in range(4)]
-    for one in kept:
-        one.share(remembered)
+    for kept_state in kept:
+        kept_state.share(remembered)
     for number in (0, 1, 2, 0, 3):
         kept[number].add_frame(bytes(100))
     # The queues that have been idle for longest forget first.
-    assert [one._bytes for one in kept] == [200, 0, 0, 100]
+    assert [kept_state._bytes for kept_state in kept] == [200, 0, 0, 100]
     assert remembered.bytes == 300
     kept[0].close()
     assert (remembered.bytes, kept[0]._bytes) == (100, 0)

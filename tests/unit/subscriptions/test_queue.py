@@ -599,11 +599,11 @@ def test_setting_the_clock_back_prolongs_nothing() -> None:
     assert offsets(queue.acquire("b", now_ms=NOW_MS + 3999, max_records=20)) == list(range(2, 10))
     assert offsets(queue.acquire("b", now_ms=NOW_MS + 5000, max_records=20)) == [1]
     moved = again(queue)
-    for each in (queue, moved):
-        each.tick(NOW_MS + LEASE_MS - 1)
-        assert each.in_flight("a") == 1
-        each.tick(NOW_MS + LEASE_MS)
-        assert each.in_flight("a") == 0
+    for holder in (queue, moved):
+        holder.tick(NOW_MS + LEASE_MS - 1)
+        assert holder.in_flight("a") == 1
+        holder.tick(NOW_MS + LEASE_MS)
+        assert holder.in_flight("a") == 0
     assert 10 not in offsets(queue.acquire("c", now_ms=fast_ms + 59_999, max_records=20))
     assert 10 in offsets(queue.acquire("d", now_ms=fast_ms + 60_000, max_records=20))
 

@@ -151,8 +151,10 @@ class Model:
     def is_held(self, settle: Settlement, worker: str) -> bool:
         held = [self.messages.get(offset) for offset in range(settle.first, settle.last + 1)]
         return bool(held) and all(
-            one is not None and (one.state, one.worker) == (LEASED, worker) and settle.attempt in (None, one.attempts)
-            for one in held
+            message is not None
+            and (message.state, message.worker) == (LEASED, worker)
+            and settle.attempt in (None, message.attempts)
+            for message in held
         )
 
     def revive(self, offset: int, letter: int) -> bool:
@@ -327,9 +329,9 @@ class QueueHistory(RuleBasedStateMachine):
         for offset in given:
             stored = model.messages[offset].stored
             for earlier in range(offset) if stored.key and not stored.due_ms else ():
-                one = model.messages.get(earlier)
-                if one is not None and one.stored.key == stored.key and not one.stored.due_ms:
-                    assert one.state in (DONE, REJECTING)
+                message = model.messages.get(earlier)
+                if message is not None and message.stored.key == stored.key and not message.stored.due_ms:
+                    assert message.state in (DONE, REJECTING)
         if room == HUGE:
             # After a restart the queue knows only the keys that it has scanned again.
             known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_scan_offset]
@@ -361,7 +363,7 @@ class QueueHistory(RuleBasedStateMachine):
         worker, lease = data.draw(st.sampled_from(live or self.leases))
         if data.draw(seldom):
             worker = data.draw(st.sampled_from(WORKERS))
-        theirs = [one for holder, one in live if holder == worker]
+        theirs = [message for holder, message in live if holder == worker]
         settles = []
         for verb in verbs:
             if data.draw(seldom):
@@ -395,7 +397,7 @@ class QueueHistory(RuleBasedStateMachine):
     @rule()
     def wait_for_next(self) -> None:
         """Check that the time at which the queue wants to be woken is never too late."""
-        due = [one.due_ms for one in self.model.messages.values() if one.state in (LEASED, PARKED)]
+        due = [message.due_ms for message in self.model.messages.values() if message.state in (LEASED, PARKED)]
         next_ms = self.queue.next_due_ms
         assert not due or (next_ms is not None and next_ms <= min(due))
         self.now_ms = max(self.now_ms, next_ms or 0)
@@ -436,23 +438,23 @@ class QueueHistory(RuleBasedStateMachine):
     def dead_letter(self, count: int, step: str) -> None:
         model = self.model
         rejected = self.queue.rejecting(count)
-        assert [one.offset for one in rejected] == sorted(model.in_state(REJECTING))[:count]
-        for one in rejected:
-            known = model.messages[one.offset]
-            assert (one.attempts, one.reason, one.plan) == (known.attempts, known.reason, known.plan)
-            assert one.first_ms == known.first_ms
+        assert [message.offset for message in rejected] == sorted(model.in_state(REJECTING))[:count]
+        for message in rejected:
+            known = model.messages[message.offset]
+            assert (message.attempts, message.reason, message.plan) == (known.attempts, known.reason, known.plan)
+            assert message.first_ms == known.first_ms
             if step == "plan":
-                known.plan = b"plan of %d" % one.offset
-                assert self.queue.plan(one.offset, known.plan, now_ms=self.now_ms)
+                known.plan = b"plan of %d" % message.offset
+                assert self.queue.plan(message.offset, known.plan, now_ms=self.now_ms)
             elif step == "produce":
-                assert self.queue.dead_lettered(one.offset, b"there", now_ms=self.now_ms)
-                model.end(one.offset, "dead-lettered")
-                model.letters[one.offset] = self.steps
+                assert self.queue.dead_lettered(message.offset, b"there", now_ms=self.now_ms)
+                model.end(message.offset, "dead-lettered")
+                model.letters[message.offset] = self.steps
             else:
-                assert self.queue.drop(one.offset, "too large", now_ms=self.now_ms)
-                model.end(one.offset, "dropped")
+                assert self.queue.drop(message.offset, "too large", now_ms=self.now_ms)
+                model.end(message.offset, "dropped")
             if step != "plan":
-                assert not self.queue.dead_lettered(one.offset, b"", now_ms=self.now_ms)
+                assert not self.queue.dead_lettered(message.offset, b"", now_ms=self.now_ms)
 
     @precondition(lambda self: self.model.letters)
     @rule(data=st.data(), is_closed=st.booleans())
@@ -581,9 +583,9 @@ class QueueHistory(RuleBasedStateMachine):
             for settle in settles:
                 for offset in range(settle.first, settle.last + 1):
                     self.model.settle(offset, settle, self.now_ms)
-        for one in self.queue.rejecting(HUGE):
-            assert self.queue.dead_lettered(one.offset, b"there", now_ms=self.now_ms)
-            self.model.end(one.offset, "dead-lettered")
+        for message in self.queue.rejecting(HUGE):
+            assert self.queue.dead_lettered(message.offset, b"there", now_ms=self.now_ms)
+            self.model.end(message.offset, "dead-lettered")
 
 
 TestQueueHistory = QueueHistory.TestCase

@@ -25,7 +25,7 @@ PLENTY = Budget(1 << 30)
 
 
 def given_offsets(given: list[Grant]) -> list[int]:
-    return [offset for one in given for offset in offsets(one.received)]
+    return [offset for reply in given for offset in offsets(reply.received)]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ async def test_leases_of_one_queue_are_returned_although_another_was_lost(bench:
     other.close(NotLeader("moved"))
     bench.store.holds_writes = False
     bench.store.release_writes()
-    assert [one.delivery for one in await asking] == [other, here]
+    assert [reply.delivery for reply in await asking] == [other, here]
     bench.store.holds_writes = True
     bench.publish("c")
     asking = asyncio.ensure_future(receive([here], demand_for(5), PLENTY, wait_s=0))
@@ -256,8 +256,8 @@ async def test_only_the_first_queue_exceeds_the_requested_bytes_and_no_queue_sta
     served: list[int] = []
     for _ in range(3):
         given = await receive(deliveries, demand_for(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
-        assert sum(len(batch) for one in given for batch in one.received.batches) <= 1500
-        served += [one.delivery.partition.index for one in given]
+        assert sum(len(batch) for reply in given for batch in reply.received.batches) <= 1500
+        served += [reply.delivery.partition.index for reply in given]
     assert served == [1, 2, 3]
 
 

@@ -54,8 +54,8 @@ def test_only_the_holder_may_settle(
 def test_messages_that_a_worker_does_not_hold_are_named() -> None:
     queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
     queue.begin(0, now_ms=NOW_MS)
-    one, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
-    reported = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
+    single, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
+    reported = [str(refused) for refused in queue.settle("one", [single, several], now_ms=NOW_MS)]
     assert reported == [
         "one does not hold message 0 any more, or never did",
         "one does not hold messages 0 to 3 any more, or never did",

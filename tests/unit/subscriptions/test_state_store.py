@@ -185,13 +185,13 @@ async def test_the_frames_about_a_message_are_found_in_the_log(topics: MemoryTop
     for number in range(20):
         clock.advance_ms(1000)
         times.append(clock.now_ms())
-        for one in (key, other):
+        for queue_key in (key, other):
             if not number:
-                await store.load(one, Epoch(0))
+                await store.load(queue_key, Epoch(0))
             # Each frame covers ten messages: the first 0 to 9, the second 5 to 14.
             delta = Delta(DeltaKind.ACQUIRED, 5 * number, 5 * number + 9, 1, 0, "w", clock.now_ms())
-            frame = write_frame(FrameHeader(one, 0, number, 0), [delta])
-            await store.write(QueueWrite(one, Epoch(0), number, frame))
+            frame = write_frame(FrameHeader(queue_key, 0, number, 0), [delta])
+            await store.write(QueueWrite(queue_key, Epoch(0), number, frame))
 
     async def found(offset: int, since_ms: int) -> list[int]:
         return [read_header(frame).sequence for frame in await store.frames(key, offset, since_ms)]
@@ -211,7 +211,9 @@ async def test_a_search_for_frames_does_not_stall_the_loop() -> None:
     await store.load(key, Epoch(0))
     deltas = [Delta(DeltaKind.ACQUIRED, offset, offset, 1, 0, "w", 1) for offset in range(1000)]
     frames = [write_frame(FrameHeader(key, 0, number, 0), deltas) for number in range(200)]
-    await asyncio.gather(*(store.write(QueueWrite(key, Epoch(0), number, one)) for number, one in enumerate(frames)))
+    await asyncio.gather(
+        *(store.write(QueueWrite(key, Epoch(0), number, frame)) for number, frame in enumerate(frames))
+    )
     searching = asyncio.ensure_future(store.frames(key, 500, 0))
     yields = 0
     while not searching.done():
@@ -499,7 +501,7 @@ def kept_from(landed: int, sizes: Sequence[int], *, has_ledger: bool = True) -> 
     shard.replay(written(QueueKey(uuid4(), uuid4(), PartitionIndex(0)), 0, 0, b"a"))
     partition: Any = _Partition(_Log(place, segments))
     kept, records = retention.keep_from(shard, partition, Offset(100 * (len(sizes) - 2)))
-    return kept, [Overflow.read(content) for one in records if (content := read_record(one).content) is not None]
+    return kept, [Overflow.read(content) for record in records if (content := read_record(record).content) is not None]
 
 
 def test_deltas_are_kept_until_they_have_landed_and_overflow_is_recorded() -> None:

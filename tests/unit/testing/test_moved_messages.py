@@ -18,7 +18,7 @@ def test_partitions_and_keys_may_come_in_any_order() -> None:
     assert faults_of(map(moved, by_turns), WANTED) == []
     keys = [moved(place, b"%d" % (place.offset % 2), place.offset % 2) for place in by_turns]
     assert faults_of([*keys[4:6], *keys[:4], *keys[6:]], WANTED) != []
-    assert faults_of(sorted(keys, key=lambda one: one[1].partition), WANTED) == []
+    assert faults_of(sorted(keys, key=lambda entry: entry[1].partition), WANTED) == []
     # Messages without a key have no order.
     assert faults_of([moved(place, None) for place in reversed(WANTED)], WANTED) == []
 

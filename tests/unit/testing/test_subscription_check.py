@@ -235,8 +235,8 @@ def test_accepted_messages_are_not_redelivered_and_live_leases_are_honoured() ->
         == redelivered
     )
     assert check_history(again, done, expected=one, faults=faults) == redelivered
-    same = [one._replace(node=3) for one in again]
-    reported = [one._replace(node=3) for one in done]
+    same = [event._replace(node=3) for event in again]
+    reported = [event._replace(node=3) for event in done]
     assert check_history(same, reported, expected=one, faults=faults, delivery=AT_LEAST_ONCE) == redelivered
     assert check_history(same, [done[0]._replace(node=2)], expected=one, faults=faults, delivery=AT_LEAST_ONCE) == []
     # A worker that received it twice has settled it by either lease.
@@ -292,7 +292,9 @@ def test_the_journals_of_workers_are_merged() -> None:
         ]
     )["s"]
     assert reported.deliveries == [Delivery(A, "one", 1, 10, 12, 112, 7), Delivery(B, "one", 1, 10, 12, 112, 7)]
-    assert [(one.position, one.is_certain, one.is_possible) for one in reported.settlements] == [
+    assert [
+        (settlement.position, settlement.is_certain, settlement.is_possible) for settlement in reported.settlements
+    ] == [
         (A, True, True),
         (B, False, True),
     ]

@@ -68,42 +68,44 @@ class Scenario:
             for at in range(start, start + sources)
             for topic, place in (("a", at % 2), ("b", at // 2 % 2))
         ]
-        number = sum(one.producer == producer for one in self.begun)
+        number = sum(transaction.producer == producer for transaction in self.begun)
         inputs = [Input(partition, start, start + sources)]
-        one = TransactionBegun(producer, number, "group", "in", inputs, outputs, next(self.clock))
-        self.begun.append(one)
+        transaction = TransactionBegun(producer, number, "group", "in", inputs, outputs, next(self.clock))
+        self.begun.append(transaction)
         for index, output in enumerate(outputs):
             entry = Entry((producer, number, index))
             self.logs.setdefault((output.topic, output.partition), []).append(entry)
-        return one
+        return transaction
 
-    def end(self, one: TransactionBegun, fate: str) -> None:
-        key = (one.producer, one.number)
+    def end(self, transaction: TransactionBegun, fate: str) -> None:
+        key = (transaction.producer, transaction.number)
         self.fates[key] = fate
         commits = fate in ("committed", "without a response, committed")
         if fate != "killed before":
             self.ends.append(EndRequested(*key, fate != "aborted", next(self.clock)))
         if fate in ("committed", "aborted"):
             self.ends.append(TransactionEnded(*key, commits, next(self.clock)))
-        for where in {(output.topic, output.partition) for output in one.outputs}:
+        for where in {(output.topic, output.partition) for output in transaction.outputs}:
             self.logs[where].append(Entry(None))
         for entry in self.entries(key):
             entry.visible, entry.visible_at = commits, next(self.clock)
         if commits:
-            (consumed,) = one.inputs
+            (consumed,) = transaction.inputs
             self.position[consumed.partition] = consumed.next
             self.observed_offsets.append(
                 OffsetObserved("offsets", "group", "in", consumed.partition, consumed.next, next(self.clock))
             )
 
     def entries(self, key: tuple[str, int]) -> list[Entry]:
-        return [each for log in self.logs.values() for each in log if each.message and each.message[:2] == key]
+        return [entry for log in self.logs.values() for entry in log if entry.message and entry.message[:2] == key]
 
     def of(self, *fates: str) -> list[TransactionBegun]:
-        return [one for one in self.begun if self.fates[one.producer, one.number] in fates]
+        return [
+            transaction for transaction in self.begun if self.fates[transaction.producer, transaction.number] in fates
+        ]
 
     def events(self) -> list[Event]:
-        events: list[Event] = [*self.begun, *self.ends, *(ConsumerStarted(*each) for each in READERS.items())]
+        events: list[Event] = [*self.begun, *self.ends, *(ConsumerStarted(*reader) for reader in READERS.items())]
         for reader in READERS:
             for where, log in self.logs.items():
                 events.append(Positioned(reader, *where, 0))
@@ -148,8 +150,8 @@ def scenarios(draw: DrawFn) -> Scenario:
             scenario.end(*opened.pop(partition))
         else:
             opened[partition] = scenario.begin(PRODUCERS[partition], sources, partition), fate
-    for one, fate in opened.values():
-        scenario.end(one, fate)
+    for transaction, fate in opened.values():
+        scenario.end(transaction, fate)
     for fate in (*FATES, "committed"):
         scenario.end(scenario.begin(PRODUCERS[0], draw(st.integers(1, 3)), 0), fate)
     scenario.end(scenario.begin(PRODUCERS[1], 1, 1), "committed")
@@ -158,8 +160,8 @@ def scenarios(draw: DrawFn) -> Scenario:
 
 def choose(scenario: Scenario, data: st.DataObject, *fates: str) -> tuple[TransactionBegun, Entry]:
     """Choose a transaction with one of these outcomes, and one of its records."""
-    one = data.draw(st.sampled_from(scenario.of(*fates)))
-    return one, data.draw(st.sampled_from(scenario.entries((one.producer, one.number))))
+    transaction = data.draw(st.sampled_from(scenario.of(*fates)))
+    return transaction, data.draw(st.sampled_from(scenario.entries((transaction.producer, transaction.number))))
 
 
 @given(scenarios())
@@ -189,9 +191,10 @@ def test_a_message_that_was_never_committed_is_found(scenario: Scenario, data: s
 
 @given(scenarios(), st.data())
 def test_a_read_before_the_commit_is_found(scenario: Scenario, data: st.DataObject) -> None:
-    one, entry = choose(scenario, data, "committed", "without a response, committed")
+    transaction, entry = choose(scenario, data, "committed", "without a response, committed")
     end_requested = Transaction(
-        one, [(each.commit, each.at) for each in scenario.ends if isinstance(each, EndRequested) and _is(each, one)]
+        transaction,
+        [(end.commit, end.at) for end in scenario.ends if isinstance(end, EndRequested) and _is(end, transaction)],
     )
     assert end_requested.commit_requested_at is not None
     entry.polled_at["audit"] = end_requested.commit_requested_at
@@ -200,8 +203,8 @@ def test_a_read_before_the_commit_is_found(scenario: Scenario, data: st.DataObje
     assert scenario.counts() == {Kind.EARLY_READ: 1}
 
 
-def _is(event: EndRequested | TransactionEnded, one: TransactionBegun) -> bool:
-    return (event.producer, event.number) == (one.producer, one.number)
+def _is(event: EndRequested | TransactionEnded, transaction: TransactionBegun) -> bool:
+    return (event.producer, event.number) == (transaction.producer, transaction.number)
 
 
 @given(scenarios(), st.data(), st.sampled_from(["committed", "without a response, committed"]))
@@ -224,27 +227,27 @@ def test_a_partially_visible_transaction_without_a_response_is_torn(scenario: Sc
 
 @given(scenarios())
 def test_outputs_without_their_offsets_are_torn(scenario: Scenario) -> None:
-    last = max(each.offset for each in scenario.observed_offsets if each.partition == 0)
+    last = max(offset.offset for offset in scenario.observed_offsets if offset.partition == 0)
     scenario.observed_offsets = [
-        each for each in scenario.observed_offsets if (each.partition, each.offset) != (0, last)
+        offset for offset in scenario.observed_offsets if (offset.partition, offset.offset) != (0, last)
     ]
     assert scenario.counts() == {Kind.TORN: 1}
 
 
 @given(scenarios())
 def test_offsets_without_their_outputs_are_torn(scenario: Scenario) -> None:
-    one = scenario.begin(PRODUCERS[0], 2, 0)
-    scenario.end(one, "without a response, aborted")
+    transaction = scenario.begin(PRODUCERS[0], 2, 0)
+    scenario.end(transaction, "without a response, aborted")
     scenario.observed_offsets.append(
-        OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(scenario.clock))
+        OffsetObserved("offsets", "group", "in", 0, transaction.inputs[0].next, next(scenario.clock))
     )
     assert scenario.counts() == {Kind.TORN: 1}
 
 
 @given(scenarios(), st.data())
 def test_a_committed_transaction_without_records_is_lost(scenario: Scenario, data: st.DataObject) -> None:
-    one, _ = choose(scenario, data, "committed")
-    for entry in scenario.entries((one.producer, one.number)):
+    transaction, _ = choose(scenario, data, "committed")
+    for entry in scenario.entries((transaction.producer, transaction.number)):
         entry.hidden_from = set(READERS)
     assert scenario.counts() == {Kind.LOST: 1}
 
@@ -257,14 +260,16 @@ def test_an_unprocessed_source_behind_the_group_is_lost(scenario: Scenario) -> N
 
 @given(scenarios(), st.data())
 def test_a_message_at_two_offsets_is_found(scenario: Scenario, data: st.DataObject) -> None:
-    one, entry = choose(scenario, data, "committed")
-    scenario.logs[_where(one, entry)].append(Entry(entry.message, visible=True, visible_at=next(scenario.clock)))
+    transaction, entry = choose(scenario, data, "committed")
+    scenario.logs[_where(transaction, entry)].append(
+        Entry(entry.message, visible=True, visible_at=next(scenario.clock))
+    )
     assert scenario.counts() == {Kind.DUPLICATED: 1}
 
 
-def _where(one: TransactionBegun, entry: Entry) -> Where:
+def _where(transaction: TransactionBegun, entry: Entry) -> Where:
     assert entry.message is not None
-    output = one.outputs[entry.message[2]]
+    output = transaction.outputs[entry.message[2]]
     return output.topic, output.partition
 
 
@@ -288,8 +293,8 @@ def test_a_message_skipped_by_one_reader_is_found(scenario: Scenario, data: st.D
 def test_a_reader_that_goes_back_without_a_seek_is_found(
     scenario: Scenario, data: st.DataObject, reader: str, sought: bool
 ) -> None:
-    one, entry = choose(scenario, data, "committed")
-    where = _where(one, entry)
+    transaction, entry = choose(scenario, data, "committed")
+    where = _where(transaction, entry)
     log = scenario.logs[where]
     again = [at for at in range(log.index(entry), len(log)) if scenario.may_see(reader, log[at])]
     scenario.more[reader] = [(where, at, sought and at == again[0]) for at in again]
@@ -302,7 +307,9 @@ def test_reordered_messages_are_found(scenario: Scenario) -> None:
     one, other = scenario.begin(PRODUCERS[0], 2, 0), scenario.begin(PRODUCERS[0], 2, 0, first=scenario.position[0] + 2)
     scenario.end(one, "committed")
     scenario.end(other, "committed")
-    early, late = (next(each for each in log if each in scenario.entries((x.producer, x.number))) for x in (one, other))
+    early, late = (
+        next(entry for entry in log if entry in scenario.entries((x.producer, x.number))) for x in (one, other)
+    )
     early.message, late.message = late.message, early.message
     early.visible_at = late.visible_at = next(scenario.clock)
     assert scenario.counts() == {Kind.REORDERED: 1}
@@ -326,10 +333,10 @@ def test_a_message_that_was_never_written_is_found(scenario: Scenario) -> None:
 
 @given(scenarios())
 def test_a_message_in_the_wrong_partition_is_found(scenario: Scenario) -> None:
-    one = scenario.begin(PRODUCERS[0], 1, 0)
-    scenario.end(one, "committed")
-    entry = scenario.entries((one.producer, one.number))[0]
-    log = scenario.logs[_where(one, entry)]
+    transaction = scenario.begin(PRODUCERS[0], 1, 0)
+    scenario.end(transaction, "committed")
+    entry = scenario.entries((transaction.producer, transaction.number))[0]
+    log = scenario.logs[_where(transaction, entry)]
     log[log.index(entry)] = Entry(None)
     scenario.logs.setdefault(("elsewhere", 7), []).append(entry)
     assert scenario.counts() == {Kind.INCONSISTENT: 1}
@@ -352,10 +359,10 @@ def test_an_offset_reported_before_its_commit_is_found(scenario: Scenario, data:
 
 @given(scenarios())
 def test_a_reported_aborted_offset_is_found(scenario: Scenario) -> None:
-    one = scenario.begin("w9", 1, 9)
-    scenario.end(one, "aborted")
+    transaction = scenario.begin("w9", 1, 9)
+    scenario.end(transaction, "aborted")
     scenario.observed_offsets.append(
-        OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(scenario.clock))
+        OffsetObserved("offsets", "group", "in", 9, transaction.inputs[0].next, next(scenario.clock))
     )
     assert scenario.counts() == {Kind.ABORTED_READ: 1, Kind.TORN: 1}
 
@@ -368,10 +375,16 @@ def test_an_offset_that_was_never_committed_is_found(scenario: Scenario) -> None
 
 @given(scenarios())
 def test_a_program_that_missed_a_message_of_its_source_is_found(scenario: Scenario) -> None:
-    one = scenario.begin(PRODUCERS[0], 3, 0)
-    scenario.begun[-1] = short = msgspec.structs.replace(one, outputs=one.outputs[:2] + one.outputs[4:])
+    transaction = scenario.begin(PRODUCERS[0], 3, 0)
+    scenario.begun[-1] = short = msgspec.structs.replace(
+        transaction, outputs=transaction.outputs[:2] + transaction.outputs[4:]
+    )
     for log in scenario.logs.values():
-        log[:] = [each for each in log if each.message is None or each.message[:2] != (one.producer, one.number)]
+        log[:] = [
+            entry
+            for entry in log
+            if entry.message is None or entry.message[:2] != (transaction.producer, transaction.number)
+        ]
     scenario.end(short, "aborted")
     assert scenario.counts() == {Kind.SKIPPED: 1}
 

@@ -49,7 +49,7 @@ class _Satisfied:
 
 async def _do_not_wait_for_the_decision(self: MarkerSender, shard: MarkedShard) -> None:
     try:
-        known = [transactional_id for one, transactional_id in self._in_flight if one is shard]
+        known = [transactional_id for owner, transactional_id in self._in_flight if owner is shard]
         endings: Any = [] if shard.state is None else shard.state.endings(known)[1]
         for ending in endings:
             self._in_flight.add((shard, ending.transactional_id))

@@ -94,7 +94,7 @@ class Run:
                 members = [
                     self.attempt(batch, part) for part in range(PARTS) for _ in range(self.random.choice([1, 1, 2]))
                 ]
-                by_part = {attempt_of_part(one): one for one in members if one is not None}
+                by_part = {attempt_of_part(member): member for member in members if member is not None}
                 if len(by_part) not in (0, PARTS):
                     continue
                 chosen = tuple(by_part.values())
@@ -225,7 +225,7 @@ class One:
         return self.coordinator.run(lambda shard: shard.batches.complete(QUERY, batch, refs))
 
     def states(self) -> dict[str, str]:
-        return {name: one.state.value for name, one in self.coordinator.transactions.items()}
+        return {name: transaction.state.value for name, transaction in self.coordinator.transactions.items()}
 
 
 def test_a_prepared_transaction_has_no_timeout() -> None:

@@ -380,7 +380,7 @@ def refused(request: Any, *, unknown: bool = False) -> Any:
     return messages.WriteTxnMarkersResponse(
         markers=tuple(
             messages.WritableTxnMarkerResult(
-                producer_id=one.producer_id,
+                producer_id=marker.producer_id,
                 topics=tuple(
                     messages.WritableTxnMarkerTopicResult(
                         name=topic.name,
@@ -392,10 +392,10 @@ def refused(request: Any, *, unknown: bool = False) -> Any:
                             for index in topic.partition_indexes
                         ),
                     )
-                    for topic in one.topics
+                    for topic in marker.topics
                 ),
             )
-            for one in request.markers
+            for marker in request.markers
         )
     )
 

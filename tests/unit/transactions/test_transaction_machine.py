@@ -168,7 +168,9 @@ class Producers:
 
     def no_transaction_is_torn(self) -> None:
         for number, fates in self.fates.items():
-            outcomes = {one.outcomes[number] for one in self.partitions.values() if number in one.outcomes}
+            outcomes = {
+                partition.outcomes[number] for partition in self.partitions.values() if number in partition.outcomes
+            }
             assert len(outcomes) <= 1, f"transaction {number} is torn"
             assert outcomes <= fates, f"transaction {number} ended without a request"
 

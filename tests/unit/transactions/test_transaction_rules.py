@@ -213,7 +213,16 @@ def test_each_fencing_by_the_coordinator_is_logged(coordinator: Coordinator, cap
     coordinator.clock.advance_ms(1100)
     coordinator.fire()
     assert set(caplog.messages) == {"a producer is fenced"}
-    lines = [(one.transactional_id, one.producer_id, one.epoch, one.next_epoch, one.reason) for one in named(caplog)]
+    lines = [
+        (
+            transaction.transactional_id,
+            transaction.producer_id,
+            transaction.epoch,
+            transaction.next_epoch,
+            transaction.reason,
+        )
+        for transaction in named(caplog)
+    ]
     begins = "a new producer uses its transactional id"
     assert lines == [
         (ID, 100, 0, 1, begins),
@@ -330,7 +339,7 @@ def test_unused_ids_expire() -> None:
     for _ in range(40):
         coordinator.clock.advance_ms(1000)
         coordinator.fire()
-    assert [one.transactional_id for one in coordinator.shard] == ["busy"]
+    assert [transaction.transactional_id for transaction in coordinator.shard] == ["busy"]
 
 
 def complete_third(query: str, shard: TransactionShard) -> Outcome[bool]:
@@ -427,9 +436,9 @@ def test_waiters_for_an_end_are_notified(coordinator: Coordinator) -> None:
         coordinator.add(who)
         coordinator.end(who)
         reported.append(waiting(coordinator))
-        assert [one.completed for one in reported[-1:]] == [False]
+        assert [result.completed for result in reported[-1:]] == [False]
         if len(reported) == 1:
             coordinator.complete()
     coordinator.shard.unload()
-    assert [one.error for one in reported[:1]] == [None]
+    assert [result.error for result in reported[:1]] == [None]
     assert isinstance(reported[1].error, NotCoordinator)

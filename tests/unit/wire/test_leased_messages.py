@@ -55,8 +55,8 @@ def test_exactly_the_leased_messages_are_read(sizes: list[tuple[int, int]], span
         if lease.start <= record.offset < lease.end
     ]
     found = leased_messages(None, LeaseResponse(ReceiveResponse(0, None, [part]), 0.0))
-    assert [(one.attempt, one.deadline_ms, one.record) for one in found] == expected
-    assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
+    assert [(message.attempt, message.deadline_ms, message.record) for message in found] == expected
+    assert all((message.topic, message.topic_id, message.partition) == ("orders", TOPIC_ID, 2) for message in found)
 
 
 def test_a_compacted_batch_is_read_by_offset() -> None:

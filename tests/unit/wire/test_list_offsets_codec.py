@@ -31,10 +31,10 @@ async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
     request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
     messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
 
-    def respond(one: Any) -> Any:
-        code = ErrorCode.unknown_topic_or_partition if one.partition_index == 7 else ErrorCode.none
+    def respond(partition: Any) -> Any:
+        code = ErrorCode.unknown_topic_or_partition if partition.partition_index == 7 else ErrorCode.none
         return messages.ListOffsetsPartitionResponse(
-            partition_index=one.partition_index, error_code=code, offset=one.timestamp + 100, timestamp=5
+            partition_index=partition.partition_index, error_code=code, offset=partition.timestamp + 100, timestamp=5
         )
 
     topics = tuple(
@@ -66,7 +66,7 @@ async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: Sc
     assert asked == [1, 2]
     # The leaders are known by then.
     assert [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
-    assert {one.offset for where in requested if isinstance(one := found[where], ListedOffset)} == {98}
+    assert {result.offset for where in requested if isinstance(result := found[where], ListedOffset)} == {98}
     unknown, gone = (found[where] for where in odd)
     assert isinstance(unknown, UnknownTopic)
     assert isinstance(gone, NotLeader)

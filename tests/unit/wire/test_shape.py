@@ -40,14 +40,14 @@ def shared(message: Any, other: Any) -> None:
             continue
         mine, theirs = getattr(message, declared.name), getattr(other, declared.name)
         if mine is None and theirs is not None:
-            assert theirs == default_of(next(one for one in fields(other) if one.name == declared.name))
+            assert theirs == default_of(next(field for field in fields(other) if field.name == declared.name))
         elif isinstance(mine, tuple):
             assert len(mine) == len(theirs)
-            for one, two in zip(mine, theirs, strict=True):
-                if is_dataclass(one):
-                    shared(one, two)
+            for own, other_part in zip(mine, theirs, strict=True):
+                if is_dataclass(own):
+                    shared(own, other_part)
                 else:
-                    assert one == two
+                    assert own == other_part
         elif is_dataclass(mine):
             shared(mine, theirs)
         else:
@@ -73,7 +73,7 @@ def test_an_old_request_survives_conversion_up_and_down(seed: int, api_key: int)
     rng = random.Random(seed)
     for version in versions_of(api_key):
         old, new = load_request_class(api_key, version), load_request_class(api_key, versions_of(api_key)[-1])
-        if {one.name for one in fields(old)} <= {one.name for one in fields(new)}:
+        if {field.name for field in fields(old)} <= {field.name for field in fields(new)}:
             message = random_message(old, rng)
             again = reshape(reshape(message, new), old)
             shared(message, again)

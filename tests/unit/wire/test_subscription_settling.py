@@ -32,11 +32,18 @@ class Broker:
             raise BrokerUnreachable("gone")
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append(
-            [(part.topic, part.partition, one.start, one.end - 1) for part in request.partitions for one in part.verbs]
+            [
+                (part.topic, part.partition, verb.start, verb.end - 1)
+                for part in request.partitions
+                for verb in part.verbs
+            ]
         )
-        self.attempts += [one.attempt for part in request.partitions for one in part.verbs]
+        self.attempts += [verb.attempt for part in request.partitions for verb in part.verbs]
         results: list[list[tuple[int, str | None]]] = [
-            [(REFUSED, "not yours") if self.lost & set(range(one.start, one.end)) else (0, None) for one in part.verbs]
+            [
+                (REFUSED, "not yours") if self.lost & set(range(verb.start, verb.end)) else (0, None)
+                for verb in part.verbs
+            ]
             for part in request.partitions
         ]
         return memoryview(msgspec.msgpack.encode(SettleResponse(0, None, results)))
