@@ -67,7 +67,7 @@ class AiokafkaWorker(Worker):
             await self._with_timeout("send", self._producer.send(output.topic, value, partition=output.partition))
             for output, value in self.values(begun)
         ]
-        positions = {TopicPartition(begun.source, each.partition): each.next for each in begun.inputs}
+        positions = {TopicPartition(begun.source, input_.partition): input_.next for input_ in begun.inputs}
         await self._with_timeout(
             "send_offsets_to_transaction", self._producer.send_offsets_to_transaction(positions, self.task.group)
         )
@@ -84,8 +84,8 @@ class AiokafkaWorker(Worker):
         self.end_requested(commit=False)
         await self._with_timeout("abort_transaction", self._producer.abort_transaction())
         self.ended(committed=False)
-        for each in begun.inputs:
-            self._consumer.seek(TopicPartition(begun.source, each.partition), each.first)
+        for input_ in begun.inputs:
+            self._consumer.seek(TopicPartition(begun.source, input_.partition), input_.first)
 
     async def _with_timeout(self, name: str, done: Awaitable[T]) -> T:
         idle_s_max = self.task.idle_s_max

@@ -113,7 +113,7 @@ class Outcome:
 
     def findings(self) -> str:
         """Return all findings, or that there are none."""
-        more = [f"differing replicas: {one}" for one in self.differing]
+        more = [f"differing replicas: {difference}" for difference in self.differing]
         more += [f"lost commit: {lost_commit}" for lost_commit in self.lost_commits]
         return "\n".join([str(self.report), *more])
 
@@ -198,7 +198,7 @@ class ClusterTrial:
         recovery = state.measure_recovery(longest_s=before.longest_s)
         started = time.monotonic()
         # Faults that start nodes are repaired last, since nodes need everything else.
-        for _, fault in sorted(faults, key=lambda each: (each[1].is_repaired_last, each[1].duration_s)):
+        for _, fault in sorted(faults, key=lambda pair: (pair[1].is_repaired_last, pair[1].duration_s)):
             time.sleep(max(0.0, started + fault.duration_s - time.monotonic()))
             fault.end()
         repaired = time.monotonic()

@@ -82,7 +82,7 @@ class ConfluentWorker(Worker):
             self._producer.begin_transaction()
             for output, value in self.values(begun):
                 self._producer.produce(output.topic, value, partition=output.partition)
-            positions = [TopicPartition(begun.source, each.partition, each.next) for each in begun.inputs]
+            positions = [TopicPartition(begun.source, input_.partition, input_.next) for input_ in begun.inputs]
             self._retry(
                 "send_offsets_to_transaction",
                 lambda: self._producer.send_offsets_to_transaction(
@@ -108,11 +108,11 @@ class ConfluentWorker(Worker):
         except KafkaException as error:
             raise RestartRequired(str(error)) from error
         self.ended(committed=False)
-        mine = {one.partition for one in self._consumer.assignment()}
+        mine = {partition.partition for partition in self._consumer.assignment()}
         try:
-            for each in begun.inputs:
-                if each.partition in mine:
-                    self._consumer.seek(TopicPartition(begun.source, each.partition, each.first))
+            for input_ in begun.inputs:
+                if input_.partition in mine:
+                    self._consumer.seek(TopicPartition(begun.source, input_.partition, input_.first))
         except KafkaException as error:
             raise RestartRequired(f"cannot read again: {error}") from error
 

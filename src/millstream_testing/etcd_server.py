@@ -51,7 +51,7 @@ class EtcdGroupMember(LocalEtcd):
     def flags(self) -> dict[str, object]:
         return super().flags() | {
             "name": self.name,
-            "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),
+            "initial-cluster": ",".join(f"{member.name}={member.peer}" for member in self._group),
         }
 
     def wait_until_healthy(self) -> None:

@@ -115,7 +115,7 @@ class CrashingFiles(MemoryFiles):
         synced = [self._find(path)]
         while synced:
             found = synced.pop()
-            for move in [one for one in self._moves if found in (one[0], one[2])]:
+            for move in [move for move in self._moves if found in (move[0], move[2])]:
                 self._moves.remove(move)
                 other = move[2] if found is move[0] else move[0]
                 other.sync()

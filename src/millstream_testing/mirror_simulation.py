@@ -356,7 +356,8 @@ class Site:
                             yield place, value, marker is not None and marker.commit
                     elif header.record_count:
                         records = [
-                            ((index, one.offset), (one.value or b"").decode()) for one in decode_batch(data, header)
+                            ((index, record.offset), (record.value or b"").decode())
+                            for record in decode_batch(data, header)
                         ]
                         if header.is_transactional:
                             opened.setdefault(header.producer_id, []).extend(records)

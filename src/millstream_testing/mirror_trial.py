@@ -266,7 +266,7 @@ class SiteLoad:
                 # Without joining the group: a member that leaves waits for its coordinator, which may be down.
                 consumer.assign([TopicPartition(PLAIN, index) for index in range(PARTITIONS)])
                 while not self._stop.is_set():
-                    messages = [one for one in consumer.consume(200, 0.3) if one.error() is None]
+                    messages = [message for message in consumer.consume(200, 0.3) if message.error() is None]
                     if not messages:
                         continue
                     producer.begin_transaction()
@@ -514,7 +514,10 @@ class MirrorTrial:
 
     def _check_removed(self, first: Site, only_first: dict[Position, str], removed: list[dict[str, Any]]) -> None:
         """Check that every record that only the first site had was reported and saved."""
-        ranges = [(one["topic"], one["partition"], one["start"], one["end"]) for one in removed]
+        ranges = [
+            (removed_range["topic"], removed_range["partition"], removed_range["start"], removed_range["end"])
+            for removed_range in removed
+        ]
         unreported = [
             position
             for position in only_first

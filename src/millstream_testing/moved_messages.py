@@ -86,9 +86,13 @@ class Source:
 
     def faults(self, found: Iterable[Committed], expected: Collection[Place]) -> list[str]:
         """Return what is wrong with a target that should have these messages unchanged."""
-        placed = [(self.place_of(one), one) for one in found]
+        placed = [(self.place_of(message), message) for message in found]
         # Only their positions may differ.
-        changed = [f"{place} is not as it was: {one}" for place, one in placed if one[2:] != self.messages[place][2:]]
+        changed = [
+            f"{place} is not as it was: {message}"
+            for place, message in placed
+            if message[2:] != self.messages[place][2:]
+        ]
         return [*faults_of(placed, expected), *changed[:FAULTS_MAX]]
 
     def place_of(self, found: Committed) -> Place:
@@ -117,14 +121,14 @@ def _disorder(placed: Iterable[tuple[Place, Committed]]) -> list[str]:
     faults = []
     homes: defaultdict[bytes, set[int]] = defaultdict(set)
     last: dict[tuple[int, bytes], Place] = {}
-    for place, one in placed:
-        if one.key is None:
+    for place, message in placed:
+        if message.key is None:
             continue
-        homes[one.key].add(one.partition)
-        before = last.get((place.partition, one.key))
+        homes[message.key].add(message.partition)
+        before = last.get((place.partition, message.key))
         if before is not None and before >= place:
-            faults.append(f"{place} with the key {one.key!r} stands behind {before}")
-        last[place.partition, one.key] = place
+            faults.append(f"{place} with the key {message.key!r} stands behind {before}")
+        last[place.partition, message.key] = place
     return faults + [f"the key {key!r} is in partitions {sorted(of)}" for key, of in homes.items() if len(of) > 1]
 
 

@@ -38,11 +38,11 @@ def _responds_early() -> None:
     write = RoutedStateStore.write
     last: dict[RoutedStateStore, float] = {}
 
-    def hasty(self: RoutedStateStore, one: Any) -> PendingWrite:
+    def hasty(self: RoutedStateStore, write_key: Any) -> PendingWrite:
         loop = asyncio.get_running_loop()
         # In order, even if the clock of the loop gives two the same time.
         last[self] = max(loop.time() + LATE_S, last.get(self, 0.0) + 1e-4)
-        loop.call_at(last[self], write, self, one)
+        loop.call_at(last[self], write, self, write_key)
         done = PendingWrite()
         done.finish()
         return done

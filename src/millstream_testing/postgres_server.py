@@ -104,6 +104,6 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
-    for one in (source, target):
+    for stream in (source, target):
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            stream.shutdown(socket.SHUT_RDWR)

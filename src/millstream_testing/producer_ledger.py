@@ -140,12 +140,15 @@ class ProducerLedger:
             raise EOFError
         topics = []
         for topic in request.topic_data:
-            responses = [self._append(topic.name, one.index, bytes(one.records), fault) for one in topic.partition_data]
+            responses = [
+                self._append(topic.name, partition.index, bytes(partition.records), fault)
+                for partition in topic.partition_data
+            ]
             partitions = tuple(
                 messages.PartitionProduceResponse(
-                    index=one.index, error_code=code, base_offset=offset, record_errors=(), error_message=None
+                    index=partition.index, error_code=code, base_offset=offset, record_errors=(), error_message=None
                 )
-                for one, (code, offset) in zip(topic.partition_data, responses, strict=True)
+                for partition, (code, offset) in zip(topic.partition_data, responses, strict=True)
             )
             topics.append(messages.TopicProduceResponse(name=topic.name, partition_responses=partitions))
         if fault == "hang up after":

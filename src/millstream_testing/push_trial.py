@@ -209,7 +209,8 @@ class PushTrial(QueueTrial):
                 for name in self._subscriptions
             }
             described = {
-                one["name"]: one for one in await SubscriptionClient(client).describe(list(self._subscriptions))
+                subscription["name"]: subscription
+                for subscription in await SubscriptionClient(client).describe(list(self._subscriptions))
             }
         findings = left + missing
         if self._unsigned:
@@ -220,8 +221,10 @@ class PushTrial(QueueTrial):
             truth = GroundTruth(
                 expected, dead_letters[name], Spans(self._fault_spans), Spans(), len(self._cluster.nodes) == 1
             )
-            findings += [f"{name}: {one}" for one in check(guarantees, history, truth)]
-            findings += [f"{name}: {one}" for one in _miscounted(described[name], records, dead_letters[name])]
+            findings += [f"{name}: {violation}" for violation in check(guarantees, history, truth)]
+            findings += [
+                f"{name}: {violation}" for violation in _miscounted(described[name], records, dead_letters[name])
+            ]
             poison = {position for position, record in records.items() if record.key == POISON}
             if missing_poison := poison - set(dead_letters[name]):
                 findings.append(f"{name}: poison that was not dead-lettered: {sorted(missing_poison)[:5]}")

@@ -123,10 +123,12 @@ class QueueTrial:
             try:
                 async with self._client() as client:
                     described = await SubscriptionClient(client).describe(list(self._subscriptions))
-                left = [found for one in described for found in pending_messages(one, self._partitions)]
+                left = [
+                    found for subscription in described for found in pending_messages(subscription, self._partitions)
+                ]
             except (MillstreamError, OSError, TimeoutError) as error:
                 left = [f"no node responds: {error!r}"]
-        return [f"not empty after {self._drain_s_max:g} s: {one}" for one in left]
+        return [f"not empty after {self._drain_s_max:g} s: {message}" for message in left]
 
     async def _published(self, client: Client) -> tuple[dict[Position, Record], list[Finding]]:
         """Return all messages of the topic, and whether acknowledged ones are missing."""

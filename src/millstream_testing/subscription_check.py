@@ -71,7 +71,7 @@ class _Case:
         self.deliveries: dict[Position, list[Delivery]] = defaultdict(list)
         self.settlements: dict[Position, list[Settlement]] = defaultdict(list)
         for delivery in sorted(
-            map(self._with_exact_time, history.deliveries), key=lambda one: (one.to_ms, one.attempt)
+            map(self._with_exact_time, history.deliveries), key=lambda delivery: (delivery.to_ms, delivery.attempt)
         ):
             self.deliveries[delivery.position].append(delivery)
         # By partition, certain settlements: when the worker sent each, and when it got a response.
@@ -111,12 +111,16 @@ class _Case:
 
     def accepted(self, position: Position, *, certainly: bool) -> bool:
         """Whether a worker accepted a message."""
-        accepts = [one for one in self.settlements[position] if one.verb == Verb.ACCEPT]
+        accepts = [settlement for settlement in self.settlements[position] if settlement.verb == Verb.ACCEPT]
         return any(accept.is_certain if certainly else accept.is_possible for accept in accepts)
 
     def attempt_of(self, settlement: Settlement) -> int:
         """Return the attempt that a settlement belongs to: a worker that got a message twice settles the later one."""
-        deliveries = [one for one in self.deliveries.get(settlement.position, ()) if one.worker == settlement.worker]
+        deliveries = [
+            delivery
+            for delivery in self.deliveries.get(settlement.position, ())
+            if delivery.worker == settlement.worker
+        ]
         return max(
             (delivery.attempt for delivery in deliveries if delivery.from_ms <= (settlement.response_ms or 0)),
             default=0,
@@ -125,9 +129,9 @@ class _Case:
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """Return the settlements of a delivery, in order."""
         return [
-            one
-            for one in self.settlements[delivery.position]
-            if (one.worker, one.attempt) == (delivery.worker, delivery.attempt)
+            settlement
+            for settlement in self.settlements[delivery.position]
+            if (settlement.worker, settlement.attempt) == (delivery.worker, delivery.attempt)
         ]
 
     def exclusive_until_ms(self, delivery: Delivery) -> float:
@@ -151,7 +155,7 @@ def _lost(case: _Case) -> Iterator[str]:
         return
     for position in case.truth.expected:
         if not case.accepted(position, certainly=False) and not case.truth.dead_letters[position]:
-            yield f"{position} was delivered as {[one[1:] for one in case.deliveries.get(position, ())]}"
+            yield f"{position} was delivered as {[delivery[1:] for delivery in case.deliveries.get(position, ())]}"
 
 
 def _lost_without_fault(case: _Case) -> Iterator[str]:
@@ -175,7 +179,7 @@ def _lost_without_fault(case: _Case) -> Iterator[str]:
 def _calls_with_possible_loss(case: _Case) -> list[Call]:
     """Return requests whose response, or part of it, may not have arrived."""
     last: dict[str, Call] = {}
-    for call in sorted(case.history.calls, key=lambda one: one.requested_ms):
+    for call in sorted(case.history.calls, key=lambda settlement: settlement.requested_ms):
         last[call.worker] = call
     last_calls = set(last.values())
     disturbed = case.truth.disturbed
@@ -237,14 +241,16 @@ def _misplaced_dead_letters(case: _Case) -> Iterator[str]:
         yield from map(str, case.truth.dead_letters)
         return
     for position, ones in case.settlements.items():
-        if not case.truth.dead_letters[position] and any(one.verb == Verb.REJECT and one.is_certain for one in ones):
-            yield f"{position}: {[one[1:] for one in ones]}"
+        if not case.truth.dead_letters[position] and any(
+            settlement.verb == Verb.REJECT and settlement.is_certain for settlement in ones
+        ):
+            yield f"{position}: {[settlement[1:] for settlement in ones]}"
 
 
 def _accepted_and_dead(case: _Case) -> Iterator[str]:
     for position in case.truth.dead_letters:
         if case.accepted(position, certainly=True):
-            yield f"{position}: {[one[1:] for one in case.settlements[position]]}"
+            yield f"{position}: {[settlement[1:] for settlement in case.settlements[position]]}"
 
 
 def _unexpected(case: _Case) -> Iterator[str]:
@@ -256,15 +262,15 @@ def _content_differs(case: _Case) -> Iterator[str]:
     """Check that delivered messages have the content of the topic."""
     for position, ones in case.deliveries.items():
         published = case.truth.expected.get(position)
-        if published is not None and any(one.checksum != published.checksum for one in ones):
+        if published is not None and any(delivery.checksum != published.checksum for delivery in ones):
             yield str(position)
 
 
 def _delivered_too_often(case: _Case) -> Iterator[str]:
     for position, ones in case.deliveries.items():
         if case.guarantees.delivery == AT_MOST_ONCE and len(ones) > 1:
-            yield f"{position} was delivered to {[(one.worker, one.to_ms) for one in ones]}"
-        most = max(one.attempt for one in ones)
+            yield f"{position} was delivered to {[(delivery.worker, delivery.to_ms) for delivery in ones]}"
+        most = max(delivery.attempt for delivery in ones)
         if 0 < case.guarantees.attempts < most:
             yield f"{position} was delivered for attempt {most}"
 
@@ -272,12 +278,12 @@ def _delivered_too_often(case: _Case) -> Iterator[str]:
 def _attempts_out_of_order(case: _Case) -> Iterator[str]:
     """Check that attempts increase by one, and that no two deliveries share one."""
     for position, ones in case.deliveries.items():
-        for before, one in combinations(ones, 2):
-            goes_back = one.attempt < before.attempt and one.from_ms > before.to_ms
-            if (goes_back or one.attempt == before.attempt) and not case.may_lose_lease(before, one):
+        for before, delivery in combinations(ones, 2):
+            goes_back = delivery.attempt < before.attempt and delivery.from_ms > before.to_ms
+            if (goes_back or delivery.attempt == before.attempt) and not case.may_lose_lease(before, delivery):
                 yield (
-                    f"{position}: attempt {one.attempt} of {one.worker} at {one.to_ms} follows {before.attempt} of "
-                    f"{before.worker} at {before.to_ms}"
+                    f"{position}: attempt {delivery.attempt} of {delivery.worker} at {delivery.to_ms} "
+                    f"follows {before.attempt} of {before.worker} at {before.to_ms}"
                 )
 
 
@@ -298,10 +304,13 @@ def _leased_twice(case: _Case) -> Iterator[str]:
     if case.guarantees.delivery != EXACTLY_ONCE:
         return
     for position, ones in case.deliveries.items():
-        for before, one in pairwise(sorted(ones, key=lambda one: one.attempt)):
+        for before, delivery in pairwise(sorted(ones, key=lambda delivery: delivery.attempt)):
             until_ms = case.exclusive_until_ms(before)
-            if one.to_ms < until_ms and not case.is_stepped(before.from_ms, one.to_ms):
-                yield f"{position}: leased by {before.worker} to {until_ms}, delivered to {one.worker} at {one.to_ms}"
+            if delivery.to_ms < until_ms and not case.is_stepped(before.from_ms, delivery.to_ms):
+                yield (
+                    f"{position}: leased by {before.worker} to {until_ms}, "
+                    f"delivered to {delivery.worker} at {delivery.to_ms}"
+                )
 
 
 def _redelivered_after_accept(case: _Case) -> Iterator[str]:
@@ -309,19 +318,26 @@ def _redelivered_after_accept(case: _Case) -> Iterator[str]:
     if case.guarantees.delivery == AT_MOST_ONCE:
         return
     for position, ones in case.deliveries.items():
-        accepts = [one for one in case.settlements[position] if one.verb == Verb.ACCEPT and one.is_certain]
+        accepts = [
+            settlement
+            for settlement in case.settlements[position]
+            if settlement.verb == Verb.ACCEPT and settlement.is_certain
+        ]
         if not accepts:
             continue
         accepted_ms = min(accept.response_ms or 0 for accept in accepts)
         attempt, nodes = min(map(case.attempt_of, accepts)), {accept.node for accept in accepts}
-        for one in ones:
-            is_later = one.from_ms > accepted_ms
+        for delivery in ones:
+            is_later = delivery.from_ms > accepted_ms
             if case.guarantees.delivery == EXACTLY_ONCE:
-                is_later |= one.attempt > attempt
-            elif not case.truth.is_single_node and (one.node < 0 or one.node not in nodes):
-                is_later &= not case.truth.disturbed.overlaps(one.from_ms, one.to_ms)
+                is_later |= delivery.attempt > attempt
+            elif not case.truth.is_single_node and (delivery.node < 0 or delivery.node not in nodes):
+                is_later &= not case.truth.disturbed.overlaps(delivery.from_ms, delivery.to_ms)
             if is_later:
-                yield f"{position}: accepted at {accepted_ms}, delivered to {one.worker} {one.from_ms} to {one.to_ms}"
+                yield (
+                    f"{position}: accepted at {accepted_ms}, "
+                    f"delivered to {delivery.worker} {delivery.from_ms} to {delivery.to_ms}"
+                )
 
 
 def _refused_settlements(case: _Case) -> Iterator[str]:
@@ -329,14 +345,17 @@ def _refused_settlements(case: _Case) -> Iterator[str]:
     if case.guarantees.delivery != EXACTLY_ONCE:
         return
     for position, ones in case.deliveries.items():
-        for one in ones:
-            for first in case.settlements_of(one)[:1]:
-                if first.taken or first.response_ms is None or first.response_ms >= one.deadline_ms:
+        for delivery in ones:
+            for first in case.settlements_of(delivery)[:1]:
+                if first.taken or first.response_ms is None or first.response_ms >= delivery.deadline_ms:
                     continue
                 # It may have been settled already, in an earlier delivery.
-                settled = any(each.taken and each.worker == one.worker for each in case.settlements[position])
-                if not settled and not case.is_stepped(one.from_ms, first.response_ms):
-                    yield f"{position}: {first.verb.name} of {one.worker} was refused before its lease ended"
+                settled = any(
+                    settlement.taken and settlement.worker == delivery.worker
+                    for settlement in case.settlements[position]
+                )
+                if not settled and not case.is_stepped(delivery.from_ms, first.response_ms):
+                    yield f"{position}: {first.verb.name} of {delivery.worker} was refused before its lease ended"
 
 
 def _out_of_order(case: _Case) -> Iterator[str]:
@@ -349,35 +368,45 @@ def _out_of_order(case: _Case) -> Iterator[str]:
         if published is not None and not published.due_ms:
             by_key[position.partition, published.key].extend(ones)
     for ones in by_key.values():
-        ones.sort(key=lambda one: (one.to_ms, one.position))
+        ones.sort(key=lambda delivery: (delivery.to_ms, delivery.position))
         latest: list[Delivery] = []
-        for one in ones:
+        for delivery in ones:
             for after in latest:
-                if after.position > one.position and after.to_ms < one.from_ms and not case.may_lose_lease(after, one):
-                    yield f"{one.position} was delivered at {one.from_ms}, after {after.position} at {after.to_ms}"
+                if (
+                    after.position > delivery.position
+                    and after.to_ms < delivery.from_ms
+                    and not case.may_lose_lease(after, delivery)
+                ):
+                    yield (
+                        f"{delivery.position} was delivered at {delivery.from_ms}, "
+                        f"after {after.position} at {after.to_ms}"
+                    )
                     break
             # Later deliveries are compared with the last messages in order.
-            if not latest or one.position >= max(each.position for each in latest):
-                latest = [*latest[-3:], one]
+            if not latest or delivery.position >= max(delivery.position for delivery in latest):
+                latest = [*latest[-3:], delivery]
 
 
 def _delivered_early(case: _Case) -> Iterator[str]:
     for position, ones in case.deliveries.items():
         published = case.truth.expected.get(position)
-        for one in ones:
-            due_ms = max(0 if published is None else published.due_ms, _released_until_ms(case, one))
-            if one.to_ms < due_ms and not case.is_stepped(one.from_ms - REQUEST_MS, one.to_ms):
-                yield f"{position} was delivered to {one.worker} {due_ms - one.to_ms} ms early"
+        for delivery in ones:
+            due_ms = max(0 if published is None else published.due_ms, _released_until_ms(case, delivery))
+            if delivery.to_ms < due_ms and not case.is_stepped(delivery.from_ms - REQUEST_MS, delivery.to_ms):
+                yield f"{position} was delivered to {delivery.worker} {due_ms - delivery.to_ms} ms early"
 
 
 def _released_until_ms(case: _Case, delivery: Delivery) -> int:
     """Return the time until which the previous worker delayed the message when it released it."""
     delays = [
-        one.sent_ms + one.delay_ms
-        for one in case.settlements[delivery.position]
-        if one.verb == Verb.RELEASE and one.is_certain and one.delay_ms and one.attempt == delivery.attempt - 1
+        settlement.sent_ms + settlement.delay_ms
+        for settlement in case.settlements[delivery.position]
+        if settlement.verb == Verb.RELEASE
+        and settlement.is_certain
+        and settlement.delay_ms
+        and settlement.attempt == delivery.attempt - 1
         # Attempt numbers that were lost are assigned again.
-        if one.sent_ms <= delivery.to_ms
+        if settlement.sent_ms <= delivery.to_ms
     ]
     return min(delays, default=0)
 

@@ -326,8 +326,8 @@ def histories(events: Iterable[Event]) -> dict[str, History]:
             }
     for (subscription, _), call in open_calls.items():
         found[subscription].calls.append(_call(call, None, 0, responded=False))
-    for each in settle_sent:
-        found[each.subscription].settlements += _settlements(each, settle_completed)
+    for request in settle_sent:
+        found[request.subscription].settlements += _settlements(request, settle_completed)
     return dict(found)
 
 

@@ -281,7 +281,7 @@ class SubscriptionTrial(QueueTrial):
         fault = KINDS[kind][0](context)
         workers = self._draw_worker_faults()
         steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
-        steps += [step for _, each in workers for step in each]
+        steps += [step for _, steps in workers for step in steps]
         self._faults.update([kind, *(kind for kind, _ in workers)])
         self._print_line(f"{number:3} {fault}; {len(workers)} worker faults")
         began_s, began_ms = time.monotonic(), now_ms()
@@ -336,7 +336,7 @@ class SubscriptionTrial(QueueTrial):
             is_single_node = len(self._cluster.nodes) == 1
             truths[name] = GroundTruth(expected, dead_letters[name], disturbed, stepped, is_single_node)
             broken = check(guarantees, found.setdefault(name, History()), truths[name])
-            findings += [f"{name}: {one}" for one in broken]
+            findings += [f"{name}: {violation}" for violation in broken]
         return Outcome(findings + self._broken, self._summary(records, truths, found))
 
     def _summary(

@@ -147,8 +147,8 @@ class _Check:
         return self._history.transactions.get((producer, number))
 
     def _output(self, message: int) -> Output | None:
-        one = self._transaction(message)
-        return None if one is None else one.output(self._history.messages[message][2])
+        transaction = self._transaction(message)
+        return None if transaction is None else transaction.output(self._history.messages[message][2])
 
     def _describe(self, message: int) -> str:
         producer, number, index = self._history.messages[message]
@@ -191,12 +191,12 @@ class _Check:
     def _find_wrong_reads(self) -> None:
         """Find what readers of committed data received too early or should never have received."""
         for consumer, position, message, at in self._polls(committed=True):
-            one = self._transaction(message)
-            if one is None:
+            transaction = self._transaction(message)
+            if transaction is None:
                 continue
             what = f"{consumer} received {self._describe(message)}"
-            asked_at = one.commit_requested_at
-            if one.is_aborted:
+            asked_at = transaction.commit_requested_at
+            if transaction.is_aborted:
                 self._add_once(Kind.ABORTED_READ, position, f"{what}, which was aborted")
             elif asked_at is None:
                 self._add_once(Kind.EARLY_READ, position, f"{what}, whose commit was never requested")
@@ -238,8 +238,8 @@ class _Check:
         """Return the messages that readers of committed data must receive."""
         committed = dict(self._visible)
         for message, position in self._first.items():
-            one = self._transaction(message)
-            if one is not None and one.committed:
+            transaction = self._transaction(message)
+            if transaction is not None and transaction.committed:
                 committed[message] = position
         return committed
 
@@ -277,10 +277,10 @@ class _Check:
     def _find_wrong_inputs(self) -> None:
         for (producer, number), transaction in self._history.transactions.items():
             got = {(output.source_partition, output.source_offset) for output in transaction.begun.outputs}
-            for each in transaction.begun.inputs:
-                missing = [at for at in range(each.first, each.next) if (each.partition, at) not in got]
+            for input_ in transaction.begun.inputs:
+                missing = [at for at in range(input_.first, input_.next) if (input_.partition, at) not in got]
                 if missing:
-                    position = (transaction.begun.source, each.partition, missing[0])
+                    position = (transaction.begun.source, input_.partition, missing[0])
                     self._report.add(Kind.SKIPPED, position, f"transaction {number} of {producer} did not receive it")
 
     # -- offsets of groups -------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ class _Check:
     def _find_wrong_offsets(self) -> None:
         committing: defaultdict[Position, list[Transaction]] = defaultdict(list)
         for transaction in self._history.transactions.values():
-            for each in transaction.begun.inputs:
-                committing[transaction.begun.group, each.partition, each.next].append(transaction)
+            for input_ in transaction.begun.inputs:
+                committing[transaction.begun.group, input_.partition, input_.next].append(transaction)
         last: dict[tuple[str, str, int], int] = {}
         for observed in self._history.observed_offsets:
             stream = (observed.observer, observed.group, observed.partition)
@@ -310,9 +310,11 @@ class _Check:
         if not by:
             self._report.add(Kind.INCONSISTENT, position, f"{what}, which no transaction committed")
             return
-        if any(one.may_be_committed and (one.commit_requested_at or 0) <= observed.at for one in by):
+        if any(
+            transaction.may_be_committed and (transaction.commit_requested_at or 0) <= observed.at for transaction in by
+        ):
             return
-        if all(one.is_aborted for one in by):
+        if all(transaction.is_aborted for transaction in by):
             self._report.add(Kind.ABORTED_READ, position, f"{what}; every transaction that commits it was aborted")
         else:
             self._report.add(Kind.EARLY_READ, position, f"{what} before any commit with it was requested")
@@ -330,12 +332,12 @@ class _Check:
             if missing and (readable or transaction.committed):
                 self._report_missing(key, transaction, missing, torn=bool(readable))
 
-    def _report_missing(self, key: Key, one: Transaction, missing: Sequence[int], *, torn: bool) -> None:
+    def _report_missing(self, key: Key, transaction: Transaction, missing: Sequence[int], *, torn: bool) -> None:
         self._torn.add(key)
-        outputs = [one.begun.outputs[index] for index in missing]
-        self._explained.update(_source(one, output) for output in outputs)
-        total = len(one.begun.outputs)
-        ended = "was committed" if one.committed else "may be committed"
+        outputs = [transaction.begun.outputs[index] for index in missing]
+        self._explained.update(_source(transaction, output) for output in outputs)
+        total = len(transaction.begun.outputs)
+        ended = "was committed" if transaction.committed else "may be committed"
         detail = f"transaction {key[1]} of {key[0]} {ended}, and {len(missing)} of its {total} messages are missing"
         self._report.add(Kind.TORN if torn else Kind.LOST, (outputs[0].topic, outputs[0].partition, -1), detail)
 
@@ -343,10 +345,10 @@ class _Check:
         """Map source messages to their outputs in each topic, and find duplicates."""
         effects: dict[tuple[Source, str], int] = {}
         for message, position in self._visible.items():
-            one, output = self._transaction(message), self._output(message)
-            if one is None or output is None:
+            transaction, output = self._transaction(message), self._output(message)
+            if transaction is None or output is None:
                 continue
-            source = _source(one, output)
+            source = _source(transaction, output)
             other = effects.setdefault((source, output.topic), message)
             if other != message:
                 what = f"{self._describe(message)} and {self._describe(other)} at {_format(self._visible[other])}"
@@ -383,8 +385,8 @@ class _Check:
                         )
 
 
-def _source(one: Transaction, output: Output) -> Source:
-    return one.begun.group, output.source_partition, output.source_offset
+def _source(transaction: Transaction, output: Output) -> Source:
+    return transaction.begun.group, output.source_partition, output.source_offset
 
 
 def _format(position: Position | Source) -> str:

@@ -49,7 +49,7 @@ class ReloadingCoordinator:
     @property
     def transactions(self) -> dict[str, Transaction]:
         """Return everything that the coordinator knows."""
-        return {one.transactional_id: one for one in self.shard}
+        return {transaction.transactional_id: transaction for transaction in self.shard}
 
     def _append(self, records: object) -> None:
         assert isinstance(records, list)
@@ -93,7 +93,7 @@ class ModelPartition:
 
     @property
     def undecided(self) -> set[int]:
-        return {one.transaction for one in self._open.values()}
+        return {entry.transaction for entry in self._open.values()}
 
     def append(self, producer_id: ProducerId, epoch: int, transaction: int) -> None:
         """Append a record of a transaction; raise `FencedProducer` if a later epoch has written."""

@@ -174,9 +174,11 @@ class OffsetObserver(threading.Thread):
             clients.pop(group).close()
             return False
         at = time.monotonic_ns()
-        known = [one for one in found if one.error is None and one.offset >= 0]
-        self._state.record(OffsetObserved(self.name, group, one.topic, one.partition, one.offset, at) for one in known)
-        self.committed.update({(group, one.partition): one.offset for one in known})
+        known = [offset for offset in found if offset.error is None and offset.offset >= 0]
+        self._state.record(
+            OffsetObserved(self.name, group, offset.topic, offset.partition, offset.offset, at) for offset in known
+        )
+        self.committed.update({(group, offset.partition): offset.offset for offset in known})
         return True
 
 
@@ -198,8 +200,8 @@ async def read_with_aiokafka(name: str, state: TransactionTrialState, address: s
         while [partition for partition in partitions if await consumer.position(partition) < ends[partition]]:
             polled = await consumer.getmany(timeout_ms=500, max_records=5000)
             at = time.monotonic_ns()
-            for one, records in polled.items():
-                partition_key = partitions[one]
+            for consumer_partition, records in polled.items():
+                partition_key = partitions[consumer_partition]
                 state.record(
                     polled_of(name, partition_key, record.offset, record.value or b"", at) for record in records
                 )
@@ -332,7 +334,7 @@ class Outcome:
 
     @property
     def kills(self) -> int:
-        return sum(one.kills for one in self.rounds)
+        return sum(trial_round.kills for trial_round in self.rounds)
 
     def findings(self) -> str:
         """Return all findings, or that there are none."""
@@ -416,7 +418,7 @@ class TransactionTrial:
 
     @property
     def _kills(self) -> int:
-        return sum(one.kills for one in self._rounds)
+        return sum(trial_round.kills for trial_round in self._rounds)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -616,7 +618,7 @@ class TransactionTrial:
             for (topic, index), end in ends_of(self.cluster.kafka, OUTPUTS, committed=False).items()
             if stable[topic, index] < end
         ]
-        states = Counter(one["state"] for one in self._listed())
+        states = Counter(transaction["state"] for transaction in self._listed())
         opened = [f"{count} transactions are {state}" for state, count in states.items() if state not in _CLOSED]
         return "; ".join([*behind, *opened])
 
@@ -675,9 +677,9 @@ class TransactionTrial:
             command("transaction", "list", "--hanging", "--json"),
         ]
         responses += [
-            command("transaction", "describe", one["transactional_id"], "--json")
-            for one in self._listed()
-            if "transactional_id" in one and one["state"] not in _CLOSED
+            command("transaction", "describe", transaction["transactional_id"], "--json")
+            for transaction in self._listed()
+            if "transactional_id" in transaction and transaction["state"] not in _CLOSED
         ]
         responses += [command("group", "describe", group, "--json") for group in self._plan.groups]
         printed = [response.out or response.err for response in responses]

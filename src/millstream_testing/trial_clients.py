@@ -217,10 +217,10 @@ class GroupMember(threading.Thread):
 
     def _committed(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
         with self._state.lock:
-            for each in partitions if error is None else ():
-                if each.error is None and each.offset >= 0:
-                    key = (self.group, (each.topic, each.partition))
-                    self._state.commits[key] = max(each.offset, self._state.commits.get(key, 0))
+            for partition in partitions if error is None else ():
+                if partition.error is None and partition.offset >= 0:
+                    key = (self.group, (partition.topic, partition.partition))
+                    self._state.commits[key] = max(partition.offset, self._state.commits.get(key, 0))
 
 
 class Auditor:

@@ -226,7 +226,8 @@ class TrialCluster:
         if status.controller is None:
             problems.append("there is no controller")
         unhealthy = [
-            f"{one.topic}-{one.partition} leader {one.leader} in sync {one.in_sync}" for one in status.troubled
+            f"{partition.topic}-{partition.partition} leader {partition.leader} in sync {partition.in_sync}"
+            for partition in status.troubled
         ]
         return "; ".join([*problems, *unhealthy])
 

@@ -122,13 +122,13 @@ class TrialWorker:
 
     def restart_if_ended(self) -> None:
         """Restart a worker that ended on its own; raise `TrialFailed` for one that is stuck or broken."""
-        for each in [*self._replaced, self.current]:
-            code = self._ended(each)
+        for worker_process in [*self._replaced, self.current]:
+            code = self._ended(worker_process)
             if code is None:
                 continue
-            if each in self._replaced:
+            if worker_process in self._replaced:
                 self.restarts += 1
-                self._replaced.remove(each)
+                self._replaced.remove(worker_process)
             elif code != -signal.SIGKILL:
                 self.restarts += code == RESTART
                 self.start()
@@ -136,12 +136,14 @@ class TrialWorker:
     def finish(self) -> None:
         """Stop, without a restart."""
         self.stop()
-        for each in [*self._replaced, self.current]:
+        for worker_process in [*self._replaced, self.current]:
             try:
-                each.process.wait(STOP_S_MAX)
+                worker_process.process.wait(STOP_S_MAX)
             except subprocess.TimeoutExpired:
-                raise TrialFailed(f"{each.task.producer} did not stop:\n{each.log_tail()}") from None
-            self._ended(each)
+                raise TrialFailed(
+                    f"{worker_process.task.producer} did not stop:\n{worker_process.log_tail()}"
+                ) from None
+            self._ended(worker_process)
 
     def _ended(self, ended: WorkerProcess) -> int | None:
         code = ended.process.poll()
@@ -154,7 +156,7 @@ class TrialWorker:
     @property
     def replaced(self) -> list[str]:
         """Return processes that were replaced and have not ended yet."""
-        return [each.task.producer for each in self._replaced]
+        return [worker_process.task.producer for worker_process in self._replaced]
 
     def end(self) -> None:
         for process in self.processes:

@@ -187,11 +187,13 @@ class _TypedValue:
         elif value is None and not param.multiple and param.nargs == 1:
             return None
         coerced = self._coercion_of(param).coerce(value, param=param, ctx=ctx)
-        for one in coerced if isinstance(coerced, list | tuple) else (coerced,):
-            if isinstance(one, float) and not math.isfinite(one):
+        for element in coerced if isinstance(coerced, list | tuple) else (coerced,):
+            if isinstance(element, float) and not math.isfinite(element):
                 raise typer.BadParameter(f"{value!r} is not a number", ctx=ctx, param=param)
-            if isinstance(one, int | float) and abs(one) > (_FLOAT_MAX if isinstance(one, float) else _INT_MAX):
-                raise typer.BadParameter(f"{one} is too large", ctx=ctx, param=param)
+            if isinstance(element, int | float) and abs(element) > (
+                _FLOAT_MAX if isinstance(element, float) else _INT_MAX
+            ):
+                raise typer.BadParameter(f"{element} is too large", ctx=ctx, param=param)
         return coerced
 
 

@@ -209,10 +209,10 @@ def _subscription_label(row: dict[str, Any]) -> str:
     return f"{row['subscription']} (deleted)" if row["deleted"] else str(row["subscription"])
 
 
-def _describe_finding(one: dict[str, Any]) -> str:
-    if "subscription" not in one:
-        return f"{one['kind']}: {one_line(one['detail'])}"
-    last = "" if one["end"] - one["start"] <= 1 else f" to {one['end'] - 1}"
-    place = f"{one_line(one['topic'])}/{one['partition']}"
-    where = f"{place}@{one['start']}{last}" if one["end"] > one["start"] else place
-    return f"{one['kind']}: {where} in {one_line(one['subscription'])}: {one_line(one['detail'])}"
+def _describe_finding(finding: dict[str, Any]) -> str:
+    if "subscription" not in finding:
+        return f"{finding['kind']}: {one_line(finding['detail'])}"
+    last = "" if finding["end"] - finding["start"] <= 1 else f" to {finding['end'] - 1}"
+    place = f"{one_line(finding['topic'])}/{finding['partition']}"
+    where = f"{place}@{finding['start']}{last}" if finding["end"] > finding["start"] else place
+    return f"{finding['kind']}: {where} in {one_line(finding['subscription'])}: {one_line(finding['detail'])}"

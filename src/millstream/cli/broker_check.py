@@ -49,7 +49,10 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 
 
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
-    findings = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
+    findings = [
+        warning("pipelines", pipeline_warning.text, pipeline_warning.advice)
+        for pipeline_warning in pipeline_warnings(pipelines, now_ms=now_ms)
+    ]
     return findings or [passed("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
 
 
@@ -209,7 +212,7 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     # Before others are asked, which may take a while.
     clock = _check_clock(status)
     statuses = await _statuses(client, status)
-    responses = [one for one in statuses.values() if one]
+    responses = [status for status in statuses.values() if status]
     damage = [*_check_damage(_collect_damage(statuses)), *_refused_letters(responses)]
     findings = [_check_versions(responses), *_check_readiness(statuses), *_check_warnings(responses), *damage, clock]
     space = [

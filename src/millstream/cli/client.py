@@ -55,17 +55,17 @@ def list_(
         print_note(f"Not listed: {counted(clients.omitted, 'more connection')}.")
 
 
-def _row(one: ConnectedClient) -> list[str | int | None]:
+def _row(connected: ConnectedClient) -> list[str | int | None]:
     return [
-        one_line(one.client_id) or None,
-        one.node,
-        one.address,
-        one.software,
-        one.version,
-        ", ".join(one.roles) or None,
-        _rate(one.produced_bytes_per_s),
-        _rate(one.fetched_bytes_per_s),
-        f"{one.idle_s:.0f} s",
+        one_line(connected.client_id) or None,
+        connected.node,
+        connected.address,
+        connected.software,
+        connected.version,
+        ", ".join(connected.roles) or None,
+        _rate(connected.produced_bytes_per_s),
+        _rate(connected.fetched_bytes_per_s),
+        f"{connected.idle_s:.0f} s",
     ]
 
 

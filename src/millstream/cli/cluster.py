@@ -437,9 +437,9 @@ def _print_state(document: dict[str, Any]) -> None:
             f"{document['moved']} of {counted(document['moves'], 'move')} done, "
             f"{sized(document['moved_bytes'])} of {sized(document['bytes'])}"
         )
-        for one in document["partitions_moving"][:ROWS_MAX]:
+        for move in document["partitions_moving"][:ROWS_MAX]:
             print_line(
-                f"  moving {one['topic']}-{one['partition']} from {_numbers(one['from'])} to {_numbers(one['to'])}"
+                f"  moving {move['topic']}-{move['partition']} from {_numbers(move['from'])} to {_numbers(move['to'])}"
             )
     if document["drained"]:
         print_line(

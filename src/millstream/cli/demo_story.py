@@ -641,8 +641,8 @@ class Story:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             topic = await find_topic(self._ms.client, TOPIC)
             connecting = [Client.connect(self._broker.kafka, client_id="demo-member") for _ in range(members)]
-            clients = [await stack.enter_async_context(one) for one in connecting]
-            group = [DemoMember(one, GROUP, topic, self._progress) for one in clients]
+            clients = [await stack.enter_async_context(connection) for connection in connecting]
+            group = [DemoMember(client, GROUP, topic, self._progress) for client in clients]
             for member in group:
                 tasks.create_task(member.run())
             await self._until(lambda: sum(len(member.read) for member in group) >= len(missed))
@@ -650,7 +650,7 @@ class Story:
                 member.stop()
         self._check_read([message for member in group for message in member.read], missed, f"group {GROUP!r}: ")
         progress = await progress_of(self._ms.client, await describe_group(self._ms.client, GROUP))
-        lag = sum(one.lag or 0 for one in progress)
+        lag = sum(status.lag or 0 for status in progress)
         self._account.check(lag == 0, "it has committed all of them", f"it is {lag:,} messages behind")
 
     async def _read_log(self) -> list[Stored]:
@@ -671,7 +671,11 @@ class Story:
     def _check_places(self, messages: Sequence[tuple[int, Any]]) -> None:
         """Check that every message is stored where its receipt says."""
         places = {_number(record.value): (partition, record.offset) for partition, record in messages}
-        moved = [one for one, receipt in self._placed.items() if places[one] != (receipt.partition, receipt.offset)]
+        moved = [
+            message_id
+            for message_id, receipt in self._placed.items()
+            if places[message_id] != (receipt.partition, receipt.offset)
+        ]
         self._account.check(
             not moved, "each acknowledged order is stored at its acknowledged offset", f"{len(moved)} do not"
         )

@@ -82,15 +82,15 @@ def list_(common: Common = COMMON) -> None:
         empty="No subscription keeps dead letters.",
         as_json=common.as_json,
     )
-    for one in topics:
-        if one.unreachable:
-            partitions = ", ".join(map(str, one.unreachable))
+    for topic in topics:
+        if topic.unreachable:
+            partitions = ", ".join(map(str, topic.unreachable))
             print_note(
-                f"Topic {one_line(one.topic)} may have more letters: partition {partitions} did not respond; "
+                f"Topic {one_line(topic.topic)} may have more letters: partition {partitions} did not respond; "
                 "see millstream cluster status."
             )
-        for reason in one.refusals:
-            print_note(f"{counted(one.refused, 'message')} cannot be dead-lettered: {one_line(reason)}")
+        for reason in topic.refusals:
+            print_note(f"{counted(topic.refused, 'message')} cannot be dead-lettered: {one_line(reason)}")
 
 
 @app.command("show")

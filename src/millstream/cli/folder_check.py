@@ -196,8 +196,8 @@ def _open_catalog(path: Path) -> Iterator[sqlite3.Connection]:
         where, mode = path, "immutable=1"
         if log.exists() and log.stat().st_size:
             where, mode = Path(scratch, path.name), "mode=rw"
-            for one in (path, log):
-                shutil.copyfile(one, where.with_name(one.name))
+            for file in (path, log):
+                shutil.copyfile(file, where.with_name(file.name))
         with closing(sqlite3.connect(f"{where.absolute().as_uri()}?{mode}", uri=True)) as connection:
             yield connection
 

@@ -111,7 +111,7 @@ def trace(
         places = await find_by_id(client, position, topic, since, until, note=print_note)
         return [await trace_at(client, place) for place in places]
 
-    documents = [_with_history(one, common, lake) for one in call_broker(common, operation)]
+    documents = [_with_history(message, common, lake) for message in call_broker(common, operation)]
     if not documents:
         raise CommandFailed(f"topic {topic!r} has no message {position!r} in this period", ExitCode.NOT_FOUND)
     for document in documents:
@@ -168,23 +168,23 @@ def _print_trace(document: dict[str, Any]) -> None:
             print_line(f"  not known: {one_line(subscription['unknown'])}")
 
 
-def _life(one: dict[str, Any]) -> str:
-    facts = [one["state"]]
-    if one["worker"]:
-        facts.append(f"by {one_line(one['worker'])}")
-    if one["client_id"] or one["address"]:
-        facts.append(f"({one_line(one['client_id']) or '-'} at {one_line(one['address']) or '-'})")
-    if one["until_ms"]:
-        facts.append(f"until {local_time(one['until_ms'])}")
-    if one["ended_ms"]:
-        facts.append(f"at {local_time(one['ended_ms'])}")
-    if one["dead_letter"]:
-        letter = one["dead_letter"]
+def _life(document: dict[str, Any]) -> str:
+    facts = [document["state"]]
+    if document["worker"]:
+        facts.append(f"by {one_line(document['worker'])}")
+    if document["client_id"] or document["address"]:
+        facts.append(f"({one_line(document['client_id']) or '-'} at {one_line(document['address']) or '-'})")
+    if document["until_ms"]:
+        facts.append(f"until {local_time(document['until_ms'])}")
+    if document["ended_ms"]:
+        facts.append(f"at {local_time(document['ended_ms'])}")
+    if document["dead_letter"]:
+        letter = document["dead_letter"]
         facts.append(f"in {one_line(letter['topic'])}/{letter['partition']}@{letter['offset']}")
     text = " ".join(facts)
-    if one["attempts"]:
-        text += f", {counted(one['attempts'], 'attempt')}"
-    return text + (f": {one_line(one['reason'])}" if one["reason"] else "")
+    if document["attempts"]:
+        text += f", {counted(document['attempts'], 'attempt')}"
+    return text + (f": {one_line(document['reason'])}" if document["reason"] else "")
 
 
 def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> dict[str, Any]:

@@ -394,8 +394,13 @@ def _check_recreated(report: ReverseResponse) -> None:
         )
 
 
-def _removed_document(one: RemovedRange) -> dict[str, Any]:
-    return {"topic": one.topic, "partition": one.partition, "start": one.start, "end": one.end}
+def _removed_document(removed_range: RemovedRange) -> dict[str, Any]:
+    return {
+        "topic": removed_range.topic,
+        "partition": removed_range.partition,
+        "start": removed_range.start,
+        "end": removed_range.end,
+    }
 
 
 def _print_removed(removed: list[dict[str, Any]], report: ReverseResponse) -> None:

@@ -159,8 +159,8 @@ class Noun(typer.Typer):
         def add_spread(command: Callable[..., None]) -> Callable[..., None]:
             expanded = expand_options(command)
             taken = signature(expanded, eval_str=True).parameters
-            for one in taken.values():
-                _name_argument(one)
+            for parameter in taken.values():
+                _name_argument(parameter)
             epilog = _CONNECTION_HELP if "brokers" in taken else None
             super(Noun, self).command(name, **{"epilog": epilog, **given})(expanded)
             return command

@@ -241,7 +241,9 @@ class Flags:
     settings: Settings = None
 
     def given(self) -> list[str]:
-        return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], (), False)]
+        return [
+            _spelled(field.name) for field in fields(self) if getattr(self, field.name) not in (None, [], (), False)
+        ]
 
     def flags_of_settings(self) -> dict[str, str]:
         """Return the given flags by setting, but for settings that were also given by name."""

@@ -256,7 +256,7 @@ def check(
         without = f", {counted(found.skipped, 'message')} without a schema" if found.skipped else ""
         lines.append(f"{counted(found.messages, 'message')} of {topic}: {found.unreadable} cannot be read{without}.")
         lines += [f"{number} × {reason}" for reason, number in found.counted.most_common(_REASONS_SHOWN)]
-        lines += [f"{topic}/{one['partition']}@{one['offset']}  {one['reason']}" for one in found.first]
+        lines += [f"{topic}/{record['partition']}@{record['offset']}  {record['reason']}" for record in found.first]
     print_result(found.document(), "\n".join(lines), as_json=common.as_json)
     if found.reasons or found.unreadable:
         raise typer.Exit(ExitCode.CONFLICT)

@@ -110,6 +110,6 @@ def _print(response: SecretsResponse, *, as_json: bool) -> None:
         )
     else:
         print_line("The catalog holds no secrets.")
-    for one in response.secrets:
-        if one.problem:
-            print_note(f"{one.noun} {one.name}: {one.problem}")
+    for secret in response.secrets:
+        if secret.problem:
+            print_note(f"{secret.noun} {secret.name}: {secret.problem}")

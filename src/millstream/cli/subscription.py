@@ -325,7 +325,7 @@ def create(
 
         subscriptions = SubscriptionClient(client)
         known = (await client.metadata(topic)).topics
-        missing = [one for one in topic if one not in known]
+        missing = [topic_name for topic_name in topic if topic_name not in known]
         created = True
         try:
             await subscriptions.create(name, topic, overrides)
@@ -350,8 +350,8 @@ def create(
     print_result({**document, "dead_letter_topic": letters}, text, as_json=common.as_json)
     if created and letters == NO_DEAD_LETTERS and not common.as_json:
         print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
-    for one in missing:
-        print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is created.")
+    for topic_name in missing:
+        print_note(f"Topic {one_line(topic_name)} does not exist yet; its messages are delivered once it is created.")
     if note is not None:
         print_note(note)
 

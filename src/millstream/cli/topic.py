@@ -332,7 +332,9 @@ def _print_description(described: dict[str, Any]) -> None:
     facts |= _schema_facts(described["schema"])
     for word in ("readers", "writers"):
         known = described[word]
-        facts[word] = None if known is None else ", ".join(f"{one['kind']} {one['name']}" for one in known) or "none"
+        facts[word] = (
+            None if known is None else ", ".join(f"{reader['kind']} {reader['name']}" for reader in known) or "none"
+        )
     for word, text in facts.items():
         if text is not None:
             print_line(f"{word.ljust(11)}  {text}")
@@ -374,12 +376,12 @@ def _print_damage(described: dict[str, Any]) -> None:
     from millstream.client.admin.cluster_status import DamagedOffsets
 
     lost = [
-        DamagedOffsets(described["topic"], partition["partition"], each["start"], each["end"])
+        DamagedOffsets(described["topic"], partition["partition"], damage["start"], damage["end"])
         for partition in described["partitions"]
-        for each in partition["damage"] or ()
+        for damage in partition["damage"] or ()
     ]
-    for each in lost:
-        print_line(f"DAMAGED  {each}")
-        print_line(f"         -> {each.advice}")
+    for damage in lost:
+        print_line(f"DAMAGED  {damage}")
+        print_line(f"         -> {damage.advice}")
     if lost:
         print_line()

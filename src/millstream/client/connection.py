@@ -575,7 +575,7 @@ class Connection:
             for outcome, record in zip(outcomes, records, strict=True)
             if isinstance(outcome, Receipt)
         ]
-        self._book.keep([one for one, _ in stored], [value for _, value in stored])
+        self._book.keep([receipt for receipt, _ in stored], [value for _, value in stored])
 
     # -- subscribing ----------------------------------------------------------------------------------------
 

@@ -210,8 +210,8 @@ class HandledTable:
         before = self._read(connection, sorted({operation.message_id for operation in operations}))
         after: dict[str, Row | None] = dict(before)
         results: list[ClaimResult] = []
-        for one in operations:
-            after[one.message_id], result = decide(after.get(one.message_id), one, now_ms)
+        for operation in operations:
+            after[operation.message_id], result = decide(after.get(operation.message_id), operation, now_ms)
             results.append(result)
         self._write(connection, before, after)
         return results

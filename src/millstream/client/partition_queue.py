@@ -459,11 +459,11 @@ class PartitionQueue:
             doomed += [sent for sent in self.sent if sent.maybe_stored and sent is not batch and not sent.is_done]
             self.identity = None
             self.troubled = True
-        for one in doomed:
-            self.sent.remove(one)
-            one.failed(error)
-        for one in self.sent:
-            one.behind_gap = one.in_flight
+        for sent_batch in doomed:
+            self.sent.remove(sent_batch)
+            sent_batch.failed(error)
+        for sent_batch in self.sent:
+            sent_batch.behind_gap = sent_batch.in_flight
         self._discard_done()
 
     def _drop_invalid(self, batch: OutgoingBatch, error: InvalidBatch | InvalidTimestamp) -> None:

@@ -73,7 +73,7 @@ class Profile:
 
     def shown(self) -> dict[str, Any]:
         """Return the settings that are given, without secrets."""
-        values = {one.name.replace("_", "-"): getattr(self, one.name) for one in fields(self)}
+        values = {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
         return {name: HIDDEN if name in _SECRETS else value for name, value in values.items() if value}
 
 
@@ -124,7 +124,7 @@ def _tables() -> dict[str, Any]:
 
 
 def _profile(name: str, table: object, path: Path) -> Profile:
-    kinds = {one.name.replace("_", "-"): bool if one.name == "tls" else str for one in fields(Profile)}
+    kinds = {field.name.replace("_", "-"): bool if field.name == "tls" else str for field in fields(Profile)}
     if not isinstance(table, dict):
         raise InvalidSetting(f"profiles {path}: {name} is not a table; a profile begins with [{name}]")
     for key, value in table.items():

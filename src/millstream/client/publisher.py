@@ -87,7 +87,7 @@ class TopicRoute:
             # The last batch is sent or full, or its leader is unknown: continue with a partition that has a leader.
             at = queue.index
             turn = self.queues[at + 1 :] + self.queues[: at + 1]
-            self._sticky = next((one for one in turn if one.sender is not None), turn[0])
+            self._sticky = next((queue for queue in turn if queue.sender is not None), turn[0])
         return self._sticky
 
     def _queue_of(self, partition: int) -> PartitionQueue:

@@ -301,8 +301,8 @@ class SettleLane:
                     raise
                 continue
             for ranges, outcomes in zip(places.values(), results, strict=True):
-                for one, (code, text) in zip(ranges, outcomes, strict=True):
-                    self._conclude(one, error_from_code(code, text) if code else None)
+                for run, (code, text) in zip(ranges, outcomes, strict=True):
+                    self._conclude(run, error_from_code(code, text) if code else None)
 
     async def _send_request(self, places: dict[tuple[str, int], list[_Run]]) -> list[list[tuple[int, str | None]]]:
         settles = [
@@ -332,16 +332,16 @@ class SettleLane:
                 for settlement in settled_range.settlements:
                     conclude(settlement, cause)
 
-    def _conclude(self, one: _Run, error: MillstreamError | None) -> None:
-        if isinstance(error, InvalidRecordState) and one.offsets.size > 1:
+    def _conclude(self, run: _Run, error: MillstreamError | None) -> None:
+        if isinstance(error, InvalidRecordState) and run.offsets.size > 1:
             # A range is settled as a whole or not at all: one of its messages is no longer leased, the others may be.
-            for settlement in one.settlements:
+            for settlement in run.settlements:
                 parts = settlement.split([[offset] for offset in settlement.offsets], is_alone=True)
                 self._on_split([settlement], parts)
                 self._waiting += parts
             return
         conclude = self._on_moved if isinstance(error, RETRIED) else self._on_settled
-        for settlement in one.settlements:
+        for settlement in run.settlements:
             conclude(settlement, error)
 
 
@@ -630,5 +630,5 @@ class Settler:
                 if isinstance(error, RETRIED):
                     # No node responded for a while, and the others must not wait as long one after another.
                     concluded = len(self._unverified)
-            for one in [self._unverified.popleft() for _ in range(concluded)]:
-                self._on_settled(one, None if doubt is None else _unknown_outcome(one, doubt))
+            for run in [self._unverified.popleft() for _ in range(concluded)]:
+                self._on_settled(run, None if doubt is None else _unknown_outcome(run, doubt))

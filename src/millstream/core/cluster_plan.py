@@ -211,7 +211,7 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
         rest = [replica for replica in partition.replicas if replica != node]
         taker = _best_receiver(takers, rest, load, weights)
         if taker is None:
-            machines = len({load.nodes[one].failure_domain for one in takers})
+            machines = len({load.nodes[taker].failure_domain for taker in takers})
             staying.append(f"{partition} cannot move: {_too_few(len(partition.replicas), machines)}")
             continue
         target = tuple(taker if replica == node else replica for replica in partition.replicas)

@@ -38,7 +38,7 @@ def plain_problem(error: Exception, *, is_text: bool = False, fields: Sequence[s
         noun = "parameter" if is_text else "field"
         if field[1].startswith("missing"):
             return f"the {noun} `{name}` is missing"
-        known = "" if place or not fields else f"; the {noun}s are {', '.join(f'`{one}`' for one in fields)}"
+        known = "" if place or not fields else f"; the {noun}s are {', '.join(f'`{field}`' for field in fields)}"
         return f"there is no {noun} `{name}`{known}"
     what = f"`{place}`" if place else "it"
     if expected := _EXPECTED.fullmatch(problem):

@@ -109,7 +109,7 @@ def check_changes(columns: Sequence[PayloadColumn], key: Sequence[str], order: s
 def _has_column(columns: Iterable[PayloadColumn], path: str) -> bool:
     """Whether there is a column, or a field of a struct, at a dotted path."""
     first, _, rest = path.partition(".")
-    column = next((one for one in columns if one.name == first), None)
+    column = next((column for column in columns if column.name == first), None)
     return column is not None and (not rest or (column.type.name == "struct" and _has_column(column.type.parts, rest)))
 
 

@@ -359,7 +359,7 @@ def _relations(tree: exp.Query, text: str) -> Iterator[str]:
             relations.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, parts[-1]))
             if len(parts) > 1:
                 raise _needs_backquotes(text, *relations[-1][:2])
-    for start, end, name in sorted(relations, key=lambda one: one[:2]):
+    for start, end, name in sorted(relations, key=lambda relation: relation[:2]):
         if text[start] in "'\"":
             raise setting_error_at(ABOUT, text, start, end, "names are written in backquotes, not in quotes")
         if text[start] != "`" and not name.name.isascii():

@@ -403,8 +403,8 @@ class TopicPartition:
 def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIndex]]:
     """Group partitions by topic, sorted, as Kafka's messages list them."""
     grouped: dict[str, list[PartitionIndex]] = {}
-    for one in sorted(partitions, key=lambda partition: (partition.topic, partition.partition)):
-        grouped.setdefault(one.topic, []).append(one.partition)
+    for partition_key in sorted(partitions, key=lambda partition: (partition.topic, partition.partition)):
+        grouped.setdefault(partition_key.topic, []).append(partition_key.partition)
     return grouped
 
 

@@ -131,8 +131,8 @@ class HttpChild(SupervisedChild):
     async def stop(self) -> None:
         """Stop the child once its requests are finished, and close the listening sockets."""
         await super().stop()
-        for one in self._sockets:
-            one.close()
+        for listener in self._sockets:
+            listener.close()
 
     async def _spawn(self) -> Process:
         self._line, child_end = socket.socketpair()
@@ -150,7 +150,7 @@ class HttpChild(SupervisedChild):
                 msgspec.json.encode(options).decode(),
                 stdin=child_end.fileno(),
                 stdout=_STDERR,
-                pass_fds=[one.fileno() for one in self._sockets],
+                pass_fds=[socket.fileno() for socket in self._sockets],
                 env=child_environment(),
             )
         except BaseException:

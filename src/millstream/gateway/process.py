@@ -108,7 +108,7 @@ class TlsAcceptor:
             self._count += 1
             task.add_done_callback(partial(self._on_handshake_done, network))
             if self._count > HANDSHAKES_MAX:
-                most = max(self._handshakes, key=lambda one: len(self._handshakes[one]))
+                most = max(self._handshakes, key=lambda address: len(self._handshakes[address]))
                 oldest = self._handshakes[most][0]
                 self._forget(most, oldest)
                 oldest.cancel()

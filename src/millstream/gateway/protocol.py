@@ -160,8 +160,8 @@ class Protocol(HttpToolsProtocol):
         if not stalled:
             # No other connection can have been silent for long enough before the first of these.
             Protocol.none_stalled_until = min(map(_last_data_time, silent), default=self._last_data_at) + STALLED_S
-        for one in stalled:
-            one.close_stalled()
+        for connection in stalled:
+            connection.close_stalled()
         return bool(stalled)
 
     def _replace_crowding(self) -> bool:
@@ -170,8 +170,8 @@ class Protocol(HttpToolsProtocol):
         excess = (len(most) - len(self.by_network[self._network])) // 2
         waiting = [connection for connection in most if connection.waits_for_client]
         closed = nsmallest(min(excess, REPLACED_MAX), waiting, key=_last_data_time)
-        for one in closed:
-            one.close_stalled()
+        for connection in closed:
+            connection.close_stalled()
         return bool(closed)
 
     @property

@@ -128,12 +128,12 @@ class BatchDriver(Caller):
         is_early = self.rng.random() < EARLY_COMMIT_CHANCE
         for _ in range(POLLS_MAX):
             chosen = [_first(attempts, part, is_early=is_early) for part in range(PARTS)]
-            found = [one for one in chosen if one is not None]
+            found = [part for part in chosen if part is not None]
             if len(found) == PARTS:
                 return found
             over = {attempt.name for attempt, process, task in self._attempts if task.done() or not process.alive}
             for part, attempt in enumerate(chosen):
-                if attempt is None and all(one.name in over for one in attempts if one.part == part):
+                if attempt is None and all(attempt.name in over for attempt in attempts if attempt.part == part):
                     attempts.append(self._start(batch, part))
             await asyncio.sleep(POLL_S)
         return None
@@ -144,7 +144,7 @@ class BatchDriver(Caller):
         all_prepared = all(attempt.is_prepared for attempt in chosen)
         model = self.context.model
         model.complete_sent(batch, transaction)
-        self.context.record(self.name, f"completes batch {batch[1]} with {[one.number for one in transaction]}")
+        self.context.record(self.name, f"completes batch {batch[1]} with {[part.number for part in transaction]}")
         try:
             by_this = await self.send(self._target, lambda node: node.complete_batch(self.query, batch[1], members))
         except MillstreamError as error:

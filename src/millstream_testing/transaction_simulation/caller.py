@@ -174,7 +174,7 @@ class CommittedConsumer(Caller):
 
 def delivered(read: CommittedRead, position: int) -> tuple[dict[int, str], int]:
     """Return what a client delivers of a response, by offset, and where it reads next."""
-    waiting = sorted(read.aborted, key=lambda one: one[1])
+    waiting = sorted(read.aborted, key=lambda pair: pair[1])
     aborted: set[int] = set()
     values: dict[int, str] = {}
     next_offset = position

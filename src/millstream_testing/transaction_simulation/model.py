@@ -278,7 +278,7 @@ class Visible:
     @property
     def first_open(self) -> int | None:
         """Return where the oldest open transaction begins."""
-        return min((one.first_offset for one in self._open.values()), default=None)
+        return min((transaction.first_offset for transaction in self._open.values()), default=None)
 
     def add(self, batch: bytes) -> None:
         header = read_header(batch)

@@ -96,7 +96,9 @@ class OrderedRoutes:
         self._routes = routes
 
     async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> PartitionErrors:
-        return await self._routes.write(marker, sorted(partitions, key=lambda one: (one.topic, one.partition)))
+        return await self._routes.write(
+            marker, sorted(partitions, key=lambda partition: (partition.topic, partition.partition))
+        )
 
 
 READ_BYTES = 2000
@@ -292,7 +294,7 @@ class TransactionNode(SimulatedNode):
             for shard in run.coordinator.shards:
                 if shard.state is None:
                     return f"{shard.name} is loading"
-                left = [one for one in shard.state if one.state.value in _UNFINISHED]
+                left = [transaction for transaction in shard.state if transaction.state.value in _UNFINISHED]
                 if left:
                     return f"{left[0].transactional_id} is {left[0].state.value}"
             return _pending_offsets(run.groups)

@@ -137,7 +137,8 @@ class TransactionWorld(World):
             await self._check_offset(supervisor.transactional_id)
         begun = self.model.transactions
         self.trace.record(
-            "world", f"well; {sum(one.committed for one in begun)} of {len(begun)} transactions committed"
+            "world",
+            f"well; {sum(transaction.committed for transaction in begun)} of {len(begun)} transactions committed",
         )
 
     async def _check_offset(self, transactional_id: str) -> None:
@@ -186,7 +187,7 @@ def _check_stable(node: SimulatedNode, seen: _Stable) -> None:
 def _unfinished_clients(
     supervisors: list[Supervisor], drivers: list[BatchDriver], driving: list[asyncio.Task[None]]
 ) -> str | None:
-    failures = [*(one.failure() for one in supervisors), *(one.failure() for one in drivers)]
+    failures = [*(supervisor.failure() for supervisor in supervisors), *(driver.failure() for driver in drivers)]
     for error in failures:
         if error is not None:
             raise error

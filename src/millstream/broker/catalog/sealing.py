@@ -193,7 +193,7 @@ class Sealing:
                 keys = self._read()
             except InvalidSetting as error:
                 raise CannotUnseal(str(error)) from None
-        key = next((one for one in keys if one.key_id == key_id), None)
+        key = next((key for key in keys if key.key_id == key_id), None)
         if key is None:
             raise CannotUnseal(f"it is sealed with key {key_id}, which is not in {self.path}")
         try:

@@ -105,7 +105,7 @@ def _without_node(
     trusted = exclude_untrusted(state, node) if registered.unclean else None
     if (trusted or state).leader != node:
         return trusted
-    return elect(trusted or state, [one for one in alive if one != node], min_in_sync=min_in_sync)
+    return elect(trusted or state, [candidate for candidate in alive if candidate != node], min_in_sync=min_in_sync)
 
 
 class Balance:

@@ -155,10 +155,10 @@ def derive_states(
         locations={NodeId(inventory.node_id): inventory.location for inventory in inventories},
     )
     replicas: dict[PartitionKey, dict[NodeId, ReplicaSummary]] = {}
-    for one in inventories:
-        for replica in one.replicas:
+    for inventory in inventories:
+        for replica in inventory.replicas:
             key = UUID(replica.topic_id), PartitionIndex(replica.partition)
-            replicas.setdefault(key, {})[NodeId(one.node_id)] = replica
+            replicas.setdefault(key, {})[NodeId(inventory.node_id)] = replica
     known = set(deleted)
     for topic in topics:
         known.add(topic.topic_id)

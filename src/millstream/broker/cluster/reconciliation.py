@@ -100,7 +100,7 @@ def _choose_replicas(replication: int, nodes: Mapping[NodeId, Node], load: Load)
     domains = {nodes[leader].failure_domain}
     while len(chosen) < replication:
         node = min(
-            (one for one in nodes if nodes[one].failure_domain not in domains),
+            (node for node in nodes if nodes[node].failure_domain not in domains),
             # On a tie, nodes after the leader come first, so that followers vary between partitions.
             key=lambda node: (used[_rack(nodes[node])], load.replicas[node], node < leader, node),
         )

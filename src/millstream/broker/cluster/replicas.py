@@ -336,39 +336,39 @@ class InSyncWriter:
             self.check_soon(partition)
         return True
 
-    async def _write_single(self, one: _PendingChange) -> None:
+    async def _write_single(self, pending: _PendingChange) -> None:
         """Request one change until its outcome is certain, or the view has shown it."""
-        while one.partition.is_pending(one.change):
+        while pending.partition.is_pending(pending.change):
             try:
-                if not await self._change([one]):
-                    await self._read_back(one)
+                if not await self._change([pending]):
+                    await self._read_back(pending)
                 return
             except StoreRefused as error:
-                await self._handle_refusal([one], error)
+                await self._handle_refusal([pending], error)
                 return
             except CorruptState as error:
                 # Both sets count until the view shows a state that can be read.
-                _logger.error("a state cannot be read back", extra={"key": one.key, "error": str(error)})
+                _logger.error("a state cannot be read back", extra={"key": pending.key, "error": str(error)})
                 return
             except StoreUnavailable as error:
                 _logger.warning(
                     "it is unknown whether an in-sync set changed; retrying",
-                    extra={"partition": str(one.partition.log.partition), "error": str(error)},
+                    extra={"partition": str(pending.partition.log.partition), "error": str(error)},
                 )
                 await self._backoff.pause()
 
-    async def _read_back(self, one: _PendingChange) -> None:
+    async def _read_back(self, pending: _PendingChange) -> None:
         """Resolve a failed condition: another node changed the state, or a joining node was restarted.
 
         Either way the change, and any earlier attempt of it that is still under way, never takes effect.
         """
-        entry = (await self._store.read(one.key)).entries.get(one.key)
-        if entry is not None and entry.revision > one.change.revision:
-            one.partition.change_ended(Versioned(PartitionState.from_json(entry.value), entry.revision))
+        entry = (await self._store.read(pending.key)).entries.get(pending.key)
+        if entry is not None and entry.revision > pending.change.revision:
+            pending.partition.change_ended(Versioned(PartitionState.from_json(entry.value), entry.revision))
         else:
-            one.partition.change_refused(one.change)
+            pending.partition.change_refused(pending.change)
             await self._backoff.pause()
-        self.check_soon(one.partition)
+        self.check_soon(pending.partition)
 
     async def _handle_refusal(self, pending: list[_PendingChange], error: StoreRefused) -> None:
         _logger.warning("the store refused a change of in-sync sets", extra={"error": str(error)})

@@ -227,7 +227,9 @@ class Subscriptions(NamedHolder[Subscription]):
 
     def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
         """Return the dead letter topic of a subscription that names none: the one it has, or an unused name."""
-        others = {settings.dead_letter_topic for one, settings in self._settings.items() if one != subscription_id}
+        others = {
+            settings.dead_letter_topic for other_id, settings in self._settings.items() if other_id != subscription_id
+        }
         own = self._settings.get(subscription_id)
 
         def is_taken(topic: str) -> bool:
@@ -278,7 +280,9 @@ class Subscriptions(NamedHolder[Subscription]):
 
     async def _forget_old_deletions(self) -> None:
         long_ago = self._clock.now_ms() - DELETION_KEPT_MS
-        for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
+        for subscription_id in [
+            deleted_id for deleted_id, deleted_ms in self._deleted.items() if deleted_ms < long_ago
+        ]:
             await self._declarations.call(Catalog.forget_deleted_subscription, subscription_id)
             del self._deleted[subscription_id]
 

@@ -159,7 +159,7 @@ class Topics:
     def activate(self) -> None:
         """Assume the assigned roles: the cluster has admitted this node."""
         self._active = True
-        self._notify_roles([self._apply_state(one.topic, one.index) for one in tuple(self.hosted())])
+        self._notify_roles([self._apply_state(partition.topic, partition.index) for partition in tuple(self.hosted())])
 
     def on_declared(self, listener: Callable[[Declared], None]) -> None:
         self._declared_listeners.append(listener)
@@ -216,7 +216,7 @@ class Topics:
                     await self._coordination.change([Put(keys.done_key(topic, self._me), "") for topic in topics])
                     self._removed.difference_update(topics)
                 while partitions := tuple(islice(self._removed_replicas, CHANGES_MAX)):
-                    await self._coordination.change([Delete(keys.removed_key(one, self._me)) for one in partitions])
+                    await self._coordination.change([Delete(keys.removed_key(where, self._me)) for where in partitions])
                     self._removed_replicas.difference_update(partitions)
                 self._backoff.reset()
             except StoreUnavailable as error:
@@ -298,7 +298,7 @@ class Topics:
 
     def led_of(self, names: Iterable[str]) -> list[Partition]:
         """Return the partitions of these topics that this node leads."""
-        return [one for topic in self.existing(names) for one in self.partitions_of(topic) if one.is_leader]
+        return [replica for topic in self.existing(names) for replica in self.partitions_of(topic) if replica.is_leader]
 
     def leads_movable_partition(self) -> bool:
         """Whether this node leads a partition that another live node could lead as well."""

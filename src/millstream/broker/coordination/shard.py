@@ -238,7 +238,7 @@ class Rewrite:
         while names := list(islice(remaining, BATCH_RECORDS)):
             if shard.state is not state:
                 return False
-            records = [one for name in names if (one := state.durable_record(name)) is not None]
+            records = [durable for name in names if (durable := state.durable_record(name)) is not None]
             await self._append([record for record in records if isinstance(record, StateRecord)])
             for late in [record for record in records if not isinstance(record, StateRecord)]:
                 await late.make()

@@ -462,10 +462,10 @@ class SubscriptionService:
 
     def _last_used_ms(self, subscription_id: UUID) -> int:
         deliveries = () if self._engine is None else self._engine.deliveries
-        ours = [one for one in deliveries if one.key.subscription_id == subscription_id]
-        if any(one.waiting for one in ours):
+        ours = [delivery for delivery in deliveries if delivery.key.subscription_id == subscription_id]
+        if any(queue.waiting for queue in ours):
             return self.clock.now_ms()
-        return max((one.last_used_ms for one in ours), default=0)
+        return max((queue.last_used_ms for queue in ours), default=0)
 
     def _name_of(self, subscription_id: UUID) -> str | None:
         declared = self.declared.by_id(subscription_id)

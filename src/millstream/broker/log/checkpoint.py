@@ -151,7 +151,7 @@ class Checkpoints:
         good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]
         try:
             sync_folders(self._files, [checkpoint.capture for checkpoint in good])
-            self._ledger.write([(one.log.key, one.version, one.state) for one in good])
+            self._ledger.write([(snapshot.log.key, snapshot.version, snapshot.state) for snapshot in good])
         except OSError as error:
             for checkpoint in good:
                 checkpoint.error = error

@@ -406,7 +406,7 @@ class Compaction:
         if isinstance(error, CleaningCancelled) or log.closed:
             return
         if isinstance(error, DamagedSource):
-            segment = next((one for one in log.segments if one.base_offset == error.base_offset), None)
+            segment = next((segment for segment in log.segments if segment.base_offset == error.base_offset), None)
             if segment is not None and any(segment in group for group in self._groups):
                 # The log records and reports what it finds.
                 with suppress(StorageFailure):

@@ -529,7 +529,7 @@ class Copier:
     ) -> asyncio.Task[Fetched]:
         positions = {members[key].source: offset for key, offset in requested.items()}
         # A few lines get more each, so that they are not idle for most of a long round trip.
-        size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
+        size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(member == leader for member, _ in self._members)))
         # At most a second's worth at once, so that a limited mirror does not fetch in bursts.
         limits = FetchLimits(min(size, self._rate or size), FETCH_WAIT_MS)
         topic_ids = {members[key].source.topic: members[key].original_id for key in requested}
@@ -775,7 +775,10 @@ class ReadableWait:
         for partition in self._requested:
             partition.listen(self)
         try:
-            while any(one.is_leader and one.high_watermark < offset for one, offset in self._requested.items()):
+            while any(
+                partition.is_leader and partition.high_watermark < offset
+                for partition, offset in self._requested.items()
+            ):
                 self._changed.clear()
                 await self._changed.wait()
         finally:

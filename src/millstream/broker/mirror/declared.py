@@ -148,13 +148,13 @@ class Mirrors(NamedHolder[Mirror]):
         def forgotten(now: Mirror) -> Mirror:
             return dataclasses.replace(
                 now,
-                verified={one: offsets for one, offsets in now.verified.items() if one != topic},
+                verified={name: offsets for name, offsets in now.verified.items() if name != topic},
                 group_offsets={
-                    group: {one: offsets for one, offsets in group_offsets.items() if one != topic}
+                    group: {name: offsets for name, offsets in group_offsets.items() if name != topic}
                     for group, group_offsets in now.group_offsets.items()
                 },
-                gaps={one: offsets for one, offsets in now.gaps.items() if one != topic},
-                cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},
+                gaps={name: offsets for name, offsets in now.gaps.items() if name != topic},
+                cut_epochs={name: epochs for name, epochs in now.cut_epochs.items() if name != topic},
             )
 
         await self._record(known, forgotten)

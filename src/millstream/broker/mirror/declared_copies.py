@@ -189,7 +189,7 @@ class DeclaredCopies:
                     f"the schema registry of the source does not end after {len(pages)} versions with {size} characters"
                 )
         self._run.notes.pop("schemas behind", None)
-        versions = {_version_id(one.subject, one.version): one for one in map(_to_version, pages)}
+        versions = {_version_id(version.subject, version.version): version for version in map(_to_version, pages)}
         settings = [
             SubjectSettings(subject=QualifiedSubject.parse(setting.subject), config=setting.config, mode=setting.mode)
             for setting in page.settings
@@ -199,8 +199,10 @@ class DeclaredCopies:
             here = self._versions_here()
             to_delete = [here[item_id] for item_id in change.forgotten if item_id in here]
             set_here = [setting.subject for setting in self._schemas.all_settings()]
-            settings += [SubjectSettings(subject=one) for one in set_here if _settings_id(one) in change.forgotten]
-            schemas = [_to_schema(one) for one in pages]
+            settings += [
+                SubjectSettings(subject=subject) for subject in set_here if _settings_id(subject) in change.forgotten
+            ]
+            schemas = [_to_schema(page) for page in pages]
             await self._schemas.follow(
                 schemas, list(versions.values()), settings, to_delete=to_delete, sightings=change
             )
@@ -243,7 +245,9 @@ class DeclaredCopies:
                 sightings = await self._run.service.mirrors.claim_sightings(
                     self._run.mirror, source=self._source.cluster_id, owner=owner
                 )
-                self._sightings_by_kind = {one: Sightings(sightings.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
+                self._sightings_by_kind = {
+                    owned_kind: Sightings(sightings.get(owned_kind, ()), owner) for owned_kind in (SCHEMAS, ACLS)
+                }
                 self._last = _UNKNOWN
             return self._sightings_by_kind[kind]
 
@@ -273,21 +277,21 @@ class DeclaredCopies:
             self._run.notes.pop(key, None)
 
 
-def _to_version(one: SchemaMessage) -> SubjectVersion:
-    subject = QualifiedSubject.parse(one.subject)
-    return SubjectVersion(subject=subject, version=one.version, schema_id=one.id, is_deleted=one.deleted)
+def _to_version(message: SchemaMessage) -> SubjectVersion:
+    subject = QualifiedSubject.parse(message.subject)
+    return SubjectVersion(subject=subject, version=message.version, schema_id=message.id, is_deleted=message.deleted)
 
 
-def _to_schema(one: SchemaMessage) -> StoredSchema:
+def _to_schema(message: SchemaMessage) -> StoredSchema:
     content = SchemaContent(
-        schema_type=one.schema_type,
-        text=one.schema,
-        references=tuple(SchemaReference(*reference) for reference in one.references),
-        metadata=one.metadata,
-        rule_set=one.rule_set,
+        schema_type=message.schema_type,
+        text=message.schema,
+        references=tuple(SchemaReference(*reference) for reference in message.references),
+        metadata=message.metadata,
+        rule_set=message.rule_set,
     )
-    context = QualifiedSubject.parse(one.subject).context
-    return StoredSchema(context=context, schema_id=one.id, guid=one.guid, content=content)
+    context = QualifiedSubject.parse(message.subject).context
+    return StoredSchema(context=context, schema_id=message.id, guid=message.guid, content=content)
 
 
 def _version_id(subject: QualifiedSubject, version: int) -> str:

@@ -245,9 +245,9 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
     )
     ends: dict[str, dict[int, int]] = {}
     aborted: dict[str, dict[int, Sequence[int]]] = {}
-    for one in cuts:
-        ends.setdefault(one.topic, {})[one.partition] = one.offset
-        aborted.setdefault(one.topic, {})[one.partition] = one.aborted
+    for partition_cut in cuts:
+        ends.setdefault(partition_cut.topic, {})[partition_cut.partition] = partition_cut.offset
+        aborted.setdefault(partition_cut.topic, {})[partition_cut.partition] = partition_cut.aborted
 
     def recorded(now: Mirror) -> Mirror:
         return dataclasses.replace(

@@ -113,7 +113,7 @@ class Follower:
         if self._settings.schemas and self._source.is_millstream:
             comparing.append((copies.sync_schemas, DECLARED_S))
         self.pending = {work.__name__ for work, _ in comparing}
-        work = [self._loop(*one) for one in comparing]
+        work = [self._loop(*task) for task in comparing]
         if self._settings.groups:
             work.append(self._loop(self._sync_groups, GROUPS_S))
         if self._source.is_millstream:
@@ -605,7 +605,12 @@ class Follower:
         names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
         copies = self._service.copied_topics(self._run.mirror.name)
         read = await committed_by_group(self._source.client, names)
-        used = {prefix + where.topic for one in read.values() if not isinstance(one, MillstreamError) for where in one}
+        used = {
+            prefix + where.topic
+            for response in read.values()
+            if not isinstance(response, MillstreamError)
+            for where in response
+        }
         following = await self._following(copy for copy in copies if copy.name in used)
         copied = {topic.name: topic.partitions for topic in copies if topic.name in following}
         commits: Commits = {}

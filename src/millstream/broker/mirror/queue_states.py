@@ -128,7 +128,7 @@ class MirroredQueues:
     def forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
         """Forget that states were stored, so that they are stored again: their queues were deleted here."""
         for known in (self._stored, self._cut_at, self._waiting, self._letter_states, self._stored_in):
-            for key in [one for one in known if is_gone(one)]:
+            for key in [key for key in known if is_gone(key)]:
                 del known[key]
         self._run.queues = len(self._stored)
 
@@ -160,7 +160,7 @@ class MirroredQueues:
         if unreachable is not None:
             raise unreachable
         for known in (self._waiting, self._letter_states, self._stored_in):
-            for key in [one for one in known if one.topic_id not in topics or one.subscription_id not in offered]:
+            for key in [key for key in known if key.topic_id not in topics or key.subscription_id not in offered]:
                 del known[key]
         await self._store_letters(topics)
         self._run.queues = len(self._stored)
@@ -297,8 +297,8 @@ class MirroredQueues:
         }
         exposed = await self._service.exposed_offsets(places)
         stored: list[QueueKey] = []
-        for one in queues:
-            key = one.key
+        for queue in queues:
+            key = queue.key
             topic = topics.get(key.topic_id)
             where = None if topic is None else TopicPartition(topic.name, key.partition)
             if topic is None or where is None or where not in exposed:
@@ -310,14 +310,14 @@ class MirroredQueues:
             # Not loaded earlier: a mirror without queues needs none of it.
             from millstream.broker.subscriptions.snapshot import cut_snapshot
 
-            if self._cut_at.get(key) != (one.sequence, exposed[where]):
-                snapshot, is_cut = await asyncio.to_thread(cut_snapshot, one.snapshot, exposed[where])
+            if self._cut_at.get(key) != (queue.sequence, exposed[where]):
+                snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, exposed[where])
                 await self._service.subscriptions.write_state(key, Epoch(state.leader_epoch), snapshot)
                 if is_cut:
-                    self._cut_at[key] = one.sequence, exposed[where]
+                    self._cut_at[key] = queue.sequence, exposed[where]
                 else:
                     self._cut_at.pop(key, None)
-                    self._stored[key] = one.sequence
+                    self._stored[key] = queue.sequence
             stored.append(key)
         return stored
 

@@ -391,7 +391,9 @@ class MirrorService:
             )
             asyncio.get_running_loop().call_later(LOAD_RETRY_S, self._changed.set)
         else:
-            self._restrict_reads(one for one, epoch in awaiting if awaits_gaps(one) and one.leader_epoch == epoch)
+            self._restrict_reads(
+                partition for partition, epoch in awaiting if awaits_gaps(partition) and partition.leader_epoch == epoch
+            )
 
     async def _run(self) -> None:
         try:
@@ -717,10 +719,12 @@ class MirrorService:
             with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.wait_ms / 1000):
                     await self.topics.await_revision(request.revision)
-                    offsets = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
+                    offsets = {
+                        partition: offset_in(request.offsets, partition) for partition in self.led(request.mirror)
+                    }
                     while (run := self._runs.get(request.mirror)) is None or (copier := run.copier) is None:
                         await self._connected.wait()
-                    await copier.await_comparison(one for one, offset in offsets.items() if offset)
+                    await copier.await_comparison(partition for partition, offset in offsets.items() if offset)
                     if request.is_readable:
                         await ReadableWait(offsets).wait()
                     else:
@@ -806,7 +810,9 @@ class MirrorService:
     async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
         """Return up to where clients may read topics of this cluster."""
         known = self.topics.existing(topics)
-        places = [TopicPartition(one.name, PartitionIndex(index)) for one in known for index in range(one.partitions)]
+        places = [
+            TopicPartition(topic.name, PartitionIndex(index)) for topic in known for index in range(topic.partitions)
+        ]
         watermarks: dict[str, dict[int, int]] = {}
         for where, offset in (await self._readable_offsets(places)).items():
             if isinstance(offset, MillstreamError):

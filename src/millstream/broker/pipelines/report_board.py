@@ -65,14 +65,19 @@ class PipelineAdvice:
             yield f"{len(missing) - NAMED_MAX} more of its topics do not exist yet either."
 
     def _loop_notes(self, pipeline: Pipeline) -> Iterator[str]:
-        routes = _routes([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
+        routes = _routes(
+            [
+                *(other_pipeline for other_pipeline in self._pipelines.all() if other_pipeline.name != pipeline.name),
+                pipeline,
+            ]
+        )
         for topic, targets in pipeline.flows().items():
             for target in sorted(targets):
                 path = _find_path(routes, target, topic)
                 if path is not None:
                     round_trip = [topic, *path]
                     steps = zip(round_trip, path, strict=False)
-                    names = sorted({pipeline.name, *(routes[one][other] for one, other in steps)})
+                    names = sorted({pipeline.name, *(routes[start][other] for start, other in steps)})
                     yield (
                         f"Messages may loop forever: {' to '.join(round_trip)}, through the pipelines "
                         f"{', '.join(names)}. Add a condition that ends the loop."
@@ -154,7 +159,7 @@ class LandedBoard:
         landing = self._landings.get(pipeline_id)
         if landing is None or landing.place != place or self._topics.by_id(topic_id) is None:
             return
-        for gone in [one for one in landing.landed if self._topics.by_id(one) is None]:
+        for gone in [topic_id for topic_id in landing.landed if self._topics.by_id(topic_id) is None]:
             del landing.landed[gone]
         landing.landed[topic_id] = dict(offsets)
 

@@ -394,7 +394,7 @@ class SchemaRegistry:
                     raise _invalid_schema_error("Version is not one more than previous version")
             version = next_version if new.version in (None, -1) else new.version
             parse_version(str(version))
-            deleted = [one for one in versions if one.is_deleted and not self._referrers.get((subject, one.version))]
+            deleted = [old for old in versions if old.is_deleted and not self._referrers.get((subject, old.version))]
             work = _registration(
                 SubjectVersion(subject=subject, version=version, schema_id=new.schema_id or 0),
                 content,
@@ -434,9 +434,9 @@ class SchemaRegistry:
                 version for version in live if is_import and version.version == new.version
             ]
         for content in (completed,) if has_defaults(self.config(subject)) else (own, completed):
-            for one in reversed(live):
-                if new.schema_id in (None, one.schema_id) and await self._is_equal(content, self.schema_of(one)):
-                    return one
+            for prior in reversed(live):
+                if new.schema_id in (None, prior.schema_id) and await self._is_equal(content, self.schema_of(prior)):
+                    return prior
         return None
 
     async def _is_equal(self, content: SchemaContent, stored: StoredSchema) -> bool:
@@ -498,7 +498,7 @@ class SchemaRegistry:
         """Add the texts of everything that a schema refers to, each after those that it refers to itself."""
         texts: dict[str, str] = {}
         # Each reference twice: first its own are added before it, then it is added itself.
-        waiting = [(one, context, False) for one in reversed(content.references)]
+        waiting = [(reference, context, False) for reference in reversed(content.references)]
         visited = 0
         while waiting:
             reference, here, is_ready = waiting.pop()
@@ -512,7 +512,7 @@ class SchemaRegistry:
                 texts[reference.name] = referred.content.text
                 continue
             waiting.append((reference, here, True))
-            waiting += [(one, referred.context, False) for one in reversed(referred.content.references)]
+            waiting += [(reference, referred.context, False) for reference in reversed(referred.content.references)]
         return SchemaText(
             schema_type=content.schema_type, text=content.text, references=list(texts.items()), version=version
         )
@@ -537,14 +537,14 @@ class SchemaRegistry:
             if await self._has_text(content, stored := self.schema_of(version))
         ]
         exact = [
-            one
-            for one, other in same_text
+            version
+            for version, other in same_text
             if content.metadata in (other.metadata, without_version(other.metadata))
             and content.rule_set == other.rule_set
         ]
         loose = [
-            one
-            for one, other in same_text
+            version
+            for version, other in same_text
             if content.metadata in (None, other.metadata) and content.rule_set in (None, other.rule_set)
         ]
         return next(iter(exact or loose), None)
@@ -656,7 +656,7 @@ class SchemaRegistry:
                 f"Subject '{subject}' Version {requested} was soft deleted.Set permanent=true to delete permanently",
                 code=RegistryCode.VERSION_SOFT_DELETED,
             )
-        is_last = all(one.is_deleted or one == version for one in self.exact_versions(subject))
+        is_last = all(known.is_deleted or known == version for known in self.exact_versions(subject))
         await self._delete([version], permanent=permanent, with_settings=is_last)
         return version.version
 
@@ -744,9 +744,9 @@ class SchemaRegistry:
         await self.load()
         held = [
             version
-            for one in self._subjects
-            if one.context == subject.context and subject.name in ("", one.name)
-            for version in self._subjects[one].values()
+            for known in self._subjects
+            if known.context == subject.context and subject.name in ("", known.name)
+            for version in self._subjects[known].values()
         ]
         if any(not version.is_deleted for version in held):
             raise _not_permitted("Cannot import since found existing subjects")
@@ -815,13 +815,13 @@ class SchemaRegistry:
             for subject in self._subjects
             for version in self._subjects[subject].values()
         }
-        for place, one in followed.items():
-            if place in here and here[place].schema_id != one.schema_id:
+        for place, version in followed.items():
+            if place in here and here[place].schema_id != version.schema_id:
                 raise SchemaRegistryError(
-                    f"version {one.version} of {str(one.subject)!r} is another schema here than at the source",
+                    f"version {version.version} of {str(version.subject)!r} is another schema here than at the source",
                     code=RegistryCode.NOT_PERMITTED,
                 )
-        changed = [one for place, one in followed.items() if here.get(place) != one]
+        changed = [version for place, version in followed.items() if here.get(place) != version]
         deleted = [
             dataclasses.replace(here[place], is_gone=True)
             for place in to_delete
@@ -932,9 +932,9 @@ def _registration(
         if stored is None:
             stored = transaction.add_schema(subject.context, content, schema_id=version.schema_id or None)
         transaction.put_version(dataclasses.replace(version, schema_id=stored.schema_id))
-        for one in deleted:
-            if one.schema_id == stored.schema_id and one.version < version.version:
-                transaction.put_version(dataclasses.replace(one, is_gone=True))
+        for deleted_version in deleted:
+            if deleted_version.schema_id == stored.schema_id and deleted_version.version < version.version:
+                transaction.put_version(dataclasses.replace(deleted_version, is_gone=True))
 
     return work
 

@@ -182,7 +182,7 @@ class SchemaRules:
 
     def _field_rule(self, subject: str) -> FieldRule:
         live = self._registry.versions(QualifiedSubject.parse(subject)).live
-        guids = {one.schema_id: self._registry.schema_of(one).guid for one in live}
+        guids = {version.schema_id: self._registry.schema_of(version).guid for version in live}
         context = live[0].subject.context if live else QualifiedSubject.parse(subject).context
         return FieldRule(subject=subject, context=context, guids=guids)
 
@@ -212,7 +212,7 @@ def _warm_up() -> None:
 
 
 def _rejection_error(wrong: list[RecordError], header: BatchHeader) -> InvalidBatch:
-    first = "; ".join(f"record {one.batch_index}: {one.message}" for one in wrong[:_LISTED_MAX])
+    first = "; ".join(f"record {error.batch_index}: {error.message}" for error in wrong[:_LISTED_MAX])
     more = "; …" if len(wrong) > _LISTED_MAX else ""
     verb = "does" if len(wrong) == 1 else "do"
     hint = "; encode messages with a serializer, `millstream publish --schema SUBJECT` or ?schema=SUBJECT over HTTP"

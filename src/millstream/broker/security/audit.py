@@ -237,7 +237,7 @@ class AuditTrail:
         """Return in how many seconds a repeated event is due; None if there is none."""
         if not self._repeated:
             return None
-        return max(0.0, min(one.due for one in self._repeated.values()) - self._clock.monotonic())
+        return max(0.0, min(repeated.due for repeated in self._repeated.values()) - self._clock.monotonic())
 
     def _add(self, event: Event) -> None:
         if len(self._events) >= EVENTS_MAX:

@@ -145,7 +145,7 @@ class Gate:
     async def _refuse(self, header: RequestHeader, connection: Connection) -> Buffers:
         """Respond to a request during an exchange with ILLEGAL_SASL_STATE, if its response has a code, and close."""
         entity = load_response_class(header.api_key, header.version)
-        values = {one.name: default_of(one) for one in fields(entity)}
+        values = {field.name: default_of(field) for field in fields(entity)}
         if "error_code" not in values:
             raise ProtocolViolation(f"API {header.api_key} was requested during authentication")
         connection.close_after_response()

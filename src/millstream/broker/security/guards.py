@@ -105,9 +105,9 @@ def _split_allowed(requested: Iterable[Any], may: Callable[[Any], bool]) -> tupl
 
 def _extend(response: Any, field: str, refused: Iterable[Any]) -> Any:
     """Add the errors for the refused parts, given as plain values, to the response for the others."""
-    types = {one.name: one.type for one in dataclasses.fields(response)}
+    types = {field.name: field.type for field in dataclasses.fields(response)}
     errors = (
-        build_message(item_of(unwrapped(types[field])[0]), one) if isinstance(one, dict) else one for one in refused
+        build_message(item_of(unwrapped(types[field])[0]), item) if isinstance(item, dict) else item for item in refused
     )
     return dataclasses.replace(response, **{field: (*getattr(response, field), *errors)})
 
@@ -129,7 +129,7 @@ def _refusing(
 
     def refuse(topic: Any) -> dict[str, Any]:
         partitions = [
-            {index: getattr(one, index, one), "error_code": code, **more} for one in getattr(topic, requested_field)
+            {index: getattr(item, index, item), "error_code": code, **more} for item in getattr(topic, requested_field)
         ]
         named = next(getattr(topic, field) for field in ("name", "topic", "topic_name") if hasattr(topic, field))
         return {name: named, response_field: partitions}
@@ -439,9 +439,9 @@ def _may_describe_subjects(rights: Rights, configs: Iterable[Any]) -> bool:
 
 def _by_config_resource(operation: Operation, response_field: str) -> Guard:
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-        def may(one: Any) -> bool:
-            is_allowed = rights.check(operation, _config_kind(one), _config_name(one))
-            return is_allowed and (operation is not ALTER_CONFIGS or _may_describe_subjects(rights, one.configs))
+        def may(resource: Any) -> bool:
+            is_allowed = rights.check(operation, _config_kind(resource), _config_name(resource))
+            return is_allowed and (operation is not ALTER_CONFIGS or _may_describe_subjects(rights, resource.configs))
 
         allowed, denied = _split_allowed(request.resources, may)
         response = await api.handle(dataclasses.replace(request, resources=allowed), client)
@@ -657,7 +657,7 @@ async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -
     return _extend(response, "results_by_transaction", refused)
 
 
-def _refuse_added(one: Any, codes: dict[str, ErrorCode]) -> dict[str, Any]:
+def _refuse_added(transaction: Any, codes: dict[str, ErrorCode]) -> dict[str, Any]:
     topics = [
         {
             "name": topic.name,
@@ -665,9 +665,9 @@ def _refuse_added(one: Any, codes: dict[str, ErrorCode]) -> dict[str, Any]:
                 {"partition_index": index, "partition_error_code": codes[topic.name]} for index in topic.partitions
             ],
         }
-        for topic in one.topics
+        for topic in transaction.topics
     ]
-    return {"transactional_id": one.transactional_id, "topic_results": topics}
+    return {"transactional_id": transaction.transactional_id, "topic_results": topics}
 
 
 @_guards(28)

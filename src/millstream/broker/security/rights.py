@@ -148,7 +148,7 @@ class Rights:
         if token is None or token.owner != self.principal:
             return False
         chain = self._state.token_chain(token.token_id)
-        return not self._scopes or any(one.token_id == self.tokens[0].token_id for one in chain)
+        return not self._scopes or any(token.token_id == self.tokens[0].token_id for token in chain)
 
     @property
     def owner(self) -> Owner | None:

@@ -162,8 +162,8 @@ class Passwords:
         """Return how the credentials of a mechanism look."""
         if self._seen is not self.state.credentials:
             self._seen, self._shapes = self.state.credentials, {}
-            for one in self._seen.values():
-                self._shapes.setdefault(one.mechanism, set()).add(_Shape.of(one))
+            for credential in self._seen.values():
+                self._shapes.setdefault(credential.mechanism, set()).add(_Shape.of(credential))
         return self._shapes.get(mechanism) or (_Shape(_SALT_BYTES, is_text=False, iterations=ITERATIONS),)
 
     async def check(self, user: str, password: str) -> AuthenticatedClient:

@@ -101,7 +101,7 @@ class SecurityState(Holder):
     def credential(self, user: str, mechanisms: Iterable[str]) -> ScramCredential | None:
         """Return the first credential that a user has among some mechanisms."""
         credentials = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
-        return next((one for one in credentials if one is not None), None)
+        return next((credential for credential in credentials if credential is not None), None)
 
     @property
     def tokens(self) -> Mapping[str, ApiToken]:
@@ -162,18 +162,24 @@ class SecurityState(Holder):
             raise InvalidRequest(
                 f"this token is the {len(chain)}th of a chain, each created with the one before; use an earlier one"
             )
-        unexpired = [one for one in self._tokens.values() if one.expires_ms > token.created_ms]
-        if len(unexpired) >= TOKENS_MAX or sum(one.owner == token.owner for one in unexpired) >= TOKENS_PER_OWNER_MAX:
+        unexpired = [other for other in self._tokens.values() if other.expires_ms > token.created_ms]
+        if (
+            len(unexpired) >= TOKENS_MAX
+            or sum(other.owner == token.owner for other in unexpired) >= TOKENS_PER_OWNER_MAX
+        ):
             raise InvalidRequest(
                 f"an owner has {TOKENS_PER_OWNER_MAX} tokens at most, and a cluster {TOKENS_MAX}; revoke some first"
             )
-        rules = sum(len(one.scope) for one in unexpired if one.owner == token.owner) + len(token.scope)
-        if rules > SCOPE_RULES_PER_OWNER_MAX or sum(len(one.scope) for one in unexpired) + len(token.scope) > ACLS_MAX:
+        rules = sum(len(other.scope) for other in unexpired if other.owner == token.owner) + len(token.scope)
+        if (
+            rules > SCOPE_RULES_PER_OWNER_MAX
+            or sum(len(other.scope) for other in unexpired) + len(token.scope) > ACLS_MAX
+        ):
             raise InvalidRequest(
                 f"the scopes of an owner's tokens have {SCOPE_RULES_PER_OWNER_MAX} rules together at most, and those "
                 f"of a cluster {ACLS_MAX}; revoke some first"
             )
-        expired = self._tokens.keys() - {one.token_id for one in unexpired}
+        expired = self._tokens.keys() - {other.token_id for other in unexpired}
         await self._change(SecurityChange(put_tokens=(token,), delete_tokens=frozenset(expired)))
 
     async def delete_token(self, token_id: str) -> None:
@@ -220,7 +226,7 @@ class SecurityState(Holder):
         if change.delete_credentials:
             await self.load_owned()
         changed = {
-            "users": sorted({one.user for one in change.put_credentials}),
+            "users": sorted({credential.user for credential in change.put_credentials}),
             "users_removed": sorted({user for user, _ in change.delete_credentials}),
             "tokens_created": sorted(f"{token.token_id} of {token.owner}" for token in change.put_tokens),
             "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
@@ -232,7 +238,7 @@ class SecurityState(Holder):
         )
 
     def _apply(self, declared: DeclaredSecurity) -> None:
-        self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
+        self._credentials = {(credential.user, credential.mechanism): credential for credential in declared.credentials}
         self.cluster_key = declared.cluster_key
         self.is_loaded = True
         self._tokens = {token.token_id: token for token in declared.tokens}

@@ -198,7 +198,9 @@ def _format_attribute(attribute: x509.NameAttribute[Any]) -> str:
         return in_hex
     inner = text.strip(_ESCAPED_AT_ENDS)
     before, after = text[: len(text) - len(text.lstrip(_ESCAPED_AT_ENDS))], text.lstrip(_ESCAPED_AT_ENDS)[len(inner) :]
-    return "".join([keyword, "=", *(f"\\{one}" for one in before), inner, *(f"\\{one}" for one in after)])
+    return "".join(
+        [keyword, "=", *(f"\\{character}" for character in before), inner, *(f"\\{character}" for character in after)]
+    )
 
 
 def _split_der(encoded: bytes) -> tuple[bytes, bytes]:

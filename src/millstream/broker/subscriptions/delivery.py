@@ -318,9 +318,9 @@ class Delivery:
         if len(settlements) > 1:
             # Expired leases end first, so that a lease that is found to be held stays held.
             self.settle_now(worker, ())
-            for one in settlements:
-                if not self.queue.holds(worker, one):
-                    raise one.not_held_by(worker)
+            for settlement in settlements:
+                if not self.queue.holds(worker, settlement):
+                    raise settlement.not_held_by(worker)
         results = self.settle_now(worker, [*settlements, *gaps])
         refused = next((error for error in results[: len(settlements)] if error is not None), None)
         if refused is not None:
@@ -352,7 +352,7 @@ class Delivery:
         self._origins[worker] = origin
         held = self.queue.fold.workers
         if len(self._origins) > 2 * len(held) + ORIGINS_KEPT:
-            self._origins = {one: known for one, known in self._origins.items() if held.references(one)}
+            self._origins = {worker: known for worker, known in self._origins.items() if held.references(worker)}
 
     def release_worker(self, worker: str) -> None:
         if self._closed is None:
@@ -409,11 +409,11 @@ class Delivery:
         # A batch may begin before the start of the log.
         epoch_at = self.partition.log.epochs.epoch_at
         present = [
-            Revival(one, keys[one], letter)
-            for one, letter in letters.items()
-            if one in keys and one >= log_start and epoch_at(one) == epoch
+            Revival(offset, keys[offset], letter)
+            for offset, letter in letters.items()
+            if offset in keys and offset >= log_start and epoch_at(offset) == epoch
         ]
-        self.queue.close_letters([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
+        self.queue.close_letters([Revival(offset, 0, letter) for offset, letter in closed.items()], now_ms=now_ms)
         self.queue.revive(present, now_ms=now_ms)
         self.queue_changed()
         await self.durable()

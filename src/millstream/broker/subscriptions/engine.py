@@ -83,7 +83,9 @@ class Expiry:
         while True:
             self._changed.clear()
             expiring = [
-                (one, lifetime_ms) for one in self._subscriptions.all() if (lifetime_ms := self._lifetime_ms(one)) >= 0
+                (subscription, lifetime_ms)
+                for subscription in self._subscriptions.all()
+                if (lifetime_ms := self._lifetime_ms(subscription)) >= 0
             ]
             for subscription, lifetime_ms in expiring:
                 await self._expire_or_record_use(subscription, lifetime_ms)
@@ -239,7 +241,7 @@ class Engine:
 
     def ready(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery] | None:
         """Return the queues on some partitions if all of them are open."""
-        ready = [one for partition in partitions if (one := self._find_open(subscription, partition)) is not None]
+        ready = [queue for partition in partitions if (queue := self._find_open(subscription, partition)) is not None]
         return ready if len(ready) == len(partitions) else None
 
     async def deliveries_of(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery]:
@@ -662,14 +664,16 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
         yield Metric(f"millstream_subscription_{suffix}", kind, help_text, samples)
     now_ms = clock.now_ms()
     ages = [
-        Sample(max((one.oldest_age_ms(now_ms) for one in group), default=0) / 1000, (("subscription", name),))
+        Sample(max((queue.oldest_age_ms(now_ms) for queue in group), default=0) / 1000, (("subscription", name),))
         for name, group in by_name.items()
     ]
     yield Metric("millstream_subscription_oldest_age_seconds", "gauge", "Age of the oldest unfinished message.", ages)
     latencies = [
-        Sample(one.latency.distribution(), (("subscription", name), ("topic", one.topic), ("partition", one.index)))
+        Sample(
+            queue.latency.distribution(), (("subscription", name), ("topic", queue.topic), ("partition", queue.index))
+        )
         for name, group in by_name.items()
-        for one in group
+        for queue in group
     ]
     yield Metric(
         "millstream_subscription_delivery_seconds",

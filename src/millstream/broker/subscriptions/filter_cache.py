@@ -114,7 +114,12 @@ class FilterCache:
         for run in runs:
             start, end = max(first, run.start), min(next_offset, run.end)
             bits[start - first : end - first] = run.rows[filter_][start - run.start : end - run.start]
-        unreadable = (one for run in runs for one in run.unreadable if one[1] >= first and one[0] < next_offset)
+        unreadable = (
+            unreadable
+            for run in runs
+            for unreadable in run.unreadable
+            if unreadable[1] >= first and unreadable[0] < next_offset
+        )
         return Matches(bits, tuple((max(a, first), min(b, next_offset - 1), reason) for a, b, reason in unreadable))
 
     def _cached_runs(

@@ -186,6 +186,6 @@ def _encode_request(messages: Messages, filters: Sequence[Filter]) -> bytes:
         messages.start_offset,
         messages.end_offset,
         list(messages.aborted),
-        [each.text for each in filters],
+        [compiled.text for compiled in filters],
     )
     return msgspec.msgpack.encode(request)

@@ -81,9 +81,9 @@ class ScannedRange(NamedTuple):
         unreadable_ranges = [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         known = {first for first, _last, _reason in self.unreadable}
         new = tuple(
-            one
-            for one in unreadable
-            if one[0] not in known and any(a <= one[1] and one[0] <= b for a, b in unreadable_ranges)
+            bad_range
+            for bad_range in unreadable
+            if bad_range[0] not in known and any(a <= bad_range[1] and bad_range[0] <= b for a, b in unreadable_ranges)
         )
         return self._replace(absent=sorted([*self.absent, *unreadable_ranges]), unreadable=(*self.unreadable, *new))
 

@@ -142,7 +142,7 @@ class OutcomeHistory:
 
     def wait_for(self, offset: int) -> asyncio.Future[Delta | None]:
         """Return a future for the delta that ends a message; None if it is not written yet or the queue is closed."""
-        self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
+        self._watchers = {watcher: outcome for watcher, outcome in self._watchers.items() if not watcher.done()}
         if len(self._watchers) >= WATCHERS_MAX:
             raise PolicyViolation(f"{WATCHERS_MAX} callers already wait for messages of this queue; ask without a wait")
         watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()

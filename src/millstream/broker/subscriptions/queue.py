@@ -653,7 +653,7 @@ class Queue:
             {revival.offset: revival for revival in revivals if self._is_unrevived(revival, DONE)}.values()
         )
         room = self._parked_max - fold.stragglers.unfinished
-        if sum(one.offset < fold.window.start for one in pending) > room:
+        if sum(message.offset < fold.window.start for message in pending) > room:
             raise PolicyViolation(
                 f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
                 "redrive the others when some of these are done"
@@ -664,8 +664,8 @@ class Queue:
             if self._order is None:
                 self._supply.add_returned(first, last)
             elif self._order.is_ready:
-                for one in run:
-                    self._supply.revive(self._order, one.offset, one.key)
+                for message in run:
+                    self._supply.revive(self._order, message.offset, message.key)
         return len(pending)
 
     def _is_unrevived(self, revival: Revival, state: int) -> bool:

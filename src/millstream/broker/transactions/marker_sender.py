@@ -165,9 +165,9 @@ def _to_wire(batch: _MarkerBatch) -> WritableTxnMarker:
 def _partition_errors(batch: _MarkerBatch, result: Any) -> PartitionErrors:
     errors: dict[TopicPartition, MillstreamError | None] = {}
     for topic in result.topics:
-        for one in topic.partitions:
-            partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
-            code = one.error_code
+        for response in topic.partitions:
+            partition = TopicPartition(topic.name, PartitionIndex(response.partition_index))
+            code = response.error_code
             error = error_from_code(code, None, about=f"a marker for {partition}") if code else None
             errors[partition] = None if error is None else _retryable(error)
     return errors
@@ -251,7 +251,7 @@ class MarkerSender:
             seen = -1
             while seen != self._wakes:
                 seen = self._wakes
-                known = [transactional_id for one, transactional_id in self._in_flight if one is shard]
+                known = [transactional_id for owner, transactional_id in self._in_flight if owner is shard]
                 room = AT_ONCE_MAX - len(self._in_flight)
                 if room <= 0:
                     return

@@ -100,7 +100,7 @@ class Backlogs:
     async def _backlogs_of(
         self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool
     ) -> dict[str, Backlog]:
-        committed = await committed_by_group(self._client, [one.group for one in read])
+        committed = await committed_by_group(self._client, [backlog.group for backlog in read])
         every = {where for topics in read.values() for topic in topics for where in _partitions(topic)}
         self._ends = await self._list_offsets(every, LATEST_TIMESTAMP, READ_COMMITTED, self._ends)
         places: dict[str, dict[TopicPartition, int | None]] = {}

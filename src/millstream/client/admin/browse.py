@@ -61,7 +61,7 @@ async def topics_page(
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         node, first = await _first_response(client, nodes, request)
         others = ListTopicsRequest(names=[topic.name for topic in first.topics], limit=limit, partitions=partitions)
-        responses = await gather_or_cancel(list_if_reachable(client, one, others) for one in nodes if one != node)
+        responses = await gather_or_cancel(list_if_reachable(client, other, others) for other in nodes if other != node)
         summed = _sum([first, *responses])
         return ListTopicsResponse(topics=[summed[topic.name] for topic in first.topics], total=first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)

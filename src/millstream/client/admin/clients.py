@@ -78,9 +78,9 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
     omitted = 0
     for node in nodes:
         after = await _request(client, node)
-        earlier = {one["connection"]: one for one in before[node]["clients"]}
+        earlier = {client["connection"]: client for client in before[node]["clients"]}
         elapsed_s = after["clock_s"] - before[node]["clock_s"]
-        clients += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
+        clients += [_client(node, client, earlier.get(client["connection"]), elapsed_s) for client in after["clients"]]
         omitted += after["omitted"]
     return Clients(tuple(sorted(clients, key=lambda client: (client.client_id, client.node, client.address))), omitted)
 

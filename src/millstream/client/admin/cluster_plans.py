@@ -212,8 +212,8 @@ def describe_progress(current: PlanResponse, copied: int = 0) -> dict[str, Any]:
     """Return the last plan of a cluster and its progress as a document, including the bytes copied by current moves."""
     states = Counter(move.state for move in current.moves)
     sizes: Counter[str] = Counter()
-    for one in current.moves:
-        sizes[one.state] += one.move.moved_bytes
+    for move in current.moves:
+        sizes[move.state] += move.move.moved_bytes
     return {
         "plan": current.plan_id or None,
         "kind": current.kind or None,

@@ -236,8 +236,8 @@ async def cluster_status(client: Client) -> ClusterStatus:
     behind = [partition for response in responses if response is not None for partition in _behind(response)]
     leads, replicas = _counted(metadata)
     lacking: Counter[int] = Counter()
-    for one in behind:
-        lacking[one.replica] += one.records
+    for replica_lag in behind:
+        lacking[replica_lag.replica] += replica_lag.records
     return ClusterStatus(
         cluster_id=metadata.cluster_id,
         controller=metadata.controller_id if metadata.controller_id >= 0 else None,

@@ -242,9 +242,9 @@ class DeadLetterClient:
         while len(self._held) < HELD_MAX and (number := remaining()) > 0:
             received = await self._retry_transient(partial(self._receive, min(BATCH, number)))
             self._leaders.update({letter.partition: letter.node for letter in received})
-            some = [one for one in received if one.record.offset > self._skipped.get(one.partition, -1)]
+            some = [letter for letter in received if letter.record.offset > self._skipped.get(letter.partition, -1)]
             await self._hold_back(
-                [one for one in received if one.record.offset <= self._skipped.get(one.partition, -1)]
+                [letter for letter in received if letter.record.offset <= self._skipped.get(letter.partition, -1)]
             )
             if received and not some:
                 # Only letters are left that were held back before.
@@ -516,7 +516,7 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
         await _count_letters(client, topic, metadata.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())
     ]
-    return [one for one in counted if one.subscriptions or one.letters or one.unreachable]
+    return [topic for topic in counted if topic.subscriptions or topic.letters or topic.unreachable]
 
 
 async def _count_letters(
@@ -552,9 +552,9 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
     known = await _retry_transient(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
     if any(subscription.topic == name for subscription in known):
         return name
-    for one in known:
-        if name in one.subscriptions:
-            return one.topic
+    for topic in known:
+        if name in topic.subscriptions:
+            return topic.topic
     with suppress(UnknownGroup):
         (described,) = await SubscriptionClient(client).describe([name])
         if DEAD_LETTER_TOPIC not in described["settings"]:

@@ -191,7 +191,7 @@ def _merge_reports(descriptions: list[dict[str, Any]], silent: list[str]) -> dic
     errors = sorted({report["error"] for report in reports if report["error"]})
     ages = [partition["lag_ms"] for partition in partitions if partition["lag_ms"] is not None]
     states = {report["state"] for report in reports}
-    state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
+    state = next((state for state in ("retrying", "starting", "running") if state in states), "starting")
     if not newest["enabled"]:
         state = "failed over" if newest.get("taken_over") and not newest["topics"] else "paused"
     elif newest["problem"]:

@@ -171,7 +171,7 @@ class PipelineClient:
             pipeline["notes"] = silent if pipeline["report"] is None else []
             if pipeline["state"] == "waiting" and not (pipeline["report"] or silent):
                 pipeline["notes"] = [_UNCLAIMED]
-        return [one for _name, one in sorted(by_name.items())]
+        return [status for _name, status in sorted(by_name.items())]
 
     async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
         """Return the last runs of a job, the latest first."""
@@ -435,7 +435,9 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
 
 
 async def ledger_pipeline(client: Client) -> Pipeline | None:
-    declared = [one for one in await PipelineClient(client).describe() if one["kind"] == PipelineKind.LEDGER]
+    declared = [
+        pipeline for pipeline in await PipelineClient(client).describe() if pipeline["kind"] == PipelineKind.LEDGER
+    ]
     return pipeline_of(declared[0]) if declared else None
 
 

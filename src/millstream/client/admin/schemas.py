@@ -166,7 +166,7 @@ class Incompatibility(NamedTuple):
 
 def explain_reasons(reasons: Sequence[str], new: str) -> Incompatibility:
     """Explain the reasons that the registry gives, in Confluent's notation, for refusing a schema."""
-    version, old, level = (_part(one, reasons) for one in _CONTEXT)
+    version, old, level = (_part(part, reasons) for part in _CONTEXT)
     rule = f"It is incompatible with version {version}: with compatibility level {level}, {_LEVELS.get(level, '')}."
     changes = []
     for reason in reasons:

@@ -92,7 +92,8 @@ async def schema_notes(client: Client, topic: str, settings: Mapping[str, str | 
             return []
         missing = [rule[name]["subject"] for name in ("key", "value") if name in rule and not rule[name]["versions"]]
         return [
-            f"Subject {one} has no schema yet: {topic} refuses messages until one is registered." for one in missing
+            f"Subject {subject} has no schema yet: {topic} refuses messages until one is registered."
+            for subject in missing
         ]
     return []
 

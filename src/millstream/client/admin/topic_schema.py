@@ -86,17 +86,19 @@ async def import_schemas(source: Client, topic: str, target: Client, *, context:
     kept, registry = _fold(await _read(source, topic)), SchemaClient(target)
     places = {value.subject: _place(value.subject, context) for value in kept.schemas}
     contexts = sorted({place.context for place in places.values()})
-    for one in contexts:
-        held = await registry.subjects(ListSubjectsRequest(prefix=str(QualifiedSubject(one, "")), deleted=True))
+    for context_name in contexts:
+        held = await registry.subjects(
+            ListSubjectsRequest(prefix=str(QualifiedSubject(context_name, "")), deleted=True)
+        )
         if held.subjects:
-            raise Conflict(f"context {one!r} has schemas already; import into an empty one (--context .NAME)")
+            raise Conflict(f"context {context_name!r} has schemas already; import into an empty one (--context .NAME)")
     try:
-        for one in contexts:
-            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(one, "")), mode=IMPORT))
+        for context_name in contexts:
+            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(context_name, "")), mode=IMPORT))
         await _register(registry, kept.schemas, places)
     finally:
-        for one in contexts:
-            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(one, "")), reset_mode=True))
+        for context_name in contexts:
+            await registry.configure(ConfigureRequest(subject=str(QualifiedSubject(context_name, "")), reset_mode=True))
     for subject, config in kept.configs.items():
         await registry.configure(ConfigureRequest(subject=str(_place(subject, context)), config=config))
     for subject, mode in kept.modes.items():

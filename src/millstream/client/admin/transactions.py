@@ -193,11 +193,13 @@ async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple
     for leader, led in by_leader.items():
         topic_requests = [{"name": name, "partition_indexes": indexes} for name, indexes in led.items()]
         for topic in (await client.send(leader, build_request("describe_producers", 0, topics=topic_requests))).topics:
-            for one in topic.partitions:
-                where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
-                if one.error_code:
-                    raise error_from_code(one.error_code, one.error_message, about=f"the producers of {where}")
-                producers += [(where, leader, producer) for producer in one.active_producers]
+            for response in topic.partitions:
+                where = TopicPartition(topic.name, PartitionIndex(response.partition_index))
+                if response.error_code:
+                    raise error_from_code(
+                        response.error_code, response.error_message, about=f"the producers of {where}"
+                    )
+                producers += [(where, leader, producer) for producer in response.active_producers]
     return producers
 
 
@@ -261,7 +263,9 @@ async def abort_on_partition(
 
     Without `force`, refuse if a coordinator knows the transaction: ending it on one partition alone would break it.
     """
-    opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
+    opened = [
+        transaction for transaction in await open_transactions(client, [where.topic]) if transaction.where == where
+    ]
     transaction = next(
         (open_transaction for open_transaction in opened if open_transaction.producer_id == producer_id), None
     )

@@ -118,7 +118,7 @@ class _Schemas:
     def __init__(self, routes: Iterable[Route[Any, Any]]) -> None:
         types: list[Any] = [Problem]
         for route in routes:
-            types += [one for one in (route.body, *route.responses, *route.forms.values()) if _has_schema(one)]
+            types += [body for body in (route.body, *route.responses, *route.forms.values()) if _has_schema(body)]
         unique = list(dict.fromkeys(types))
         schemas, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
         for component in self.components.values():

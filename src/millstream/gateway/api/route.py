@@ -159,7 +159,7 @@ class Route(Generic[Q, B]):
 
     @property
     def responses(self) -> tuple[type, ...]:
-        return tuple(one for one in (self.response, self.other_response) if one is not None)
+        return tuple(response for response in (self.response, self.other_response) if response is not None)
 
     @property
     def names(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Series:
 
     def shown(self, name: str) -> list[float | None]:
         """Return the values of one rate for a chart of the whole hour, the oldest first."""
-        return [None if one is None else float(getattr(one, name)) for one in self.rates.shown()]
+        return [None if rates is None else float(getattr(rates, name)) for rates in self.rates.shown()]
 
 
 class ResponseCache:
@@ -146,7 +146,7 @@ class ResponseCache:
         cached = self._kept.setdefault(key, _CachedResponse())
         cached.asked_at = now
         self._kept.move_to_end(key)
-        for old in [one for one, known in self._kept.items() if known.asked_at < now - RECENT_S]:
+        for old in [name for name, known in self._kept.items() if known.asked_at < now - RECENT_S]:
             del self._kept[old]
         while len(self._kept) > RECENT_MAX:
             self._kept.popitem(last=False)
@@ -224,9 +224,9 @@ class History:
 
     def top(self, number: int) -> list[tuple[str, Rates]]:
         """Return the topics with the most traffic now."""
-        now = ((name, one.now) for name in self._top if (one := self.topics.get(name)) is not None)
+        now = ((name, topic.now) for name in self._top if (topic := self.topics.get(name)) is not None)
         busy = [(name, rates) for name, rates in now if rates is not None and any(rates)]
-        return sorted(busy, key=lambda one: -(one[1].bytes_in + one[1].bytes_out))[:number]
+        return sorted(busy, key=lambda entry: -(entry[1].bytes_in + entry[1].bytes_out))[:number]
 
     async def _run(self) -> None:
         await wait_up_to(FULL_S, self._visited)
@@ -273,7 +273,7 @@ class History:
                 known.records_in + topic.records_in, known.bytes_in + topic.bytes_in, known.bytes_out + topic.bytes_out
             )
         if is_full:
-            self.topics = {name: one for name, one in self.topics.items() if name in counters}
+            self.topics = {name: topic for name, topic in self.topics.items() if name in counters}
         for name, counted in counters.items():
             series = self.topics.get(name)
             if series is None:
@@ -283,8 +283,8 @@ class History:
             series.add(counted, now)
         if is_full:
             busy = sorted(
-                ((one.now, name) for name, one in self.topics.items() if one.now is not None and any(one.now)),
-                key=lambda each: -(each[0].bytes_in + each[0].bytes_out if each[0] else 0),
+                ((topic.now, name) for name, topic in self.topics.items() if topic.now is not None and any(topic.now)),
+                key=lambda row: -(row[0].bytes_in + row[0].bytes_out if row[0] else 0),
             )
             self._top = [name for _, name in busy[:TOP_TOPICS]]
 

@@ -138,7 +138,7 @@ def chart(values: Sequence[float | None], label: str, *, as_size: bool = False) 
     first = next((at for at, value in enumerate(values) if value is not None), len(values))
     count = max(len(values) - first, len(values) // _SHORTEST, 2)
     window = values[-count:]
-    known = [one for one in window if one is not None]
+    known = [value for value in window if value is not None]
     top = max(known, default=0.0)
     step = _WIDTH / (count - 1)
     runs: list[list[tuple[float, float]]] = [[]]
@@ -238,7 +238,7 @@ def show_again(page: str, action: str, entered: Mapping[str, str], outcome: str,
     This works on the rendered page, so it holds for every form, regardless of its template. Templates escape everything
     that they insert: a bracket in the page is that of a tag, and a quote that of an attribute.
     """
-    form = next((one for one in _FORM.finditer(page) if _is_sent(one, action, entered)), None)
+    form = next((form for form in _FORM.finditer(page) if _is_sent(form, action, entered)), None)
     if form is None or all(_type(field) == "hidden" for field in _FIELD.findall(form[1])):
         return _MAIN.sub(lambda main: main[0] + outcome, page, count=1)
     filled = _FIELD.sub(lambda field: _filled(field[0], entered, wrong), form[1])
@@ -248,10 +248,10 @@ def show_again(page: str, action: str, entered: Mapping[str, str], outcome: str,
 def _is_sent(form: re.Match[str], action: str, entered: Mapping[str, str]) -> bool:
     """Whether a form is the one that was sent: a page may have several with one address, or one per row."""
     fields = _FIELD.findall(form[1])
-    hidden = {_attribute(one, "name"): _attribute(one, "value") for one in fields if _type(one) == "hidden"}
+    hidden = {_attribute(field, "name"): _attribute(field, "value") for field in fields if _type(field) == "hidden"}
     return (
         unquote(_attribute(form[0], "action")) == unquote(action)
-        and entered.keys() - _OWN <= {_attribute(one, "name") for one in fields}
+        and entered.keys() - _OWN <= {_attribute(field, "name") for field in fields}
         and all(entered.get(name) == value for name, value in hidden.items() if name not in _OWN)
     )
 

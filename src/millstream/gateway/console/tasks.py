@@ -140,8 +140,8 @@ class Tasks:
     async def start(self, task: Task, act: Act, start: Start) -> Task:
         """Start a task, and wait a moment for its end; refuse one too many."""
         self._forget()
-        running = [one for one in self._tasks.values() if one.is_running]
-        if len(running) >= TASKS_MAX or sum(one.user == task.user for one in running) >= TASKS_PER_USER_MAX:
+        running = [task for task in self._tasks.values() if task.is_running]
+        if len(running) >= TASKS_MAX or sum(other.user == task.user for other in running) >= TASKS_PER_USER_MAX:
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"at most {TASKS_PER_USER_MAX} tasks per user, and {TASKS_MAX} in total, can run at the same time; "

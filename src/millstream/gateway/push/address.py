@@ -90,7 +90,7 @@ class Addresses:
         except UnicodeError as error:
             raise OSError(f"{self._host} is not a valid host name") from error
         listed = dict.fromkeys(str(entry[4][0]) for entry in resolved)
-        allowed = [one for one in listed if self._private_allowed or is_public(one)]
+        allowed = [candidate for candidate in listed if self._private_allowed or is_public(candidate)]
         if not allowed:
             # The reason of a dead letter must not reveal what names resolve to in this network.
             extra = {"host": self._host, "addresses": list(listed)[:ADDRESSES_MAX]}
@@ -109,7 +109,7 @@ class Addresses:
     def prefer(self, address: str) -> None:
         """Try an address first that has responded."""
         if address in self._known[1:]:
-            self._known = [address, *(one for one in self._known if one != address)]
+            self._known = [address, *(other for other in self._known if other != address)]
 
 
 def is_public(text: str) -> bool:

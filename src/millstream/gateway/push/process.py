@@ -98,7 +98,7 @@ class PushProcess:
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
         """Push exactly these subscriptions from now on."""
         by_id = {subscription.subscription_id: subscription for subscription in subscriptions}
-        for known in [one for one in self._pushers if one not in by_id]:
+        for known in [pusher for pusher in self._pushers if pusher not in by_id]:
             self._pushers.pop(known).stop()
         for known, declared in by_id.items():
             pusher = self._pushers.get(known)
@@ -126,7 +126,7 @@ class PushProcess:
         await wait_up_to(RATES_S if self._has_rates else None, self._changed)
         self._changed.clear()
         reports = [pusher.report() for pusher in self._pushers.values()]
-        self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
+        self._has_rates = any(report.accepted_per_s or report.failed_per_s for report in reports)
         return msgspec.json.encode(PushReports(reports)) + b"\n"
 
     def _start_pusher(self, known: str, declared: PushSubscription) -> None:

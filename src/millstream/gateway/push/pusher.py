@@ -278,10 +278,10 @@ class Pusher:
             place = {"partition": f"{message.topic}-{message.partition}", "offset": message.record.offset}
             _logger.warning("message cannot be pushed: %s", reason, extra={"subscription": name, **place})
         await asyncio.gather(
-            *(self._settler.settle(one, Verb.RETURN, delay_ms=0) for one in taken.surplus),
+            *(self._settler.settle(message, Verb.RETURN, delay_ms=0) for message in taken.surplus),
             *(
-                self._settler.settle(one, Verb.RELEASE, reason=reason[:REASON_LENGTH_MAX])
-                for one, reason in taken.unreadable
+                self._settler.settle(message, Verb.RELEASE, reason=reason[:REASON_LENGTH_MAX])
+                for message, reason in taken.unreadable
             ),
         )
         return taken.messages

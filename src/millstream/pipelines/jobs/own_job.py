@@ -308,9 +308,9 @@ def load_module(code: str, module_name: str, file_name: str) -> ModuleType:
 def queries_of(returned: object) -> list[StreamingQuery]:
     """Return the streaming queries that `run` has returned; raise `InvalidRequest` for anything else but None."""
     listed: list[Any] = list(returned) if isinstance(returned, list | tuple) else [] if returned is None else [returned]
-    for one in listed:
-        if not (hasattr(one, "awaitTermination") and hasattr(one, "lastProgress")):
+    for query in listed:
+        if not (hasattr(query, "awaitTermination") and hasattr(query, "lastProgress")):
             raise InvalidRequest(
-                f"{ENTRY} returned {type(one).__name__}; it must return nothing, a streaming query or a list of them"
+                f"{ENTRY} returned {type(query).__name__}; it must return nothing, a streaming query or a list of them"
             )
     return listed

@@ -228,10 +228,10 @@ class Replay:
             batch = batch.filter(pc.less(stamps, self.order.until_ms * 1000))
         return batch
 
-    def _with_origin(self, batch: pa.RecordBatch, one: Range) -> pa.RecordBatch:
+    def _with_origin(self, batch: pa.RecordBatch, offset_range: Range) -> pa.RecordBatch:
         offsets = batch.column("offset").cast(pa.string())
-        origins = pc.binary_join_element_wise(pa.scalar(f"{one.topic}/{one.partition}"), offsets, "/")
-        ids = pc.binary_join_element_wise(pa.scalar(f"{self._topic_id}/{one.partition}"), offsets, "/")
+        origins = pc.binary_join_element_wise(pa.scalar(f"{offset_range.topic}/{offset_range.partition}"), offsets, "/")
+        ids = pc.binary_join_element_wise(pa.scalar(f"{self._topic_id}/{offset_range.partition}"), offsets, "/")
         headers = add_headers(batch.column("headers"), origins.cast(pa.binary()), ids.cast(pa.binary()))
         columns = {name: batch.column(name) for name in ("key", "value", "timestamp")}
         return pa.RecordBatch.from_pydict({**columns, "headers": headers})

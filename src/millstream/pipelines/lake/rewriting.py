@@ -266,7 +266,7 @@ def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iter
     for _folder, small in sorted(folders.items()):
         taken: list[ActiveFile] = []
         for file in sorted(small, key=lambda file: (file.offsets or (0, 0), file.path)):
-            if sum(each.bytes for each in taken) + file.bytes > ROUND_BYTES_MAX or len(taken) >= ROUND_FILES_MAX:
+            if sum(file.bytes for file in taken) + file.bytes > ROUND_BYTES_MAX or len(taken) >= ROUND_FILES_MAX:
                 yield taken
                 taken = []
             taken.append(file)

@@ -353,7 +353,7 @@ class PipelineChild(SupervisedChild):
 
     def _park(self, name: str, reason: str) -> None:
         """Stop running a pipeline, and record it in the catalog."""
-        pipeline = next((one for one in self._due if one.name == name), None)
+        pipeline = next((pipeline for pipeline in self._due if pipeline.name == name), None)
         if pipeline is not None:
             self._attempts[name] += 1
             self._parked[name] = (pipeline, reason)

@@ -193,15 +193,15 @@ class Driver:
         by_name = {pipeline.pipeline.name: pipeline for pipeline in pipelines}
         for name in [name for name in self._running if name not in by_name]:
             self._stop_pipeline(name)
-        for name, one in by_name.items():
+        for name, assigned in by_name.items():
             running = self._running.get(name)
-            if running is not None and _is_another(running, one):
+            if running is not None and _is_another(running, assigned):
                 self._stop_pipeline(name)
                 running = None
             if running is None:
-                self._start_pipeline(one)
-            elif running.runner.declared != one.pipeline:
-                running.runner.change(one.pipeline)
+                self._start_pipeline(assigned)
+            elif running.runner.declared != assigned.pipeline:
+                running.runner.change(assigned.pipeline)
         self._news.set()
 
     def end(self) -> None:
@@ -214,19 +214,19 @@ class Driver:
         for thread in (*(running.thread for running in self._ending.values()), self._reporter):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start_pipeline(self, one: AssignedPipeline) -> None:
-        name = one.pipeline.name
-        if one.is_suspect:
+    def _start_pipeline(self, assigned: AssignedPipeline) -> None:
+        name = assigned.pipeline.name
+        if assigned.is_suspect:
             self._turns.suspect(name)
-        runner = Runner(one.pipeline, self._context_for(one.pipeline), node=self._options.node)
-        running = _RunningPipeline(runner, one.attempt, after=self._ending.pop(name, None))
+        runner = Runner(assigned.pipeline, self._context_for(assigned.pipeline), node=self._options.node)
+        running = _RunningPipeline(runner, assigned.attempt, after=self._ending.pop(name, None))
         self._running[name] = running
         running.thread.start()
 
     def _stop_pipeline(self, name: str) -> None:
         running = self._running.pop(name)
         running.runner.stop()
-        self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
+        self._ending = {known: running for known, running in self._ending.items() if running.thread.is_alive()}
         self._ending[name] = running
 
     def _context_for(self, pipeline: Pipeline) -> DriverContext:
@@ -298,9 +298,9 @@ class Driver:
             self._over.wait(self._report_s)
 
 
-def _is_another(running: _RunningPipeline, one: AssignedPipeline) -> bool:
+def _is_another(running: _RunningPipeline, assigned: AssignedPipeline) -> bool:
     """Whether a pipeline was deleted and declared again under its name, or has to be retried."""
-    return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
+    return running.runner.declared.pipeline_id != assigned.pipeline.pipeline_id or running.attempt != assigned.attempt
 
 
 def _send_heartbeats(events: EventWriter) -> None:

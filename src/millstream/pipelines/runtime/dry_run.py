@@ -44,7 +44,7 @@ def land_sample(pipeline: Pipeline, brokers: str, access: Access, lake: str, scr
     context = JobContext(spark=without_spark, brokers=brokers, access=access, lake=lake, folder=scratch)
     job = make_job(pipeline, context)
     try:
-        return {"topics": [one.as_document() for one in job.dry_run()]}
+        return {"topics": [result.as_document() for result in job.dry_run()]}
     finally:
         job.close()
 

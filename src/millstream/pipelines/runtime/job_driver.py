@@ -235,16 +235,16 @@ def _watch(
         return
     counted = [QueryProgress() for _ in queries]
     while any(query.isActive for query in queries):
-        for query, one in zip(queries, counted, strict=True):
+        for query, counter in zip(queries, counted, strict=True):
             error = query.exception()
             if error is not None:
                 raise error
-            progress = one.take(query.recentProgress)
+            progress = counter.take(query.recentProgress)
             if progress is not None:
-                lags = [each.lag for each in counted if each.lag is not None]
+                lags = [counter.lag for counter in counted if counter.lag is not None]
                 api.report(
                     **{f"batch of {query.name or query.id}": progress["batchId"]},
-                    **{ROWS_READ: sum(each.rows for each in counted)},
+                    **{ROWS_READ: sum(counter.rows for counter in counted)},
                     **({LAG: sum(lags)} if lags else {}),
                 )
             query.awaitTermination(PROGRESS_S)

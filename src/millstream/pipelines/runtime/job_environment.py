@@ -50,11 +50,11 @@ async def resolve(requirements: str) -> str:
         await _pip(["install", *more])
         document = json.loads(report.read_text(encoding="utf-8"))["install"]
     locked = []
-    for one in document:
-        name, number = one["metadata"]["name"], one["metadata"]["version"]
+    for package in document:
+        name, number = package["metadata"]["name"], package["metadata"]["version"]
         if have.get(_normalize_name(name)) == number:
             continue
-        digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
+        digest = package["download_info"]["archive_info"]["hashes"]["sha256"]
         locked.append(f"{_normalize_name(name)}=={number} --hash=sha256:{digest}")
     return "\n".join([*options, *sorted(locked)]) + "\n"
 

@@ -204,7 +204,11 @@ class JobsChild:
         is_here = self._owner.is_this_node or (bool(self._idle_reason) and not self._owner.is_elsewhere)
         reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
         known = {report.name for report in reports}
-        waiting = [one for one in self._due() if one.name not in known] if is_here and self._idle_reason else []
+        waiting = (
+            [pipeline for pipeline in self._due() if pipeline.name not in known]
+            if is_here and self._idle_reason
+            else []
+        )
         now = _now_ms()
         reports += [
             PipelineReport(
@@ -223,7 +227,7 @@ class JobsChild:
 
     def _apply_declared(self, group: asyncio.TaskGroup) -> None:
         """Start, change and end tasks after a change of the pipelines or their owner."""
-        due = {one.pipeline_id: one for one in self._due()}
+        due = {pipeline.pipeline_id: pipeline for pipeline in self._due()}
         self._idle_reason = self._missing() if due else ""
         if due and not self._idle_reason:
             self._owner.become_candidate()

@@ -193,13 +193,16 @@ class Watch:
         # A process or machine that was suspended has not hung for that long.
         passed_s = min(now - self._looked, 2 * self._check_interval_s)
         self._looked = now
-        self._seen = {one: self._seen.get(one, _Observation()) for one in self._working()}
-        if any(one.progress.is_working and one.progress.count == seen.count for one, seen in self._seen.items()):
+        self._seen = {pipeline: self._seen.get(pipeline, _Observation()) for pipeline in self._working()}
+        if any(
+            pipeline.progress.is_working and pipeline.progress.count == seen.count
+            for pipeline, seen in self._seen.items()
+        ):
             self._refresh_activity(passed_s)
             self._check_orphans(passed_s)
-        for one, seen in self._seen.items():
+        for pipeline, seen in self._seen.items():
             # While Java does not respond, the culprit is unknown.
-            self._check_progress(one, seen, 0.0 if self._silent_s else passed_s)
+            self._check_progress(pipeline, seen, 0.0 if self._silent_s else passed_s)
 
     def _refresh_activity(self, passed_s: float) -> None:
         """Ask Java for its activity; if it does not respond, the last response holds."""
@@ -218,26 +221,26 @@ class Watch:
         self._response = None
         self._silent_s = 0.0
 
-    def _check_progress(self, one: WatchedPipeline, seen: _Observation, passed_s: float) -> None:
-        progress = one.progress
-        now = (progress.count, self._known.seen.get(one.name))
+    def _check_progress(self, pipeline: WatchedPipeline, seen: _Observation, passed_s: float) -> None:
+        progress = pipeline.progress
+        now = (progress.count, self._known.seen.get(pipeline.name))
         if not progress.is_working or now != (seen.count, seen.spark):
             seen.count, seen.spark = now
             seen.is_given_up = False
             progress.stalled_s = 0.0
             return
-        if self._known.waits_for_pool(one.name):
+        if self._known.waits_for_pool(pipeline.name):
             return
         progress.stalled_s += passed_s
-        limit_s = 0.0 if one.is_ending else one.stall_s
-        if progress.stalled_s < limit_s or not (limit_s or one.is_ending):
+        limit_s = 0.0 if pipeline.is_ending else pipeline.stall_s
+        if progress.stalled_s < limit_s or not (limit_s or pipeline.is_ending):
             return
         reason = f"it made no progress for {progress.stalled_s:.0f} s"
         if progress.stalled_s >= limit_s + self._cancel_s:
-            self._replace(one.name, f"{reason} and could not be cancelled")
-        elif not seen.is_given_up and not one.is_ending:
+            self._replace(pipeline.name, f"{reason} and could not be cancelled")
+        elif not seen.is_given_up and not pipeline.is_ending:
             seen.is_given_up = True
-            one.cancel_step(f"{reason} and was cancelled")
+            pipeline.cancel_step(f"{reason} and was cancelled")
 
     def _check_orphans(self, passed_s: float) -> None:
         """Replace the driver if cancelled tasks run on and other pipelines need their slots."""

@@ -130,7 +130,7 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
         # A node is unavailable. Fetching offsets reports those that are still blocked.
         return False
     matches = (re.fullmatch(pattern, transaction.transactional_id) for transaction in undecided)
-    for batch in {Batch(each[1], int(each[2]), each[3]) for each in matches if each is not None}:
+    for batch in {Batch(match[1], int(match[2]), match[3]) for match in matches if match is not None}:
         with suppress(InvalidTransactionState):
             # Otherwise it has just been committed.
             abort_batch(options, batch)
@@ -145,5 +145,5 @@ def _last_tried(link: Link, stream: str, number: int) -> Batch | None:
     if not transactions:
         return None
     # Attempts of earlier runs are known for days. Producer ids grow, so the newest one shows the current run.
-    youngest = re.fullmatch(pattern, max(transactions, key=lambda one: one.producer_id).transactional_id)
+    youngest = re.fullmatch(pattern, max(transactions, key=lambda ref: ref.producer_id).transactional_id)
     return None if youngest is None else Batch(youngest[1], number, youngest[2] or "", stream)

@@ -139,10 +139,10 @@ class LandedHistory:
         return None
 
 
-def _first_in(one: Range, time_ms: int | None) -> int | None:
+def _first_in(offset_range: Range, time_ms: int | None) -> int | None:
     """Return the first offset of a range that a table has, for messages since a time."""
     columns = ("offset",) if time_ms is None else ("offset", "timestamp")
-    for batch in _rows(one, columns):
+    for batch in _rows(offset_range, columns):
         matching = batch
         if time_ms is not None:
             stamps = batch.column("timestamp").cast(pa.int64())
@@ -184,13 +184,13 @@ def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
     return position.times_ms[topic][number] if isinstance(position, Timestamps) else None
 
 
-def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
+def read_landed(offset_range: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a landed range, in order, as the log would return them."""
     names = shape.record_names
     stored_names = tuple(_LAKE_NAMES.get(name, name) for name in names if name != "topic")
-    for batch in _rows(one, tuple(dict.fromkeys((*stored_names, "offset")))):
+    for batch in _rows(offset_range, tuple(dict.fromkeys((*stored_names, "offset")))):
         columns = [
-            pa.repeat(pa.scalar(one.topic, pa.string()), batch.num_rows)
+            pa.repeat(pa.scalar(offset_range.topic, pa.string()), batch.num_rows)
             if name == "topic"
             else batch.column(_LAKE_NAMES.get(name, name))
             for name in names
@@ -198,14 +198,14 @@ def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
         yield shaped(pa.RecordBatch.from_arrays(columns, names=list(names)), shape)
 
 
-def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+def _rows(offset_range: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     """Yield rows of a table and of its quarantine, which has the messages that did not fit, by offset."""
-    table = one.table
+    table = offset_range.table
     if table is None:
         return
     try:
         opened = open_table(table.url, format=table.format)
-        place = (table.topic_id, one.partition, one.start, one.end)
+        place = (table.topic_id, offset_range.partition, offset_range.start, offset_range.end)
         quarantine_columns = tuple(name for name in dict.fromkeys((*columns, "reason")) if name in QUARANTINE.names)
         sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, quarantine_columns)))
         yield from _merge_by_offset([_add_missing_columns(source, columns) for source in sources])

@@ -90,11 +90,11 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     ]
 
 
-def _split(one: Range, parts: int) -> Iterator[Range]:
-    parts = min(parts, max(1, len(one)))
-    bounds = [one.start + len(one) * part // parts for part in range(parts + 1)]
+def _split(offset_range: Range, parts: int) -> Iterator[Range]:
+    parts = min(parts, max(1, len(offset_range)))
+    bounds = [offset_range.start + len(offset_range) * part // parts for part in range(parts + 1)]
     for first, last in pairwise(bounds):
-        yield replace(one, start=first, end=last)
+        yield replace(offset_range, start=first, end=last)
 
 
 def admitted(start: Offsets, end: Offsets, offsets_max: int) -> dict[str, dict[int, int]]:

@@ -59,48 +59,48 @@ class Bounds:
             and self.partition_first <= partition < self.partition_end
         )
 
-    def take(self, one: Filter) -> bool:
+    def take(self, condition: Filter) -> bool:
         """Push a condition down; False if Spark still has to check every row."""
-        attribute: tuple[str, ...] = getattr(one, "attribute", ())
-        value: Any = getattr(one, "value", None)
+        attribute: tuple[str, ...] = getattr(condition, "attribute", ())
+        value: Any = getattr(condition, "value", None)
         if len(attribute) != 1 or value is None:
             return False
         if attribute[0] == "topic":
-            return self._take_topic(one, value)
+            return self._take_topic(condition, value)
         if attribute[0] == "partition":
-            return self._take_partition(one, value)
+            return self._take_partition(condition, value)
         if attribute[0] == "offset":
-            return self._take_offset(one, value)
+            return self._take_offset(condition, value)
         if (
             attribute[0] == "timestamp"
             and isinstance(value, datetime)
-            and isinstance(one, GreaterThan | GreaterThanOrEqual)
+            and isinstance(condition, GreaterThan | GreaterThanOrEqual)
         ):
             # Later records may be older, so this only skips what precedes the first that is new enough.
             self.from_ms = max(self.from_ms or 0, int(value.timestamp() * 1000))
         return False
 
-    def _take_topic(self, one: Filter, value: Any) -> bool:
-        allowed = _values(one, value)
+    def _take_topic(self, condition: Filter, value: Any) -> bool:
+        allowed = _values(condition, value)
         if allowed is None:
             return False
         self.topics = allowed if self.topics is None else self.topics & allowed
         return True
 
-    def _take_partition(self, one: Filter, value: Any) -> bool:
-        allowed = _values(one, value)
+    def _take_partition(self, condition: Filter, value: Any) -> bool:
+        allowed = _values(condition, value)
         if allowed is not None:
             self.partitions = allowed if self.partitions is None else self.partitions & allowed
             return True
-        bounds = _bounds(one, value)
+        bounds = _bounds(condition, value)
         if bounds is None:
             return False
         self.partition_first = max(self.partition_first, bounds[0])
         self.partition_end = min(self.partition_end, bounds[1])
         return True
 
-    def _take_offset(self, one: Filter, value: Any) -> bool:
-        bounds = (value, value + 1) if isinstance(one, EqualTo) else _bounds(one, value)
+    def _take_offset(self, condition: Filter, value: Any) -> bool:
+        bounds = (value, value + 1) if isinstance(condition, EqualTo) else _bounds(condition, value)
         if bounds is None:
             return False
         self.first_offset = max(self.first_offset, bounds[0])
@@ -108,20 +108,20 @@ class Bounds:
         return True
 
 
-def _values(one: Filter, value: Any) -> frozenset[Any] | None:
-    if isinstance(one, EqualTo):
+def _values(condition: Filter, value: Any) -> frozenset[Any] | None:
+    if isinstance(condition, EqualTo):
         return frozenset([value])
-    return frozenset(value) if isinstance(one, In) else None
+    return frozenset(value) if isinstance(condition, In) else None
 
 
-def _bounds(one: Filter, value: Any) -> tuple[int, int] | None:
-    if isinstance(one, GreaterThan):
+def _bounds(condition: Filter, value: Any) -> tuple[int, int] | None:
+    if isinstance(condition, GreaterThan):
         return value + 1, _UNBOUND
-    if isinstance(one, GreaterThanOrEqual):
+    if isinstance(condition, GreaterThanOrEqual):
         return value, _UNBOUND
-    if isinstance(one, LessThan):
+    if isinstance(condition, LessThan):
         return 0, value
-    if isinstance(one, LessThanOrEqual):
+    if isinstance(condition, LessThanOrEqual):
         return 0, value + 1
     return None
 
@@ -184,11 +184,15 @@ class TopicReader(DataSourceReader):
         """Omit the driver's credentials: tasks find their own in their ranges."""
         return {**self.__dict__, "_options": self._options.for_tasks()}
 
-    def _narrowed(self, one: Range) -> Iterator[Range]:
+    def _narrowed(self, offset_range: Range) -> Iterator[Range]:
         bounds = self._bounds
-        if not bounds.allow(one.topic, one.partition):
+        if not bounds.allow(offset_range.topic, offset_range.partition):
             return
-        narrowed = replace(one, start=max(one.start, bounds.first_offset), end=min(one.end, bounds.end_offset))
+        narrowed = replace(
+            offset_range,
+            start=max(offset_range.start, bounds.first_offset),
+            end=min(offset_range.end, bounds.end_offset),
+        )
         if narrowed.end > narrowed.start:
             yield narrowed
 
@@ -206,14 +210,14 @@ def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> 
         yield from read_range(partition, options.of(partition.access), shape)
 
 
-def range_row(one: Range) -> pa.RecordBatch:
+def range_row(offset_range: Range) -> pa.RecordBatch:
     """Return a range as a row, for jobs that fetch in `mapInArrow`."""
     return pa.RecordBatch.from_pydict(
         {
-            "topic": pa.array([one.topic], pa.string()),
-            "partition": pa.array([one.partition], pa.int32()),
-            "start": pa.array([one.start], pa.int64()),
-            "end": pa.array([one.end], pa.int64()),
+            "topic": pa.array([offset_range.topic], pa.string()),
+            "partition": pa.array([offset_range.partition], pa.int32()),
+            "start": pa.array([offset_range.start], pa.int64()),
+            "end": pa.array([offset_range.end], pa.int64()),
         }
     )
 
@@ -336,7 +340,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             landed, requested = LandedHistory(resolver, options).split(requested, ends)
         there = {topic: list(offsets) for topic, offsets in requested.items()}
         found = check_start(resolver, requested, there, options, named=True, end=ends) if requested else requested
-        ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
+        ranges = ranges_between(
+            found, {topic: {number: ends[topic][number] for number in found[topic]} for topic in found}
+        )
         pieces = split(
             [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
         )

@@ -187,7 +187,7 @@ class RowProducer:
             for future in done:
                 del self._pending[future]
                 future.result()
-        for future in [one for one in self._pending if one.done()]:
+        for future in [future for future in self._pending if future.done()]:
             del self._pending[future]
             future.result()
 

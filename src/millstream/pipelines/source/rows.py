@@ -146,14 +146,16 @@ def _value_if_fitting(value: Any, kind: pa.DataType) -> Any:
 _WAIT_MS = 500
 
 
-def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | None = None) -> Iterator[pa.RecordBatch]:
+def read_range(
+    offset_range: Range, options: ReadOptions, shape: Shape, *, skip: Skip | None = None
+) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, in order; see `read_columns`."""
-    row_filter = RowFilter(options.filter, one) if options.filter else None
+    row_filter = RowFilter(options.filter, offset_range) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (row_filter.fields if row_filter is not None else frozenset())
-    schemas = SchemaRows(task_link(options), one.topic, shape.messages) if shape.by_schema else None
-    for columns in read_columns(one, options, fields, skip=skip):
-        batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
+    schemas = SchemaRows(task_link(options), offset_range.topic, shape.messages) if shape.by_schema else None
+    for columns in read_columns(offset_range, options, fields, skip=skip):
+        batch = to_arrow(columns, topic=offset_range.topic, partition=offset_range.partition, names=names)
         if row_filter is not None:
             batch = batch.filter(row_filter.matches(columns))
         if batch.num_rows:
@@ -162,7 +164,7 @@ def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | N
 
 
 def read_columns(
-    one: Range, options: ReadOptions, fields: frozenset[str], *, skip: Skip | None = None
+    offset_range: Range, options: ReadOptions, fields: frozenset[str], *, skip: Skip | None = None
 ) -> Iterator[Columns]:
     """Yield the records of a range, in order, with some fields decoded.
 
@@ -170,20 +172,20 @@ def read_columns(
     reported to `skip` and skipped. Without it, the option `failOnUnreadable` decides.
     """
     link = task_link(options)
-    skip = skip or partial(_skip_unreadable, one, options)
-    for batches, start, response in _fetch_range(link, one, options, skip):
+    skip = skip or partial(_skip_unreadable, offset_range, options)
+    for batches, start, response in _fetch_range(link, offset_range, options, skip):
         yield from decode_columns(
             batches,
             fields=fields,
             start_offset=start,
-            end_offset=one.end,
+            end_offset=offset_range.end,
             aborted=response.aborted,
             skip=skip,
         )
 
 
-def _skip_unreadable(one: Range, options: ReadOptions, batch: UnreadableBatch) -> None:
-    error = UnreadableData(one.topic, one.partition, batch.start, batch.end, batch.reason)
+def _skip_unreadable(offset_range: Range, options: ReadOptions, batch: UnreadableBatch) -> None:
+    error = UnreadableData(offset_range.topic, offset_range.partition, batch.start, batch.end, batch.reason)
     if options.fail_on_unreadable:
         raise error
     _logger.warning("%s, so they are skipped", error.finding)
@@ -192,9 +194,9 @@ def _skip_unreadable(one: Range, options: ReadOptions, batch: UnreadableBatch) -
 class RowFilter:
     """A filter in the subscriptions' filter language, on whole batches."""
 
-    def __init__(self, text: str, one: Range) -> None:
+    def __init__(self, text: str, offset_range: Range) -> None:
         self._filter = compile_filter(text)
-        self._range = one
+        self._range = offset_range
 
     @property
     def fields(self) -> frozenset[str]:
@@ -243,45 +245,46 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
 
 
 def _fetch_range(
-    link: Link, one: Range, options: ReadOptions, skip: Skip
+    link: Link, offset_range: Range, options: ReadOptions, skip: Skip
 ) -> Iterator[tuple[Batches, int, FetchedPartition]]:
     """Yield the responses of a range, each with the offset from which it counts: batches may start before it.
 
     The next fetch is sent before a response is yielded.
     """
-    position = one.start
+    position = offset_range.start
     deadline = time.monotonic() + options.timeout_s
-    coming = _fetch_async(link, one, position, options)
+    coming = _fetch_async(link, offset_range, position, options)
     while True:
         try:
             response = coming.result()
         except (OffsetOutOfRange, CorruptBatch) as error:
             if isinstance(error, CorruptBatch):
-                position = _skip_damage(link, one, position, skip, error)
+                position = _skip_damage(link, offset_range, position, skip, error)
             else:
-                position = _skip_lost(link, one, position, options)
-            if position >= one.end:
+                position = _skip_lost(link, offset_range, position, options)
+            if position >= offset_range.end:
                 return
-            coming = _fetch_async(link, one, position, options)
+            coming = _fetch_async(link, offset_range, position, options)
             continue
         batches = find_batches(response.records)
         reached = batches.next_offset
         if reached is None:
-            if _limit(response, options) >= one.end:
+            if _limit(response, options) >= offset_range.end:
                 # Everything up to the end was examined, and no record remains.
                 return
             if time.monotonic() > deadline:
                 raise RequestTimedOut(
-                    f"{one.topic}-{one.partition} ends at {_limit(response, options)}, but {one.end} was planned"
+                    f"{offset_range.topic}-{offset_range.partition} ends at {_limit(response, options)}, "
+                    f"but {offset_range.end} was planned"
                 )
             # A new leader may not know the followers' progress yet.
-            coming = _fetch_async(link, one, position, options)
+            coming = _fetch_async(link, offset_range, position, options)
             continue
         deadline = time.monotonic() + options.timeout_s
         start, position = position, max(position, reached)
-        is_last = position >= one.end
+        is_last = position >= offset_range.end
         if not is_last:
-            coming = _fetch_async(link, one, position, options)
+            coming = _fetch_async(link, offset_range, position, options)
         yield batches, start, response
         if is_last:
             return
@@ -291,11 +294,11 @@ def _limit(response: FetchedPartition, options: ReadOptions) -> int:
     return response.last_stable if options.isolation == READ_COMMITTED else response.high_watermark
 
 
-def _fetch_async(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchedPartition]:
+def _fetch_async(link: Link, offset_range: Range, offset: int, options: ReadOptions) -> Future[FetchedPartition]:
     return link.start(
         link.client.fetch(
-            one.topic,
-            one.partition,
+            offset_range.topic,
+            offset_range.partition,
             offset,
             max_bytes=options.fetch_bytes,
             max_wait_ms=_WAIT_MS,
@@ -304,24 +307,24 @@ def _fetch_async(link: Link, one: Range, offset: int, options: ReadOptions) -> F
     )
 
 
-def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> int:
+def _skip_lost(link: Link, offset_range: Range, position: int, options: ReadOptions) -> int:
     """Return the first offset after deleted ones; raise unless the query tolerates the gap."""
     # The error need not contain the log start offset.
-    listed = link.call(link.client.list_offsets(one.topic, {one.partition: OFFSET_EARLIEST}))
-    start = int(listed[one.partition].offset)
-    first = min(start, one.end) if start > position else one.end
-    lost = LostData([(one.topic, one.partition, position, first)])
+    listed = link.call(link.client.list_offsets(offset_range.topic, {offset_range.partition: OFFSET_EARLIEST}))
+    start = int(listed[offset_range.partition].offset)
+    first = min(start, offset_range.end) if start > position else offset_range.end
+    lost = LostData([(offset_range.topic, offset_range.partition, position, first)])
     if options.fail_on_data_loss:
         raise lost
     _logger.warning("%s; failOnDataLoss is false, so the query continues", lost)
     return first
 
 
-def _skip_damage(link: Link, one: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
+def _skip_damage(link: Link, offset_range: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
     """Return the offset after a range that the broker's disk lost; raise while another replica may restore it."""
-    lost = link.call(find_lost(link.client, one.topic, one.partition, position))
+    lost = link.call(find_lost(link.client, offset_range.topic, offset_range.partition, position))
     if lost is None:
         raise error
-    end = min(lost.end, one.end)
+    end = min(lost.end, offset_range.end)
     skip(UnreadableBatch(position, end, NO_TIMESTAMP_MS, "the disk of the broker lost them"))
     return end

@@ -181,10 +181,10 @@ def payload_of(options: ReadOptions) -> tuple[pa.Schema, list[str]]:
         raise InvalidSetting("decode=schema with a pattern needs the option schemaSubject, or a schema of the query")
     topics = options.subscribe or tuple(options.assign or ())
     typed: list[TypedSchema] = link.call(_typed_by(link.client, topics, options))
-    fields = joined_schemas([one.fields for one in typed])
+    fields = joined_schemas([schema.fields for schema in typed])
     # A field that every version has as null could be anything.
-    kept = pa.schema([one for one in fields if not pa.types.is_null(one.type)])
-    return kept, sorted({one.message for one in typed if one.message is not None})
+    kept = pa.schema([field for field in fields if not pa.types.is_null(field.type)])
+    return kept, sorted({schema.message for schema in typed if schema.message is not None})
 
 
 async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions) -> list[TypedSchema]:
@@ -192,9 +192,11 @@ async def _typed_by(client: Client, topics: Sequence[str], options: ReadOptions)
     subjects = [subject] if subject is not None else [await _subject_of(client, topic) for topic in topics]
     typed: list[TypedSchema] = []
     others: dict[str, tuple[int, ...]] = {}
-    for one in subjects:
-        for number in (await schemas.subject(GetSubjectRequest(subject=one))).versions:
-            response = await schemas.subject(GetSubjectRequest(subject=one, version=str(number), format=COMPILED))
+    for subject_name in subjects:
+        for number in (await schemas.subject(GetSubjectRequest(subject=subject_name))).versions:
+            response = await schemas.subject(
+                GetSubjectRequest(subject=subject_name, version=str(number), format=COMPILED)
+            )
             if response.schema is not None:
                 registered = RegisteredCodec(response.schema)
                 codec = registered.codec
@@ -516,14 +518,14 @@ class _AvroTypes:
             return ConvertedType(pa.string(), _untagged)
         self._open.add(name)
         space = name.rpartition(".")[0]
-        parts = [(each["name"], self.type(each["type"], space, depth + 1)) for each in source["fields"]]
+        parts = [(field["name"], self.type(field["type"], space, depth + 1)) for field in source["fields"]]
         self._open.discard(name)
         converts = {part: typed.convert for part, typed in parts if typed.convert is not None}
         kind = _struct([pa.field(part, typed.kind) for part, typed in parts if not pa.types.is_null(typed.kind)])
 
         def convert(value: Any) -> Any:
             record = _untag(value)
-            return {**record, **{part: one(record.get(part)) for part, one in converts.items()}}
+            return {**record, **{part: convert(record.get(part)) for part, convert in converts.items()}}
 
         return ConvertedType(kind, convert)
 
@@ -531,28 +533,30 @@ class _AvroTypes:
         kept = [branch for branch in branches if branch != "null"]
         if not kept:
             return ConvertedType(pa.null())
-        typed = [self.type(one, space, depth if len(kept) == 1 else depth + 1) for one in kept]
+        typed = [self.type(branch, space, depth if len(kept) == 1 else depth + 1) for branch in kept]
         if len(kept) == 1:
             convert = typed[0].convert
             return ConvertedType(typed[0].kind, None if convert is None else lambda value: _or_none(convert, value))
-        kinds = {one.kind for one in typed}
+        kinds = {branch_type.kind for branch_type in typed}
         if kinds <= {pa.int64(), pa.float64()}:
             return ConvertedType(pa.float64() if pa.float64() in kinds else pa.int64())
         if kinds == {pa.string()}:
             return ConvertedType(pa.string(), _untagged)
-        names = [self._branch(one, space) for one in kept]
+        names = [self._branch(branch, space) for branch in kept]
         chosen = list(zip(names, kept, typed, strict=True))
 
         def choose(value: Any) -> Any:
             if value is None:
                 return None
-            for name, source, one in chosen:
+            for name, source, branch_type in chosen:
                 if self._was_written_as(value, name, source, space):
                     inner = _untag(value)
-                    return {name.rpartition(".")[2]: inner if one.convert is None else one.convert(inner)}
+                    return {
+                        name.rpartition(".")[2]: inner if branch_type.convert is None else branch_type.convert(inner)
+                    }
             return None
 
-        fields = [pa.field(name.rpartition(".")[2], one.kind) for name, _, one in chosen]
+        fields = [pa.field(name.rpartition(".")[2], branch_type.kind) for name, _, branch_type in chosen]
         return ConvertedType(pa.struct(fields), choose)
 
     def _branch(self, source: Any, space: str) -> str:
@@ -652,8 +656,8 @@ class _JsonTypes:
     def _object(self, raw: Mapping[str, Any], depth: int) -> pa.DataType:
         properties = raw.get("properties")
         if isinstance(properties, dict) and properties:
-            typed = [pa.field(name, self.type(one, depth + 1)) for name, one in properties.items()]
-            return _struct([one for one in typed if not pa.types.is_null(one.type)])
+            typed = [pa.field(name, self.type(property_, depth + 1)) for name, property_ in properties.items()]
+            return _struct([field for field in typed if not pa.types.is_null(field.type)])
         rest = raw.get("additionalProperties")
         if isinstance(rest, dict) and rest:
             return pa.map_(pa.string(), self.type(rest, depth + 1))
@@ -729,7 +733,7 @@ class _ProtobufTypes:
         if name in outer or depth > DEPTH_MAX:
             return pa.string()
         inside = outer | {name}
-        return _struct([pa.field(one.name, self._field(one, inside, depth)) for one in descriptor.fields])
+        return _struct([pa.field(field.name, self._field(field, inside, depth)) for field in descriptor.fields])
 
     def _field(self, described: Any, outer: frozenset[str], depth: int) -> pa.DataType:
         if self._budget.is_spent():

@@ -242,7 +242,7 @@ class _Coder:
         plain = [moments or _have_same_kind(node.operand, bound) for bound in (node.low, node.high)]
         makers = [operation.plain_comparison if alike else operation.comparison for alike in plain]
         compare = self._constant((makers[0](">="), makers[1]("<=")))
-        values = [self._moment(each) if moments else self.value(each) for each in nodes]
+        values = [self._moment(node) if moments else self.value(node) for node in nodes]
         return _call(self._constant(operation.between), *values, compare)
 
     def _pair(self, left: Node, right: Node) -> tuple[ast.expr, ast.expr, bool]:

@@ -150,7 +150,7 @@ def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_
 
 def used_by(filters: Sequence[Filter]) -> Uses:
     """Return the parts that all filters read together."""
-    return reduce(or_, (each.uses for each in filters), Uses())
+    return reduce(or_, (compiled.uses for compiled in filters), Uses())
 
 
 def _joined(parts: Iterable[tuple[npt.NDArray[np.int64], DecodedBatch]], filters: Sequence[Filter]) -> Evaluation:
@@ -160,6 +160,6 @@ def _joined(parts: Iterable[tuple[npt.NDArray[np.int64], DecodedBatch]], filters
     matches: list[list[npt.NDArray[np.bool_]]] = [[np.empty(0, np.bool_)] for _ in filters]
     for found, batch in parts:
         offsets.append(found)
-        for each, column in zip(filters, matches, strict=True):
-            column.append(each.matches(batch))
+        for compiled, column in zip(filters, matches, strict=True):
+            column.append(compiled.matches(batch))
     return Evaluation(np.concatenate(offsets), tuple(np.concatenate(column) for column in matches))

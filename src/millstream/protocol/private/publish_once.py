@@ -97,4 +97,4 @@ async def publish_once(
         raise ProtocolViolation(
             f"{len(records)} messages were published, but the broker reported {len(response.placed)}"
         )
-    return [PublishOnceResult(*one) for one in response.placed]
+    return [PublishOnceResult(*result) for result in response.placed]

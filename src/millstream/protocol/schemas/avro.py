@@ -154,7 +154,7 @@ class _Parser:
         return kind
 
     def _union(self, source: list[Any], space: str, depth: int) -> AvroType:
-        branches = [self.parse(one, space, depth + 1) for one in source]
+        branches = [self.parse(branch, space, depth + 1) for branch in source]
         seen: set[str] = set()
         for branch in branches:
             if branch.kind == "union":
@@ -211,10 +211,10 @@ class _Parser:
         if not isinstance(fields, list):
             raise InvalidSchema(f"record {made.name} has no fields: {_excerpt(source)}")
         seen: set[str] = set()
-        for one in fields:
-            if not isinstance(one, dict) or not isinstance(one.get("name"), str) or "type" not in one:
-                raise InvalidSchema(f"a field of record {made.name} has no name or no type: {_excerpt(one)}")
-            name = one["name"]
+        for declared in fields:
+            if not isinstance(declared, dict) or not isinstance(declared.get("name"), str) or "type" not in declared:
+                raise InvalidSchema(f"a field of record {made.name} has no name or no type: {_excerpt(declared)}")
+            name = declared["name"]
             if not _NAME.match(name):
                 raise InvalidSchema(f"illegal initial character or character in a name: {name}")
             if name in seen:
@@ -223,20 +223,23 @@ class _Parser:
             made.fields.append(
                 AvroField(
                     name=name,
-                    type=self.parse(one["type"], made.namespace, depth + 1),
-                    doc=_text_or_none(one, "doc"),
-                    default=one.get("default", _MISSING),
-                    order=one.get("order", "ascending"),
-                    aliases=tuple(_texts(one, "aliases")),
-                    properties={key: value for key, value in one.items() if key not in _FIELD_KEYS},
+                    type=self.parse(declared["type"], made.namespace, depth + 1),
+                    doc=_text_or_none(declared, "doc"),
+                    default=declared.get("default", _MISSING),
+                    order=declared.get("order", "ascending"),
+                    aliases=tuple(_texts(declared, "aliases")),
+                    properties={key: value for key, value in declared.items() if key not in _FIELD_KEYS},
                 )
             )
-        for each in made.fields:
-            if each.order not in ("ascending", "descending", "ignore"):
-                raise InvalidSchema(f"field {each.name} of {made.name} has an unknown order: {_excerpt(each.order)}")
-            if each.has_default and not _is_value(each.type, each.default, 0):
+        for made_field in made.fields:
+            if made_field.order not in ("ascending", "descending", "ignore"):
                 raise InvalidSchema(
-                    f'Invalid default for field {each.name}: {_excerpt(each.default)} not a "{each.type.label}"'
+                    f"field {made_field.name} of {made.name} has an unknown order: {_excerpt(made_field.order)}"
+                )
+            if made_field.has_default and not _is_value(made_field.type, made_field.default, 0):
+                raise InvalidSchema(
+                    f"Invalid default for field {made_field.name}: "
+                    f'{_excerpt(made_field.default)} not a "{made_field.type.label}"'
                 )
 
 
@@ -296,8 +299,8 @@ def _is_value(kind: AvroType, value: Any, depth: int) -> bool:
         case "union":
             return any(_is_value(branch, value, depth + 1) for branch in kind.branches)
     return isinstance(value, dict) and all(
-        _is_value(each.type, value[each.name], depth + 1) if each.name in value else each.has_default
-        for each in kind.fields
+        _is_value(field.type, value[field.name], depth + 1) if field.name in value else field.has_default
+        for field in kind.fields
     )
 
 
@@ -338,7 +341,7 @@ class _Printer:
         elif kind.kind == "fixed":
             printed["size"] = kind.size
         else:
-            printed["fields"] = [self._field(each, kind.namespace) for each in kind.fields]
+            printed["fields"] = [self._field(field, kind.namespace) for field in kind.fields]
         printed.update(properties)
         if kind.aliases:
             printed["aliases"] = [_relative(alias, kind.namespace) for alias in kind.aliases]
@@ -352,17 +355,17 @@ class _Printer:
             head["namespace"] = kind.namespace
         return head
 
-    def _field(self, each: AvroField, space: str) -> dict[str, Any]:
-        printed: dict[str, Any] = {"name": each.name, "type": self.type(each.type, space)}
-        if each.doc is not None:
-            printed["doc"] = each.doc
-        if each.has_default:
-            printed["default"] = each.default
-        if each.order != "ascending":
-            printed["order"] = each.order
-        if each.aliases:
-            printed["aliases"] = list(each.aliases)
-        printed.update(sorted(each.properties.items()) if self._is_normal else each.properties.items())
+    def _field(self, avro_field: AvroField, space: str) -> dict[str, Any]:
+        printed: dict[str, Any] = {"name": avro_field.name, "type": self.type(avro_field.type, space)}
+        if avro_field.doc is not None:
+            printed["doc"] = avro_field.doc
+        if avro_field.has_default:
+            printed["default"] = avro_field.default
+        if avro_field.order != "ascending":
+            printed["order"] = avro_field.order
+        if avro_field.aliases:
+            printed["aliases"] = list(avro_field.aliases)
+        printed.update(sorted(avro_field.properties.items()) if self._is_normal else avro_field.properties.items())
         return printed
 
 
@@ -424,16 +427,18 @@ class _Resolution:
         return differences
 
     def _fields(self, reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
-        written = {each.name: each for each in writer.fields}
+        written = {field.name: field for field in writer.fields}
         differences: list[Difference] = []
-        for index, each in enumerate(reader.fields):
+        for index, reader_field in enumerate(reader.fields):
             place = f"{path}/fields/{index}"
-            other = next((written[name] for name in (each.name, *each.aliases) if name in written), None)
+            other = next(
+                (written[name] for name in (reader_field.name, *reader_field.aliases) if name in written), None
+            )
             if other is not None:
-                differences += self.compare(each.type, other.type, f"{place}/type")
-            elif not each.has_default:
+                differences += self.compare(reader_field.type, other.type, f"{place}/type")
+            elif not reader_field.has_default:
                 text = f"At {place}, a field without a default in the {{reader}} schema is not in the {{writer}} one"
-                differences.append(Difference("READER_FIELD_MISSING_DEFAULT_VALUE", text, each.name))
+                differences.append(Difference("READER_FIELD_MISSING_DEFAULT_VALUE", text, reader_field.name))
         return differences
 
 

@@ -267,7 +267,7 @@ class _AvroShape:
         self._around[name] = self._depth
         sizes = [self._examine(field["type"]) for field in schema["fields"]]
         del self._around[name]
-        size = _AvroSize(sum(one.bytes_min for one in sizes), sum(one.excess for one in sizes))
+        size = _AvroSize(sum(size.bytes_min for size in sizes), sum(size.excess for size in sizes))
         self._sizes[name] = size
         return size
 
@@ -548,10 +548,10 @@ class ProtobufCodec(Codec):
         found: dict[str, tuple[int, ...]] = {}
         around: list[tuple[str, tuple[int, ...], Any]] = [(self.file.package, (), self.file.message_type)]
         for place, indexes, declared in around:
-            for at, one in enumerate(declared):
-                name = f"{place}.{one.name}" if place else one.name
+            for at, declared_field in enumerate(declared):
+                name = f"{place}.{declared_field.name}" if place else declared_field.name
                 found[name] = (*indexes, at)
-                around.append((name, found[name], one.nested_type))
+                around.append((name, found[name], declared_field.nested_type))
         return found
 
     def parse(self, framed: Framed) -> Any:

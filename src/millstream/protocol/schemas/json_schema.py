@@ -228,8 +228,8 @@ class _Builder:
         if is_root:
             self._by_uri.setdefault(base, raw)
         if isinstance(raw, list):
-            for one in raw:
-                self._register(one, base, depth + 1, is_root=False)
+            for item in raw:
+                self._register(item, base, depth + 1, is_root=False)
         if not isinstance(raw, dict):
             return
         own = raw.get("$id", raw.get("id"))
@@ -286,7 +286,7 @@ class _Builder:
             parts.append(Node("not", raw, parts=[self._build(raw["not"])]))
         named = raw.get("type")
         if isinstance(named, list):
-            parts.append(Node("anyOf", raw, parts=[self._typed(one, raw) for one in named]))
+            parts.append(Node("anyOf", raw, parts=[self._typed(type_name, raw) for type_name in named]))
         elif named is not None:
             parts.append(self._typed(named, raw))
         else:
@@ -309,9 +309,9 @@ class _Builder:
             (name, self._build(subschema)) for name, subschema in _mapped(raw, "patternProperties").items()
         ]
         for key in ("dependencies", "dependentSchemas"):
-            for name, one in _mapped(raw, key).items():
-                if not isinstance(one, list):
-                    node.dependencies[name] = self._build(one)
+            for name, value in _mapped(raw, key).items():
+                if not isinstance(value, list):
+                    node.dependencies[name] = self._build(value)
         self._set_rest(node, raw.get("additionalProperties", raw.get("unevaluatedProperties", True)))
         return node
 
@@ -319,7 +319,7 @@ class _Builder:
         node = Node("array", raw)
         items, first = raw.get("items"), raw.get("prefixItems")
         if isinstance(first, list):
-            node.items = [self._build(one) for one in first]
+            node.items = [self._build(item) for item in first]
             self._set_rest(node, raw.get("items", raw.get("unevaluatedItems", True)))
         elif isinstance(items, list):
             node.items = [self._build(item) for item in items]
@@ -475,9 +475,9 @@ class _Comparison:
             {
                 number: pairs
                 for number, other in enumerate(after)
-                if _is_compatible(pairs := self.compare(one, other, _join(path, original.kind, index)))
+                if _is_compatible(pairs := self.compare(item, other, _join(path, original.kind, index)))
             }
-            for index, one in enumerate(before)
+            for index, item in enumerate(before)
         ]
         matching = _match(edges)
         for number, index in matching.items():

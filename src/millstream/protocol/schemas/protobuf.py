@@ -249,7 +249,7 @@ class _Printer:
         if depth > DEPTH_MAX:
             raise InvalidSchema(f"messages are nested more than {DEPTH_MAX} levels deep")
         name = f"{scope}.{message.name}"
-        nested = {f"{name}.{one.name}": one for one in message.nested_type}
+        nested = {f"{name}.{nested_type.name}": nested_type for nested_type in message.nested_type}
         groups = {field.type_name for field in [*message.field, *message.extension] if field.type == _GROUP}
         self._add(depth, head or f"message {message.name} {{")
         for option in _options(message.options, leave_out=("map_entry",)):
@@ -276,9 +276,9 @@ class _Printer:
                     self._field(member, name, nested, depth + 2, is_member=True)
                 self._add(depth + 1, "}")
         self._extensions(message.extension, name, depth + 1)
-        for full_name, one in nested.items():
-            if not one.options.map_entry and full_name not in groups:
-                self._message(one, name, depth + 1)
+        for full_name, descriptor in nested.items():
+            if not descriptor.options.map_entry and full_name not in groups:
+                self._message(descriptor, name, depth + 1)
         for enum in message.enum_type:
             self._enum(enum, depth + 1)
         self._add(depth, "}")
@@ -296,7 +296,7 @@ class _Printer:
             self._message(entry, scope, depth, head=head)
             return
         if entry is not None and entry.options.map_entry:
-            key, value = (self._type(one, scope) for one in entry.field)
+            key, value = (self._type(field, scope) for field in entry.field)
             kind, label = f"map<{key}, {value}>", ""
         else:
             kind = self._type(field, scope)
@@ -408,7 +408,7 @@ def _options(options: Message, *, leave_out: Sequence[str] = ()) -> list[str]:
             continue
         name = f"({field.full_name})" if field.is_extension else field.name
         values = list(value) if field.is_repeated else [value]
-        printed += [f"{name} = {_option_value(field, one)}" for one in values]
+        printed += [f"{name} = {_option_value(field, value)}" for value in values]
     return printed
 
 
@@ -522,7 +522,7 @@ class _Comparison:
         self, original: DescriptorProto, update: DescriptorProto, field: FieldDescriptorProto, path: str
     ) -> None:
         oneof = _oneof_of(original, field)
-        if oneof is not None and any(one.name == oneof for one in update.oneof_decl):
+        if oneof is not None and any(declared.name == oneof for declared in update.oneof_decl):
             self._note("ONEOF_FIELD_REMOVED", path)
         elif field.label == _REQUIRED:
             self._note("REQUIRED_FIELD_REMOVED", path)

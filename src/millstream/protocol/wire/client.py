@@ -380,7 +380,7 @@ class Client:
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchedPartition] = {}
         unserved: StorageFailure | None = None
-        for response in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
+        for response in await gather_or_cancel(fetch(*request) for request in by_leader.items()):
             for partition, result in response.items():
                 if isinstance(result, TRANSIENT):
                     self._leaders.pop(partition, None)
@@ -447,7 +447,7 @@ class Client:
         for where, time_ms in times_ms.items():
             if where in self._leaders:
                 by_leader.setdefault(self._leaders[where], {})[where] = time_ms
-        for offsets in await gather_or_cancel(self._list_or_fail(*one, isolation) for one in by_leader.items()):
+        for offsets in await gather_or_cancel(self._list_or_fail(*request, isolation) for request in by_leader.items()):
             listed.update(offsets)
         for where, listed_offset in listed.items():
             if isinstance(listed_offset, MillstreamError):

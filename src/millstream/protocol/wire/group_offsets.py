@@ -70,13 +70,13 @@ async def stable_offsets(client: Client, name: str) -> Committed:
         responses = await _send_offset_fetch(client, node, [name], is_stable=True)
         commits = _commits(responses, name)
         for topic in responses[name].topics:
-            for one in topic.partitions:
-                about = f"the offset of group {name!r} in {topic.name}-{one.partition_index}"
-                if one.error_code == _UNSTABLE:
+            for partition in topic.partitions:
+                about = f"the offset of group {name!r} in {topic.name}-{partition.partition_index}"
+                if partition.error_code == _UNSTABLE:
                     # Transient, like everything that a coordinator asks to retry.
                     raise CoordinatorUnavailable(f"an open transaction holds {about}")
-                if one.error_code:
-                    raise error_from_code(one.error_code, None, about=about)
+                if partition.error_code:
+                    raise error_from_code(partition.error_code, None, about=about)
         return _offsets(commits)
 
     return await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
@@ -85,7 +85,7 @@ async def stable_offsets(client: Client, name: str) -> Committed:
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
     """Return the committed offsets of several groups; one that could not be read has an error instead."""
     by_group = await commits_by_group(client, names)
-    return {name: one if isinstance(one, MillstreamError) else _offsets(one) for name, one in by_group.items()}
+    return {name: group if isinstance(group, MillstreamError) else _offsets(group) for name, group in by_group.items()}
 
 
 def _offsets(commits: Commits) -> Committed:

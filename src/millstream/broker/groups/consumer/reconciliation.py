@@ -405,9 +405,13 @@ class Reconciliation:
         version = self._context.topics.version, self._now_ms // RIGHTS_REFRESH_MS
         used = [expression for _, expression in self._current_choices() if expression]
         checked = group.checked_expressions
-        stale = [one for one in dict.fromkeys(used) if one not in self._resolved or checked.get(one) != version]
+        stale = [
+            expression
+            for expression in dict.fromkeys(used)
+            if expression not in self._resolved or checked.get(expression) != version
+        ]
         due = self._now_ms - group.refreshed_ms >= REFRESH_MS
-        stale = [one for one in stale if due or one not in self._resolved]
+        stale = [expression for expression in stale if due or expression not in self._resolved]
         own = self.member.subscription.expression
         changed = False
         for expression in sorted(stale, key=lambda expression: (expression != own, expression in self._resolved))[

@@ -92,14 +92,16 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         )
 
     async def _transaction_result(
-        self, version: int, one: AddPartitionsToTxnTransaction, client: ClientInfo
+        self, version: int, transaction: AddPartitionsToTxnTransaction, client: ClientInfo
     ) -> AddPartitionsToTxnResult:
         partitions = [
-            TopicPartition(topic.name, PartitionIndex(index)) for topic in one.topics for index in topic.partitions
+            TopicPartition(topic.name, PartitionIndex(index))
+            for topic in transaction.topics
+            for index in topic.partitions
         ]
-        codes = await self._add_partitions(version, one, partitions, client)
+        codes = await self._add_partitions(version, transaction, partitions, client)
         return AddPartitionsToTxnResult(
-            transactional_id=one.transactional_id,
+            transactional_id=transaction.transactional_id,
             topic_results=tuple(
                 AddPartitionsToTxnTopicResult(
                     name=topic.name,
@@ -111,29 +113,29 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
                         for index in topic.partitions
                     ),
                 )
-                for topic in one.topics
+                for topic in transaction.topics
             ),
         )
 
     async def _add_partitions(
         self,
         version: int,
-        one: AddPartitionsToTxnTransaction,
+        transaction: AddPartitionsToTxnTransaction,
         partitions: list[TopicPartition],
         client: ClientInfo,
     ) -> Mapping[TopicPartition, ErrorCode]:
         refused = {part: code for part in partitions if (code := self._check(version, part)) is not None}
         if refused:
             return {part: refused.get(part, ErrorCode.operation_not_attempted) for part in partitions}
-        who = ProducerRef(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch)
+        who = ProducerRef(transaction.transactional_id, ProducerId(transaction.producer_id), transaction.producer_epoch)
         try:
-            if one.verify_only:
+            if transaction.verify_only:
                 verified = await self._transactions.verify(who, partitions)
                 return {part: error_code(error) if error else ErrorCode.none for part, error in verified.items()}
             protocol = EPOCH_PER_TRANSACTION if version >= _FIRST_WITH_MANY else FIRST_VERSION
             await self._transactions.add_partitions(who, partitions, version=protocol)
         except MillstreamError as error:
-            log_fenced(error_code(error), str(error), client, transactional_id=one.transactional_id)
+            log_fenced(error_code(error), str(error), client, transactional_id=transaction.transactional_id)
             return dict.fromkeys(partitions, fenced_code(error_code(error), version, first=_FIRST_WITH_FENCED))
         return dict.fromkeys(partitions, ErrorCode.none)
 

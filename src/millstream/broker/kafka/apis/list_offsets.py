@@ -84,11 +84,11 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         responses: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
         for topic in request.topics:
             of_topic = responses.setdefault(topic.name, {})
-            for one in topic.partitions:
-                if named[topic.name, one.partition_index] > 1:
-                    of_topic[one.partition_index] = _error_partition(one, ErrorCode.invalid_request)
+            for partition in topic.partitions:
+                if named[topic.name, partition.partition_index] > 1:
+                    of_topic[partition.partition_index] = _error_partition(partition, ErrorCode.invalid_request)
                 else:
-                    of_topic[one.partition_index] = await self._partition_response(topic.name, one, request)
+                    of_topic[partition.partition_index] = await self._partition_response(topic.name, partition, request)
         topics = tuple(
             ListOffsetsTopicResponse(name=name, partitions=tuple(of_topic.values()))
             for name, of_topic in responses.items()

@@ -215,9 +215,14 @@ class NodeStatus:
         }
 
 
-def _describe_lag(one: ReplicaLag) -> dict[str, Any]:
-    where = one.partition
-    return {"topic": where.topic, "partition": where.partition, "replica": one.replica, "records": one.records}
+def _describe_lag(replica_lag: ReplicaLag) -> dict[str, Any]:
+    where = replica_lag.partition
+    return {
+        "topic": where.topic,
+        "partition": where.partition,
+        "replica": replica_lag.replica,
+        "records": replica_lag.records,
+    }
 
 
 def _value(value: float | Distribution) -> Any:

@@ -60,7 +60,7 @@ class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPart
     ) -> ListPartitionReassignmentsResponse:
         requested = None
         if request.topics is not None:
-            requested = {(str(one.name), int(index)) for one in request.topics for index in one.partition_indexes}
+            requested = {(str(topic.name), int(index)) for topic in request.topics for index in topic.partition_indexes}
         by_topic: dict[str, list[OngoingPartitionReassignment]] = {}
         for (topic_id, index), move in sorted(self._topics.reassignments().items()):
             topic = self._topics.by_id(topic_id)
@@ -156,9 +156,9 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         request: AlterPartitionReassignmentsRequest, response: AlterPartitionReassignmentsResponse, _users: Users
     ) -> Iterator[Change]:
         done = {
-            (topic.name, one.partition_index): one
+            (topic.name, partition.partition_index): partition
             for topic in response.responses
-            for one in carried_out(topic.partitions)
+            for partition in carried_out(topic.partitions)
         }
         for topic in request.topics:
             for partition in topic.partitions:

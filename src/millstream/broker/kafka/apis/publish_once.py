@@ -75,7 +75,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         yield counter(
             "millstream_deduplication_ids_forgotten_total",
             "Message ids that were evicted before their window ended, because there were too many.",
-            self._forgotten + sum(one.forgotten for one in held),
+            self._forgotten + sum(identifiers.forgotten for identifiers in held),
         )
 
     async def needs(self, request: PublishOnceRequest) -> Sequence[Need]:
@@ -177,7 +177,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceResponse]):
         self._requests += 1
         if self._requests % COUNT_EVERY == 0:
             # A partition that another node leads now is not requested here any more.
-            for known in [one for one, ids in self._ids.items() if not ids.is_current]:
+            for known in [place for place, ids in self._ids.items() if not ids.is_current]:
                 self._drop_ids(known)
             while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
                 self._drop_ids(next(iter(self._ids)))

@@ -109,7 +109,7 @@ class _Results:
             place = grant.delivery.key.topic_id, int(grant.delivery.key.partition)
             self.leases[place] = grant.received.leases
             self.records[place] = b"".join(grant.received.batches)
-        self.lease_ms = min((one.lease_ms for one in grants if one.lease_ms is not None), default=None)
+        self.lease_ms = min((grant.lease_ms for grant in grants if grant.lease_ms is not None), default=None)
 
     async def pause_if_retried(self) -> None:
         """Wait a moment if there is an error after which the client retries immediately."""
@@ -170,7 +170,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         def respond(grants: list[Grant], error: Exception | None) -> Buffers | Coroutine[Any, Any, Buffers]:
             results = _Results()
             results.add(grants)
-            results.acknowledged = {place: outcome_of(one) for place, one in settled.items()}
+            results.acknowledged = {place: outcome_of(result) for place, result in settled.items()}
             if error is not None:
                 results.failed = dict.fromkeys(deliveries, error)
                 return respond_after_pause(results)
@@ -188,7 +188,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             list(deliveries.values()),
             demand,
             wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
-            writes=[one for one in settled.values() if one is not None and not isinstance(one, MillstreamError)],
+            writes=[
+                result for result in settled.values() if result is not None and not isinstance(result, MillstreamError)
+            ],
         )
 
     def _encode(

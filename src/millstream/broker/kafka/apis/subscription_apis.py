@@ -289,15 +289,15 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         copied = await self._copied_queues(
             {subscription.subscription_id: settings[at].isolation for at, subscription in enumerate(selected)}
         )
-        for at, one in enumerate(selected):
+        for at, subscription in enumerate(selected):
             if at % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
-            document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
-            document["queues"] += copied.get(one.subscription_id, ())
+            document = self._describe(subscription, settings[at], queues, begun.get(subscription.subscription_id, []))
+            document["queues"] += copied.get(subscription.subscription_id, ())
             described.append(document if request.names is not None else {**document, "stored_queues": []})
         if leases_max := max(0, min(request.leases_max, LEASES_MAX)):
-            for one, document in zip(selected, described, strict=True):
-                document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
+            for subscription, document in zip(selected, described, strict=True):
+                document["leases"] = self._leases(queues.get(subscription.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)
 
     async def _open_queues(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
@@ -749,9 +749,11 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
             for subscription in response.subscriptions
             if rights.group(Operation.DESCRIBE, subscription.subscription)
         ]
-        for at, one in enumerate(visible):
-            if one.dead_letter is not None and not rights.topic(Operation.DESCRIBE, one.dead_letter.topic):
-                visible[at] = msgspec.structs.replace(one, dead_letter=None)
+        for at, subscription in enumerate(visible):
+            if subscription.dead_letter is not None and not rights.topic(
+                Operation.DESCRIBE, subscription.dead_letter.topic
+            ):
+                visible[at] = msgspec.structs.replace(subscription, dead_letter=None)
         return msgspec.structs.replace(response, subscriptions=tuple(visible))
 
     async def handle(self, request: MessageTraceRequest) -> MessageTrace:

@@ -76,9 +76,10 @@ class TxnOffsetCommit(VersionedApi[TxnOffsetCommitRequest, TxnOffsetCommitRespon
                     name=topic.name,
                     partitions=tuple(
                         TxnOffsetCommitResponsePartition(
-                            partition_index=one.partition_index, error_code=codes[topic.name, one.partition_index]
+                            partition_index=partition.partition_index,
+                            error_code=codes[topic.name, partition.partition_index],
                         )
-                        for one in topic.partitions
+                        for partition in topic.partitions
                     ),
                 )
                 for topic in message.topics
@@ -135,10 +136,10 @@ def _client_code(code: ErrorCode, version: int) -> ErrorCode:
     return ErrorCode.coordinator_not_available if code is ErrorCode.not_enough_replicas else code
 
 
-def _commit(one: Any) -> PartitionCommit:
+def _commit(partition: Any) -> PartitionCommit:
     return PartitionCommit(
-        partition=one.partition_index,
-        offset=one.committed_offset,
-        leader_epoch=one.committed_leader_epoch,
-        metadata=one.committed_metadata,
+        partition=partition.partition_index,
+        offset=partition.committed_offset,
+        leader_epoch=partition.committed_leader_epoch,
+        metadata=partition.committed_metadata,
     )

@@ -46,16 +46,16 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
         results = await asyncio.gather(*(self._write_all(marker) for marker in request.markers))
         return WriteTxnMarkersResponse(markers=tuple(results))
 
-    async def _write_all(self, one: WritableTxnMarker) -> WritableTxnMarkerResult:
+    async def _write_all(self, transaction_marker: WritableTxnMarker) -> WritableTxnMarkerResult:
         marker = Marker(
-            producer_id=ProducerId(one.producer_id),
-            producer_epoch=ProducerEpoch(one.producer_epoch),
-            commit=one.transaction_result,
-            coordinator_epoch=one.coordinator_epoch,
-            bumps_epoch=one.transaction_version >= EPOCH_PER_TRANSACTION,
+            producer_id=ProducerId(transaction_marker.producer_id),
+            producer_epoch=ProducerEpoch(transaction_marker.producer_epoch),
+            commit=transaction_marker.transaction_result,
+            coordinator_epoch=transaction_marker.coordinator_epoch,
+            bumps_epoch=transaction_marker.transaction_version >= EPOCH_PER_TRANSACTION,
         )
-        topics = await asyncio.gather(*(self._write_topic(marker, topic) for topic in one.topics))
-        return WritableTxnMarkerResult(producer_id=one.producer_id, topics=tuple(topics))
+        topics = await asyncio.gather(*(self._write_topic(marker, topic) for topic in transaction_marker.topics))
+        return WritableTxnMarkerResult(producer_id=transaction_marker.producer_id, topics=tuple(topics))
 
     async def _write_topic(self, marker: Marker, topic: WritableTxnMarkerTopic) -> WritableTxnMarkerTopicResult:
         indexes = topic.partition_indexes

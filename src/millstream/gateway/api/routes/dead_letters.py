@@ -131,7 +131,7 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Le
     outcome = LetterPass(matches, body.limit)
     if (to_topic := body.to_topic) is not None:
         await dlq.check_target(to_topic)
-        await process_letters(dlq, lambda dlq, one: dlq.publish(one, to_topic), outcome, keep=False)
+        await process_letters(dlq, lambda dlq, letter: dlq.publish(letter, to_topic), outcome, keep=False)
         return _letters_processed(dlq.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
     await redrive_letters(dlq, outcome)
     if outcome.refused and not outcome.done:

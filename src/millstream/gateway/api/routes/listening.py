@@ -279,9 +279,9 @@ def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
     """Join events, so that many small ones are sent together."""
     gathered: list[bytes] = []
     size = 0
-    for one in events:
-        gathered.append(one)
-        size += len(one)
+    for encoded in events:
+        gathered.append(encoded)
+        size += len(encoded)
         if size >= PIECE_BYTES:
             yield b"".join(gathered)
             gathered, size = [], 0

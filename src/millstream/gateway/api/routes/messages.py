@@ -147,13 +147,19 @@ async def with_history(services: Services, document: dict[str, Any]) -> dict[str
 
 async def _without_hidden_letters(services: Services, document: dict[str, Any]) -> dict[str, Any]:
     """Omit letters in topics that the caller may not describe: the table is read with the rights of this process."""
-    topics = sorted({one["dead_letter"]["topic"] for one in document["subscriptions"] if one["dead_letter"]})
+    topics = sorted(
+        {
+            subscription["dead_letter"]["topic"]
+            for subscription in document["subscriptions"]
+            if subscription["dead_letter"]
+        }
+    )
     needed = [(Operation.DESCRIBE, ResourceType.TOPIC, topic) for topic in topics]
     allowed = await allowed_rights(services.client, needed) if needed else ()
     hidden = {topic for topic, is_allowed in zip(topics, allowed, strict=True) if not is_allowed}
-    for one in document["subscriptions"]:
-        if one["dead_letter"] and one["dead_letter"]["topic"] in hidden:
-            one["dead_letter"] = None
+    for subscription in document["subscriptions"]:
+        if subscription["dead_letter"] and subscription["dead_letter"]["topic"] in hidden:
+            subscription["dead_letter"] = None
     return document
 
 

@@ -77,7 +77,7 @@ async def _plan_context(
         "moves": list(current.moves[:SHOWN]),
         "omitted": max(0, len(current.moves) - SHOWN),
         "computed": computed,
-        "nodes": sorted(int(one) for one in (await visit.services.client.metadata([])).nodes),
+        "nodes": sorted(int(node) for node in (await visit.services.client.metadata([])).nodes),
         "may_change": may_change,
         "throttle_mib": (current.throttle_bytes or THROTTLE_BYTES) // MIB,
     }
@@ -143,7 +143,7 @@ async def transactions(visit: Visit) -> Response:
             # It ended meanwhile.
             rows.append((node, None))
     kind = ResourceType.TRANSACTIONAL_ID
-    names = [one.transactional_id for one, described in rows if described is not None]
+    names = [transaction.transactional_id for transaction, described in rows if described is not None]
     await visit.look_up(*((Operation.WRITE, kind, name) for name in names))
     hanging, problem, with_hanging = [], "", visit.text("hanging") == "1"
     try:

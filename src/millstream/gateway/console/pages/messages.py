@@ -417,7 +417,7 @@ async def show(visit: Visit) -> Response:
         "hex": hex_dump(shown),
     }
     if form == "auto":
-        form = next(one for one in _FORMS if contents[one] is not None)
+        form = next(form for form in _FORMS if contents[form] is not None)
     context = {
         **await visit.topic_tabs(topic.name),
         "partition": partition,
@@ -427,7 +427,7 @@ async def show(visit: Visit) -> Response:
         "stored": stored,
         "batch": stored.batch_document(),
         "form": form,
-        "forms": [(one, name) for one, name in _FORMS.items() if one != "decoded" or decoded is not None],
+        "forms": [(form, name) for form, name in _FORMS.items() if form != "decoded" or decoded is not None],
         "content": contents[form],
         "schema": "" if decoded is None else decoded.named,
         "is_truncated": len(value) > SHOWN_BYTES_MAX,
@@ -462,17 +462,17 @@ def _samples(visit: Visit, topic: str, stored: StoredMessage) -> list[tuple[str,
         name: _text(content or b"") or "" for name, content in record.headers if name.isascii() and name.isprintable()
     }
     curl = ["curl", "-s", f"{visit.site}/v1/topics/{topic}/messages"]
-    for name, one in {
+    for name, header_value in {
         **({"Message-Key": key} if record.key is not None else {}),
         **{f"Message-Header-{name}": header for name, header in headers.items()},
     }.items():
-        curl += ["-H", f"{name}: {one}"]
+        curl += ["-H", f"{name}: {header_value}"]
     curl += ["--data-binary", value]
     words = ["publish", topic]
     if record.key is not None:
         words += ["--key", key]
-    for name, one in headers.items():
-        words += ["--header", f"{name}={one}"]
+    for name, header in headers.items():
+        words += ["--header", f"{name}={header}"]
     arguments = [repr(topic), repr(record.value or b"")]
     if record.key is not None:
         arguments.append(f"key={key!r}")

@@ -179,7 +179,7 @@ async def dry_run(visit: Visit) -> Response:
 
     async def act(task: Task, services: Services) -> str:
         document = await _try_in_process(pipeline, lake, services, is_guarded=bool(visit.principal))
-        for topic in document["columns"] if "columns" in document else [one["topic"] for one in document["topics"]]:
+        for topic in document["columns"] if "columns" in document else [topic["topic"] for topic in document["topics"]]:
             await visit.audit_reading(topic, "dry-run", client=services.client)
         task.result = document
         return "Nothing was written or committed."

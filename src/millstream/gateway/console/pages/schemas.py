@@ -100,7 +100,7 @@ async def show(visit: Visit) -> Response:
     versions = (await client.subject(GetSubjectRequest(subject=name))).versions
     response = await client.version(name, version)
     config = (await client.settings(name, default_to_global=True)).config or {}
-    earlier = [one for one in versions if one < response.version]
+    earlier = [version for version in versions if version < response.version]
     lines: list[str] = []
     if earlier:
         lines = difference(await client.version(name, str(earlier[-1])), response)[2 : DIFF_LINES_MAX + 2]

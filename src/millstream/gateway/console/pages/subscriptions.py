@@ -165,8 +165,10 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 bounds = await offset_bounds(
                     visit.services.client, name, list(topic.partitions), isolation=READ_COMMITTED
                 )
-                each = max(1, RECENT // max(1, len(bounds)))
-                ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
+                per_partition = max(1, RECENT // max(1, len(bounds)))
+                ranges = {
+                    index: OffsetRange(max(start, end - per_partition), end) for index, (start, end) in bounds.items()
+                }
                 progress = Progress()
                 await visit.audit_reading(name, "filter", filter=text)
                 examples: list[Message] = []

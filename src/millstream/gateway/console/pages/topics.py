@@ -182,9 +182,9 @@ async def consumers(visit: Visit) -> Response:
     topic = await find_topic(client, name)
     described = await visit.services.subscriptions.describe(without_silent=True)
     queues = [
-        summary_of({**one, "queues": [queue for queue in one["queues"] if queue["topic"] == name]})
-        for one in described
-        if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
+        summary_of({**subscription, "queues": [queue for queue in subscription["queues"] if queue["topic"] == name]})
+        for subscription in described
+        if name in subscription["topics"] and not subscription["name"].startswith(OWN_PREFIX)
     ]
     groups, omitted = await _groups(visit, topic)
     head = await visit.topic_tabs(name)

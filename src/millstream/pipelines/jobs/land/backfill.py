@@ -134,7 +134,7 @@ class _Backfill(_BackfillJob):
         ranges = []
         for time_ms in self._window:
             listed = link.call(link.client.list_offsets(source.topic, dict.fromkeys(source.end, time_ms)))
-            ranges.append({n: int(one.offset) if one.offset >= 0 else source.end[n] for n, one in listed.items()})
+            ranges.append({n: int(found.offset) if found.offset >= 0 else source.end[n] for n, found in listed.items()})
         return ranges[0], ranges[1]
 
     def _leave_out(self, batch: TopicBatch) -> None:

@@ -237,7 +237,7 @@ class ChangeRule:
     def _without_rounded(self, rows: pa.StructArray, reasons: pa.Array) -> pa.Array:
         """Add a reason to rows with a key or an order value that may have been rounded, so that others equal it."""
         order = [] if self.order is None else [(self.order, "order.by")]
-        for place, setting in [*((one, "key") for one in self.key), *order]:
+        for place, setting in [*((name, "key") for name in self.key), *order]:
             column = self._column(rows, place, setting)
             if column is not None and pa.types.is_floating(column.type):
                 is_rounded = pc.greater_equal(pc.abs(column), float(EXACT_MAX)).fill_null(False)

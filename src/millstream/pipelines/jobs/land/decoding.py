@@ -124,7 +124,7 @@ def merge_spellings(array: pa.Array, kind: pa.DataType) -> pa.Array:
         return array
     columns = []
     for field in kind:
-        names = (field.name, *_spellings(field.name, sorted(one.name for one in array.type)))
+        names = (field.name, *_spellings(field.name, sorted(field.name for field in array.type)))
         columns.append(pc.coalesce(*(merge_spellings(array.field(name), field.type) for name in names)))
     return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
 
@@ -672,7 +672,9 @@ class Decoder:
                 wide.append((number, places, places))
         additions = _new_fields_in(self._fields, documents)
         fields = _with_new_fields(self._fields, additions)
-        dropped = frozenset(name for _row, one in documents for name in dropped_fields(fields, fields_of(one)))
+        dropped = frozenset(
+            name for _row, document in documents for name in dropped_fields(fields, fields_of(document))
+        )
         return DecodedPayloads(
             pa.array(rows, self._kind), pa.array(reasons, pa.string()), additions, _first_widening(wide), dropped
         )
@@ -748,7 +750,7 @@ class SchemaDecoder:
 def _first_widening(rows: Iterable[tuple[int, frozenset[FieldPath], frozenset[FieldPath]]]) -> Widening | None:
     """Merge rows with fractions, in order."""
     wide = [row for row in rows if row[1]]
-    return Widening(*wide[0][:2], frozenset().union(*(one[2] for one in wide))) if wide else None
+    return Widening(*wide[0][:2], frozenset().union(*(entry[2] for entry in wide))) if wide else None
 
 
 def _new_fields_in(

@@ -48,12 +48,12 @@ class IdTasks:
                 for offset_range in self._tasks[number]:
                     yield from self._ids(offset_range)
 
-    def _ids(self, one: Range) -> Iterator[pa.RecordBatch]:
-        reader_options = {BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)}
+    def _ids(self, offset_range: Range) -> Iterator[pa.RecordBatch]:
+        reader_options = {BROKERS: self._brokers, "subscribe": offset_range.topic, "columns": ",".join(_READ)}
         options = read_options(reader_options, self._access)
         shape = shape_of(default_schema(options), options)
         # An unreadable batch has no ids; the landing task puts it into the quarantine.
-        for batch in read_range(one, options, shape, skip=lambda _batch: None):
+        for batch in read_range(offset_range, options, shape, skip=lambda _batch: None):
             ids = ids_of(batch.column("headers"), self._header)
             rows = batch.drop_columns(["headers"]).append_column("id", ids)
             yield rows.filter(pc.is_valid(ids))
@@ -154,7 +154,7 @@ def keep_bounded(topics: Iterable[RecentIds]) -> None:
     size = sum(topic.bytes for topic in recent)
     forgotten: datetime | None = None
     while size > IDS_BYTES_MAX:
-        moment, oldest = min(((topic.oldest, topic) for topic in recent if topic.oldest), key=lambda each: each[0])
+        moment, oldest = min(((topic.oldest, topic) for topic in recent if topic.oldest), key=lambda entry: entry[0])
         size -= oldest.forget_oldest()
         forgotten = moment
     if forgotten is not None:

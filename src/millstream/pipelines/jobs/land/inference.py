@@ -300,8 +300,16 @@ class SampleResult(NamedTuple):
 
 def sample_ranges(ranges: Iterable[Range]) -> list[Range]:
     listed = list(ranges)
-    each = max(1, min(SAMPLE_MAX, SAMPLE_ALL_MAX // max(1, len(listed))))
-    return [Range(one.topic, one.partition, one.start, min(one.end, one.start + each)) for one in listed]
+    per_partition = max(1, min(SAMPLE_MAX, SAMPLE_ALL_MAX // max(1, len(listed))))
+    return [
+        Range(
+            offset_range.topic,
+            offset_range.partition,
+            offset_range.start,
+            min(offset_range.end, offset_range.start + per_partition),
+        )
+        for offset_range in listed
+    ]
 
 
 def decide(documents: Iterable[Mapping[str, Any]], *, known: pa.Schema, detects: bool) -> SampleResult:

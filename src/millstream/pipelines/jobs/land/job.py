@@ -279,9 +279,9 @@ class LandJob:
         batch = self._batch(source)
         stored = topic_ranges(source.topic, plans(source, {}, from_latest=False))
         size = self._sources.message_bytes(stored) or MESSAGE_BYTES
-        each = max(1, min(SAMPLED, int(SAMPLED_BYTES_MAX / size) // max(1, len(source.end))))
+        per_partition = max(1, min(SAMPLED, int(SAMPLED_BYTES_MAX / size) // max(1, len(source.end))))
         batch.plans = {
-            number: PartitionPlan(None, max(source.first[number], end - each), end)
+            number: PartitionPlan(None, max(source.first[number], end - per_partition), end)
             for number, end in source.end.items()
         }
         self._sample(batch)

@@ -205,8 +205,8 @@ def tasks(ranges: Sequence[Range], message_bytes: Mapping[str, float], *, parall
     count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
     shared: list[list[Range]] = [[]]
     room = total / count
-    for one, size in zip(ranges, sizes, strict=True):
-        rest = one
+    for offset_range, size in zip(ranges, sizes, strict=True):
+        rest = offset_range
         # The last task takes the rest.
         while size > room and len(shared) < count:
             taken = int(len(rest) * room / size)

@@ -180,29 +180,29 @@ class RangeReader:
         self._log_start: Final = log_start
         self.lost = 0
 
-    def batches(self, one: Range) -> Iterator[pa.RecordBatch]:
+    def batches(self, offset_range: Range) -> Iterator[pa.RecordBatch]:
         """Yield the records of a range; raise `LostData` if offsets are missing that retention has not deleted."""
-        rest = one
+        rest = offset_range
         while len(rest):
             try:
                 yield from self._records(rest)
                 return
             except LostData as error:
                 ((_topic, _partition, first, _end),) = error.lost
-                start = self._log_start(one.topic, one.partition)
+                start = self._log_start(offset_range.topic, offset_range.partition)
                 if start <= first:
                     # The log ends before the planned end: it was recreated, or lost its end.
                     raise
-                end = min(start, one.end)
+                end = min(start, offset_range.end)
                 _logger.warning(
                     "offsets %d to %d of %s-%d were deleted before they were landed",
                     first,
                     end - 1,
-                    one.topic,
-                    one.partition,
+                    offset_range.topic,
+                    offset_range.partition,
                 )
                 self.lost += end - first
-                rest = Range(one.topic, one.partition, end, one.end)
+                rest = Range(offset_range.topic, offset_range.partition, end, offset_range.end)
 
 
 def log_start(options: ReadOptions) -> LogStart:
@@ -302,8 +302,8 @@ class LandTasks:
         options = read_options(reader_options, self._access)
         landing = Landing(topic, work, options)
 
-        def records(one: Range) -> Iterator[pa.RecordBatch]:
-            return read_records(one, options, partial(landing.quarantine, one.partition))
+        def records(offset_range: Range) -> Iterator[pa.RecordBatch]:
+            return read_records(offset_range, options, partial(landing.quarantine, offset_range.partition))
 
         reading = RangeReader(records, log_start(options))
         try:
@@ -348,9 +348,9 @@ class Landing:
         self._dropped: set[str] = set()
         self._folders = None if work.event_time is None else EventFolders(work.event_time.event_time.unit)
 
-    def begin(self, one: Range | None) -> None:
+    def begin(self, offset_range: Range | None) -> None:
         """Prepare for the messages of a range; None if they are some messages of a partition."""
-        self._begun = one
+        self._begun = offset_range
         self._deleted = {}
 
     def take(self, batch: pa.RecordBatch) -> None:
@@ -593,8 +593,8 @@ def cloud_event_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     return {name: pa.array(column, pa.string()) for name, column in columns.items()}
 
 
-def read_records(one: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
+def read_records(offset_range: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
     """Yield the records of a range, under the column names of tables."""
     shape = shape_of(default_schema(options), options)
-    for batch in read_range(one, options, shape, skip=skip):
+    for batch in read_range(offset_range, options, shape, skip=skip):
         yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

@@ -127,7 +127,7 @@ class TopicBatch:
         if self.changes is None or self.schema is None:
             return schema
         # A merge rewrites rows that it does not change, with the columns that the settings no longer name.
-        return pa.schema([*schema, *(one for one in self.schema if one.name not in schema.names)])
+        return pa.schema([*schema, *(field for field in self.schema if field.name not in schema.names)])
 
     def work(self, landed: datetime, attempt: str) -> TopicWork:
         """Return the parameters of an attempt's tasks."""

@@ -297,9 +297,11 @@ class Account:
 
         `present` has the ranges of committed messages from `log_start` on; None if only the ledger has them.
         """
-        for one in unreadable:
+        for unreadable_range in unreadable:
             self._note_unreadable(
-                max(one.start, first, self.base), min(one.end, cut, self.base + self.size), one.reason
+                max(unreadable_range.start, first, self.base),
+                min(unreadable_range.end, cut, self.base + self.size),
+                unreadable_range.reason,
             )
         if present is not None:
             self._compare_with_log(present, cut, log_start)
@@ -318,7 +320,7 @@ class Account:
         after = max(0, min(cut - self.base, self.size))
         if begin >= after:
             return
-        ranges = np.array([(one.start, one.end) for one in present], np.int64).reshape(-1, 2)
+        ranges = np.array([(offset_range.start, offset_range.end) for offset_range in present], np.int64).reshape(-1, 2)
         is_present = _marked(ranges - self.base, self.size)[begin:after]
         part = outcomes[begin:after]
         wrong = is_present & (part == ABSENT)

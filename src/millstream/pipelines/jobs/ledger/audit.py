@@ -197,7 +197,7 @@ def audit(
     queues, report.findings = _queues(place.table(), place, marked, names, since_ms)
     results = account_queues(runner, AuditTasks(place, queues), len(queues))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for queue, result in sorted(results, key=lambda one: (one[0]["subscription"], one[0]["topic"])):
+    for queue, result in sorted(results, key=lambda pair: (pair[0]["subscription"], pair[0]["topic"])):
         key = (queue["subscription_id"], queue["topic_id"])
         row = rows.setdefault(key, {**queue, "delivery": result["delivery"], **dict.fromkeys(COUNTS, 0)})
         for name in COUNTS:
@@ -228,7 +228,7 @@ def _queues(
     ends = {(queue.subscription_id, queue.topic_id, queue.partition): queue for queue in marked_queues}
     found, findings = _extents(table)
     link = place.link()
-    topics = {str(one.topic_id): name for name, one in link.call(link.client.metadata()).topics.items()}
+    topics = {str(topic.topic_id): name for name, topic in link.call(link.client.metadata()).topics.items()}
     landed = landings(link)
     tables = {topic_id: _landed_in(landed, name) for topic_id, name in topics.items()}
     queues: list[QueueAudit] = []
@@ -362,7 +362,7 @@ def ordered_events(table: LedgerTable, queue: QueueAudit) -> Iterator[pa.Table]:
         ).as_py()
         if low is not None:
             files.append((low, fragment))
-    for _low, fragment in sorted(files, key=lambda one: one[0]):
+    for _low, fragment in sorted(files, key=lambda pair: pair[0]):
         events = fragment.to_table(columns=list(COLUMNS), filter=condition, schema=dataset.schema)
         events = events.sort_by([("state_offset", "ascending"), ("row", "ascending")]).combine_chunks()
         if queue.mark:

@@ -78,9 +78,12 @@ class LedgerTasks:
         rows = waiting_rows = 0
         waiting: list[pa.RecordBatch] = []
 
-        def read(one: Range) -> Iterator[pa.RecordBatch]:
+        def read(offset_range: Range) -> Iterator[pa.RecordBatch]:
             return read_range(
-                one, options, shape, skip=lambda lost: waiting.append(unreadable_event(lost, one.partition))
+                offset_range,
+                options,
+                shape,
+                skip=lambda lost: waiting.append(unreadable_event(lost, offset_range.partition)),
             )
 
         reading = RangeReader(read, log_start(options))
@@ -255,7 +258,7 @@ class LedgerJob:
             return False
         report = self.audit()
         self._table.record_audit({AUDITED: now_s, **report.levels()})
-        for finding in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
+        for finding in [finding for finding in report.findings if finding["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, finding)
         for damaged in report.damage[:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the ledger was changed: %s", self._pipeline.name, damaged)

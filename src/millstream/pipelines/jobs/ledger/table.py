@@ -124,7 +124,7 @@ class LedgerTable:
     def _last_commit(self) -> int:
         """Return the version of the last commit that is stored; -1 if none is."""
         stored = self.storage.files().get_file_info(pyarrow.fs.FileSelector(_LOG, allow_not_found=True))
-        names = [one.base_name.removesuffix(".json") for one in stored if one.base_name.endswith(".json")]
+        names = [file.base_name.removesuffix(".json") for file in stored if file.base_name.endswith(".json")]
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
     def discard(self, files: Iterable[WrittenFile]) -> None:

@@ -82,15 +82,19 @@ def routed(
                 yield rows
 
 
-def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None:
-    rows_by_target = rules.matches(ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=rules.uses))
+def _sent(columns: Columns, offset_range: Range, rules: RuleSet) -> pa.RecordBatch | None:
+    rows_by_target = rules.matches(
+        ColumnBatch(columns, topic=offset_range.topic, partition=offset_range.partition, uses=rules.uses)
+    )
     if not rows_by_target:
         return None
     names = list(rows_by_target)
     taken = np.concatenate([rows_by_target[name] for name in names])
     which = np.repeat(np.arange(len(names), dtype=np.int32), [rows_by_target[name].size for name in names])
     topics = pa.array(names, pa.string()).take(pa.array(which))
-    rows = to_arrow(columns, topic=one.topic, partition=one.partition, names=NAMES).take(pa.array(taken))
+    rows = to_arrow(columns, topic=offset_range.topic, partition=offset_range.partition, names=NAMES).take(
+        pa.array(taken)
+    )
     return rows.append_column(_TOPIC, topics)
 
 
@@ -196,7 +200,7 @@ class RouteJob:
             return {}
         link = self._loop.link
         described = link.call(SubscriptionClient(link.client).describe(sorted(names)))
-        return {one["name"]: one["settings"][FILTER] for one in described}
+        return {subscription["name"]: subscription["settings"][FILTER] for subscription in described}
 
 
 JOB: Final = RouteJob

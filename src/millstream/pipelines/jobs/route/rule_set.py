@@ -286,7 +286,7 @@ class RuleSet:
         self._others: list[int] = []
         for number, condition in enumerate(self._conditions):
             self._add(number, condition)
-        self.uses: Uses = reduce(Uses.__or__, (one.filter.uses for one in self._conditions), Uses())
+        self.uses: Uses = reduce(Uses.__or__, (condition.filter.uses for condition in self._conditions), Uses())
         """The parts of messages that the conditions read."""
 
     def matches(self, batch: DecodedBatch) -> dict[str, Rows]:

@@ -52,8 +52,8 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> dict[str, Any]:
             "output": dict(result.dtypes),
             # One with state runs as a stream with a checkpoint.
             "has_state": prepared.needs_state,
-            "sampled": sum(len(one) for listed in ranges.values() for one in listed),
-            "undecoded": sum(one.undecoded for one in prepared.accumulator.read().values()),
+            "sampled": sum(len(offset_range) for listed in ranges.values() for offset_range in listed),
+            "undecoded": sum(counts.undecoded for counts in prepared.accumulator.read().values()),
             "written": len(rows),
             "rows": [shown_row(row.asDict(recursive=True)) for row in rows[:SHOWN]],
             "plan": str(explained).strip(),

@@ -382,12 +382,12 @@ class StreamLoop:
     def _record_progress(self, query: StreamingQuery) -> int:
         new = [progress for progress in query.recentProgress if progress.batchId > self._seen]
         rows = 0
-        for one in new:
-            if one.numInputRows:
+        for progress in new:
+            if progress.numInputRows:
                 # While idle, Spark reports under the number of the next batch.
-                self._seen = one.batchId
-            rows += one.numInputRows
-            for source in one.sources:
+                self._seen = progress.batchId
+            rows += progress.numInputRows
+            for source in progress.sources:
                 for topic, numbers in (read_offsets(source.endOffset) if source.endOffset else {}).items():
                     self._ends.setdefault(topic, {}).update(numbers)
         return rows
@@ -396,12 +396,12 @@ class StreamLoop:
         """Return the number of offsets of a batch that retention deleted unread and Spark was configured to skip."""
         before = self._checkpoint.ends(number - 1) if number else first
         start = {
-            topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
+            topic: {number: offset for number, offset in before.get(topic, {}).items() if number in numbers}
             for topic, numbers in ends.items()
         }
         earliest = self._loop.resolver(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
         there = {
-            topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
+            topic: {number: min(offset, ends[topic][number]) for number, offset in numbers.items()}
             for topic, numbers in earliest.items()
         }
         return skip_deleted(start, there)[1]

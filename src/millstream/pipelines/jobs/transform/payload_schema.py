@@ -172,11 +172,13 @@ class StoredSchemas:
         os.replace(new, self._file)
 
 
-def _payloads(one: Range, writing: WriteOptions) -> Iterator[bytes]:
-    reader_options = {BROKERS: writing.brokers, "subscribe": one.topic, "columns": "value"}
+def _payloads(offset_range: Range, writing: WriteOptions) -> Iterator[bytes]:
+    reader_options = {BROKERS: writing.brokers, "subscribe": offset_range.topic, "columns": "value"}
     options = read_options(reader_options, writing.access)
     size = 0
-    for batch in read_range(one, options, shape_of(default_schema(options), options), skip=lambda _batch: None):
+    for batch in read_range(
+        offset_range, options, shape_of(default_schema(options), options), skip=lambda _batch: None
+    ):
         column = batch.column("value")
         yield from (value for value in column.to_pylist() if value is not None)
         size += column.nbytes

@@ -803,7 +803,7 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
     `timestamp` if it has them. Otherwise the columns are the fields of a JSON object in the value, or of what a schema
     encodes, except `key`, which is the key.
     """
-    twice = [name for name in frame.columns if [one.lower() for one in frame.columns].count(name.lower()) > 1]
+    twice = [name for name in frame.columns if [column.lower() for column in frame.columns].count(name.lower()) > 1]
     if twice:
         raise InvalidSetting(f"the statement has two columns {twice[0]!r}; rename one of them with AS")
     if "value" not in frame.columns:

@@ -98,7 +98,7 @@ def _has_star(plan: Any) -> bool:
     return (
         any(_is_star(element) for element in elements(plan.expressions()))
         or any(_has_star(child) for child in elements(plan.children()))
-        or any(_has_star(one) for one in within)
+        or any(_has_star(node) for node in within)
     )
 
 

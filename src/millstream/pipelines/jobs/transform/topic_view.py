@@ -53,7 +53,7 @@ class _FindingsParam(AccumulatorParam[Findings]):
         merged = dict(value1)
         for topic, found in value2.items():
             have = merged.get(topic, Finding())
-            fields = [one.fields for one in (have, found) if one.fields is not None]
+            fields = [shape.fields for shape in (have, found) if shape.fields is not None]
             merged[topic] = Finding(have.undecoded + found.undecoded, joined_schemas(fields) if fields else None)
         return merged
 
@@ -142,9 +142,9 @@ class TopicView:
     def narrowed(self, names: Collection[str]) -> TopicView:
         """Keep only these columns, since decoding each of them costs time."""
         used = tuple(column for column in self.columns if column.name in names)
-        read = {one.source for one in used if one.origin is Origin.FIELD}
+        read = {column.source for column in used if column.origin is Origin.FIELD}
         # Errors concern the whole payload, and new fields have no column yet.
-        is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
+        is_whole = self.evolves or any(column.origin in (Origin.ERROR, Origin.DOCUMENT) for column in used)
         fields = self.fields if is_whole else StructType([field for field in self.fields.fields if field.name in read])
         columns = used or tuple(column for column in self.columns if column.name == "offset")
         return replace(self, columns=columns, fields=fields)
