@@ -3,6 +3,10 @@
 Times are those of one machine, in milliseconds. A message was leased at some time between the worker's request and its
 response. Millstream's own client also gets the deadline of the lease, which gives the exact time unless clocks are
 stepped.
+
+A worker writes one line for each event to its journal before it continues. It records what it is about to do before it
+does it, so the file is correct whenever the worker is killed: whether a receive or a settlement without a response was
+carried out is unknown.
 """
 
 from __future__ import annotations

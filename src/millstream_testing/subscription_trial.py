@@ -3,7 +3,7 @@
 One topic has a plain, an ordered and a filtered subscription for each delivery mode. Some messages are delayed, and
 some are poison that no worker accepts. Worker processes, with Millstream's own client and with Kafka's share consumers
 in both acknowledgement modes, consume them and record what they see (`subscription_program`). Faults of nodes
-(`cluster_faults`) and of worker processes (`worker_faults`) are drawn from a seed, round by round. At the end all
+(`cluster_faults`) and of worker processes (`trial_worker`) are drawn from a seed, round by round. At the end all
 queues must drain, and the workers' journals are compared with the topic and the dead letter topics
 (`subscription_check`).
 """

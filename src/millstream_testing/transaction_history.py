@@ -9,6 +9,10 @@ history.add(Positioned("audit", "out", 3, 0))                  # it was assigned
 history.add(Polled("audit", "out", 3, 41, "worker-1.2", 7, 0, at=...))
 history.add(OffsetObserved("offsets", "group", "in", 0, 42, at=...))  # a committed offset, as an observer saw it
 report = check(history, complete=["audit"])                     # "audit" has read everything to the end
+
+In a file, events are JSON objects, one per line. A transaction is its producer (one life of a program) and a number
+that the producer counts up; a message is its transaction and its index among the outputs. Everything that a transaction
+will write is recorded before it begins. Times are those of one clock for all processes, in nanoseconds.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def make_batch(
     base_sequence: int = -1,
     transactional: bool = False,
 ) -> bytes:
+    """Build a small batch without compiled code, so that a simulation starts quickly."""
     records = b"".join(_record(delta, value) for delta, value in enumerate(values))
     batch = bytearray(HEADER_BYTES) + records
     seal_batch(
