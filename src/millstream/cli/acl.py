@@ -127,7 +127,9 @@ def revoke(role: RoleArguments, common: Common = COMMON) -> None:
 
 @app.command("list")
 def list_(
-    principal: Annotated[str | None, typer.Option("--principal", help="Only the rules for this principal.")] = None,
+    principal: Annotated[
+        str | None, typer.Option("--principal", metavar="PRINCIPAL", help="Only the rules for this principal.")
+    ] = None,
     resource: Annotated[
         str | None,
         typer.Option("--resource", metavar="TYPE:NAME", help="Only the rules that cover this resource."),

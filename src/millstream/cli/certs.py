@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import AsJson, flag
+from millstream.cli.options import AsJson, Noun, flag
 from millstream.cli.output import print_result
 from millstream.core.ids import NodeId
 from millstream.core.private_file import write_private
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-app = typer.Typer(help="Create certificates for tests and private networks.", no_args_is_help=True)
+app = Noun(help="Create certificates for tests and private networks.", no_args_is_help=True)
 
 _CLIENT_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _OWN_FILES: Final = re.compile(r"ca|node(-\d+)?")
@@ -38,7 +38,9 @@ def init(
         list[str] | None,
         typer.Option("--host", metavar="NAME", help="A name or an address of the node; may be repeated."),
     ] = None,
-    cluster: Annotated[str, typer.Option("--cluster", help="The name of the node's cluster.")] = "millstream",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME", help="The name of the node's cluster.")
+    ] = "millstream",
     node_id: Annotated[int, typer.Option("--node-id", min=0, help="The number of the node in its cluster.")] = 1,
     as_json: AsJson = False,
 ) -> None:

@@ -195,8 +195,6 @@ def expand_options(command: Callable[..., None], *, without: Collection[str] = (
             annotation = annotations[field.name]
             parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         spread_over[parameter.name] = (kind, [field.name for field in taken])
-    if not spread_over:
-        return command
 
     @wraps(command)
     def run(**given: Any) -> None:

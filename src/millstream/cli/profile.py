@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.options import AsJson
+from millstream.cli.options import AsJson, Noun
 from millstream.cli.output import one_line, print_json, print_line, print_list, print_note
 from millstream.core.errors import InvalidSetting
 
 if TYPE_CHECKING:
     from millstream.client.profile import Profile
 
-app = typer.Typer(
+app = Noun(
     help="List and show profiles. A profile names brokers, TLS and an identity; --profile selects one.",
     no_args_is_help=True,
 )

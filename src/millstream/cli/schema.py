@@ -19,6 +19,7 @@ from millstream.cli.options import (
     Common,
     Noun,
     TimeoutSeconds,
+    flag,
     read_text_file,
 )
 from millstream.cli.output import counted, print_line, print_list, print_result
@@ -80,7 +81,9 @@ def _explained(subject: str, *, file: Path | None = None) -> Iterator[None]:
 
 @app.command("list")
 def list_(
-    prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="PREFIX", help="Only subjects that begin with this.", show_default=False)
+    ] = "",
     deleted: Annotated[bool, typer.Option("--deleted", help="Include deleted subjects.")] = False,
     common: Common = COMMON,
 ) -> None:
@@ -213,7 +216,7 @@ def check(
     references: References = None,
     topic: Annotated[
         str | None,
-        typer.Option("--topic", help="Also read the messages of this topic with the new schema.", show_default=False),
+        flag("--topic", "NAME", "Also read the messages of this topic with the new schema."),
     ] = None,
     since: Annotated[
         str | None,
@@ -262,7 +265,7 @@ def check(
         raise typer.Exit(ExitCode.CONFLICT)
 
 
-Topic = Annotated[str, typer.Option("--topic", help="The topic of Confluent's registry.")]
+Topic = Annotated[str, typer.Option("--topic", metavar="NAME", help="The topic of Confluent's registry.")]
 Context = Annotated[str, typer.Option("--context", metavar=".NAME", help="The context; the default one is `.`.")]
 
 

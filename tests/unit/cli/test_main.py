@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from millstream import __version__
 from millstream.cli import app, topic
@@ -83,6 +85,19 @@ def test_help_names_arguments_in_capitals_and_optional_ones_in_brackets(command:
     for name in usage.split():
         assert f"\n  {name}  " in helped.out
     assert "<str>" not in helped.out
+
+
+def test_every_command_names_its_arguments_and_options_in_its_help() -> None:
+    remaining: list[tuple[list[str], Any]] = [([], get_command(app.build_app()))]
+    seen = 0
+    while remaining:
+        path, command = remaining.pop()
+        remaining += [([*path, name], one) for name, one in getattr(command, "commands", {}).items()]
+        helped = call_command([*path, "--help"])
+        assert helped.code == 0, (path, helped.err)
+        assert "<str>" not in helped.out, path
+        seen += 1
+    assert seen > 100
 
 
 @pytest.mark.parametrize(
