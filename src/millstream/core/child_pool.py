@@ -124,14 +124,11 @@ class ChildPool:
     async def close(self) -> None:
         """End all processes; pending requests fail."""
         self._is_closed = True
-        for busy in self._busy:
-            with suppress(ProcessLookupError):
-                busy.process.kill()
-        while self._idle:
-            worker, timer = self._idle.pop()
+        for worker, timer in self._idle:
             timer.cancel()
-            await _kill(worker)
-        await asyncio.gather(*tuple(self._ending))
+            self._discard(worker)
+        self._idle.clear()
+        await asyncio.gather(*map(_kill, tuple(self._busy)), *self._ending)
 
     async def _exchange(self, body: bytes, limit_s: float) -> bytes:
         worker, is_new = await self._acquire()

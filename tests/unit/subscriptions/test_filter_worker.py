@@ -227,6 +227,23 @@ async def test_a_stopped_worker_refuses_requests(worker: FilterWorker) -> None:
         await worker.evaluate(messages(batch(100)), FILTERS)
 
 
+async def test_a_child_with_a_request_has_ended_when_the_worker_has_stopped(worker: FilterWorker) -> None:
+    await check(worker, messages(batch(100)), range(10, 110))
+    assert worker.pid is not None
+    child = psutil.Process(worker.pid)
+    folder = Path(child.cmdline()[-1])
+    assert folder.is_dir()
+    child.suspend()
+    pending = asyncio.create_task(worker.evaluate(messages(batch(200)), FILTERS))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await worker.stop()
+    assert not child.is_running()
+    assert not folder.exists()
+    with pytest.raises(FilterUnavailable, match="stopping"):
+        await pending
+
+
 def test_large_payloads_are_parsed_in_parts_with_the_same_result() -> None:
     values = [b'{"total": %d, "x": "%s", "o": {"a": 1}}' % (at, b"y" * 300_000) for at in range(9)]
     raw = bytes(encode_batch([NewRecord(None, value) for value in values]))
