@@ -16,8 +16,6 @@ class PlantedBug:
     name: str
     patches: tuple[tuple[object, str, Any], ...]
     faults: tuple[str, ...]
-    first: int = 0
-    """The seed to begin with: the one that found it when it was written, so that this is soon over."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:

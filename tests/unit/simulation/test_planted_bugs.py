@@ -124,6 +124,12 @@ BUGS = (
 )
 
 
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_replaces_code_that_exists(bug: PlantedBug) -> None:
+    with bug.planted():
+        pass
+
+
 @pytest.mark.trial
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_and_disappears_with_its_removal(bug: PlantedBug) -> None:

@@ -130,7 +130,6 @@ BUGS = (
         "a transaction is complete before all of its markers are written",
         ((MarkerSender, "_write_all", _ask_each_partition_once),),
         ("kill", "isolate"),
-        first=1,
     ),
     PlantedBug(
         "markers are written before the decision is durable",
@@ -146,13 +145,11 @@ BUGS = (
         "the next coordinator believes that decided transactions are complete",
         ((TransactionShard, "loaded", _take_what_is_decided_for_done),),
         ("kill", "isolate"),
-        first=2,
     ),
     PlantedBug(
         "after a restart the last stable offset ignores what is open",
         ((Producers, "unpack_transactions", _forget_what_was_open),),
         ("restart",),
-        first=3,
     ),
     PlantedBug(
         "a batch of an epoch that is over is taken",
@@ -162,25 +159,21 @@ BUGS = (
             (Producers, "_check_guard", _no_guard),
         ),
         ("lateness", "duplicates"),
-        first=4,
     ),
     PlantedBug(
         "a marker that comes late ends the next transaction",
         ((Producers, "check_marker", _take_late_markers),),
         ("lateness", "duplicates"),
-        first=5,
     ),
     PlantedBug(
         "the coordinator aborts without a new epoch",
         ((TransactionShard, "aborted", _abort_without_a_new_epoch),),
         ("kill", "duplicates"),
-        first=5,
     ),
     PlantedBug(
         "other attempts at a batch are not ended with it",
-        ((Batches, "_cleared", lambda self, query, batch, but=(): []),),
+        ((Batches, "_abort_superseded", lambda self, query, batch, except_ids=(): []),),
         ("kill",),
-        first=1,
     ),
     PlantedBug(
         "what is prepared is aborted after its timeout",
@@ -194,9 +187,14 @@ BUGS = (
         "offsets of an aborted transaction count",
         ((PendingOffsets, "records_for_marker", _keep_offsets_of_the_aborted),),
         ("kill",),
-        first=1,
     ),
 )
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_of_transactions_replaces_code_that_exists(bug: PlantedBug) -> None:
+    with bug.planted():
+        pass
 
 
 @pytest.mark.trial
