@@ -12,11 +12,12 @@ from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 from millstream.client.admin.topic_schema import topic_schemas
 from millstream.client.admin.topics import default_replication, find_topic
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import MillstreamError, TopicNotAuthorized
 from millstream.core.pipeline import PipelineKind
 from millstream.core.subscription import DEAD_LETTER_TOPIC, OWN_PREFIX
-from millstream.core.topic import VALIDATE_OFF
+from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE, VALIDATE_OFF
 from millstream.protocol.private.subscriptions import SubscriptionClient, open_letters
+from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
@@ -83,10 +84,16 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
     return []
 
 
-async def schema_notes(client: Client, topic: str, settings: Mapping[str, str | None]) -> list[str]:
-    """Note the subjects in the new settings of a topic that have no schema yet."""
+async def schema_notes(client: Client, topic: str, changed: Mapping[str, str | None]) -> list[str]:
+    """Note the subjects of a topic's changed schema rule that have no schema yet."""
+    if not changed.keys() & {SCHEMA_KEY, SCHEMA_VALUE, SCHEMA_VALIDATE}:
+        return []
     # Brokers other than Millstream have no registry.
     with suppress(MillstreamError):
+        settings = changed
+        # Those who may create a topic may not see the settings that it has besides.
+        with suppress(TopicNotAuthorized):
+            settings = {name: config.value for name, config in (await topic_configs(client, topic)).items()}
         rule = await topic_schemas(client, settings)
         if rule is None or rule["validate"] == VALIDATE_OFF:
             return []
