@@ -85,7 +85,7 @@ def test_delays_in_the_queue_of_a_copy_pass_with_time() -> None:
     assert counts() == (0, 47, 48)
 
 
-@given(one=st.text(min_size=1), other=st.text(min_size=1))
+@given(name=st.text(min_size=1), other=st.text(min_size=1))
 def test_clusters_have_ranges_of_producer_ids_above_those_of_kafka(name: str, other: str) -> None:
     first, second = first_producer_id(name), first_producer_id(other)
     assert first >= 2**32
