@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
 
 def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list[Target]:
     """Return the targets, and whether they were met."""
-    shares = [found for line in results.lines(PRODUCED) if (found := _share(line)) is not None]
+    shares = [found_share for line in results.lines(PRODUCED) if (found_share := _share(line)) is not None]
     worst = results.extreme(_share, PRODUCED, least=True)
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
     if worst is not None:

@@ -125,9 +125,9 @@ def _wait(condition: Callable[[], bool], problem: str) -> None:
 
 def run(kills: int, print_line: Callable[[str], None]) -> list[float]:
     """Kill leaders one after the other; return the seconds of each failover."""
-    found: list[float] = []
+    times: list[float] = []
     with Failover() as failover:
         for number in range(1, kills + 1):
-            found.append(failover.kill())
-            print_line(f"kill {number}: next acknowledged produce after {found[-1]:.2f} s")
-    return found
+            times.append(failover.kill())
+            print_line(f"kill {number}: next acknowledged produce after {times[-1]:.2f} s")
+    return times

@@ -41,12 +41,12 @@ def run(partitions: int, idle_s: float, print_line: PrintLine) -> Numbers:
         settings = {"leader-balance-ms": 1000}
         group = ServerGroup(folder, etcd.url, postgres.new_database(), nodes=NODES, settings=settings)
         cluster = stack.enter_context(group)
-        found: Numbers = {}
+        numbers: Numbers = {}
         for step in (_create, _restart, _rest, _kill_node, _restart_node):
             for name, value in step(cluster, partitions, idle_s):
-                found[name] = value
+                numbers[name] = value
                 print_line(f"{partitions:,} partitions: {name} {value:.2f}")
-        return found
+        return numbers
 
 
 Found = Iterable[tuple[str, float]]

@@ -46,10 +46,10 @@ def read_all(log: Log) -> int:
     """Read everything like a consumer's fetches."""
     offset, size = int(log.start_offset), 0
     while offset < log.end_offset:
-        found = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
-        if found is None:
+        piece = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
+        if piece is None:
             break
-        offset, size = found.next_offset, size + len(found.data)
+        offset, size = piece.next_offset, size + len(piece.data)
     return size
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found: dict[int, dict[str, float]] = {}
+    results: dict[int, dict[str, float]] = {}
     for batch_bytes in BATCH_BYTES:
         with tempfile.TemporaryDirectory() as folder:
             store = LogStore.open(
@@ -100,13 +100,13 @@ def main() -> None:
             where = TopicPartition("cold", PartitionIndex(0))
             log = store.open_log(UUID(int=1), where, TopicSettings(segment_bytes=16 << 20))
             fill(log, batch_bytes, min(options.megabytes << 20, 200_000 * batch_bytes))
-            found[batch_bytes] = measure(log, options.rounds)
+            results[batch_bytes] = measure(log, options.rounds)
             store.close_now()
     if options.json:
-        print(json.dumps({"machine": facts(), "cpu_seconds_per_gigabyte": found}))
+        print(json.dumps({"machine": facts(), "cpu_seconds_per_gigabyte": results}))
         return
     print("CPU seconds per gigabyte of stored records that is read, by the size of a batch")
-    for batch_bytes, variants in found.items():
+    for batch_bytes, variants in results.items():
         print(f"{batch_bytes:>8} bytes  " + "   ".join(f"{name} {seconds:.3f}" for name, seconds in variants.items()))
 
 

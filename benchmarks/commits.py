@@ -108,10 +108,10 @@ def _counted(server: Server) -> dict[str, tuple[float, float]]:
     """Return the total time and the number of responses of each API."""
     with urllib.request.urlopen(f"http://{server.http}/metrics") as response:
         samples = _SAMPLE.findall(response.read().decode())
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = {}
     for kind, api, value in samples:
-        found.setdefault(api, {})[kind] = float(value)
-    return {api: (found[api]["sum"], found[api]["count"]) for api in ("Produce", *RATIOS_MAX)}
+        costs.setdefault(api, {})[kind] = float(value)
+    return {api: (costs[api]["sum"], costs[api]["count"]) for api in ("Produce", *RATIOS_MAX)}
 
 
 if __name__ == "__main__":

@@ -131,14 +131,14 @@ def measure(
 ) -> Iterator[tuple[str, Sequence[float], Sequence[float]]]:
     """Measure every line; yield its name and the costs before and after, round by round."""
     for case in lines:
-        found: Mapping[str, dict[str, list[float]]] = {before.name: {}, after.name: {}}
+        found_costs: Mapping[str, dict[str, list[float]]] = {before.name: {}, after.name: {}}
         with console.status(case.name) as status:
             for turn, subject in turns(case, (before, after), rounds):
                 status.update(f"{case.name}: round {turn} of {rounds}, {subject.name}")
                 for name, cost in costs(subject.measure(case, seconds)):
-                    found[subject.name].setdefault(name, []).append(cost)
-        for name, own in found[before.name].items():
-            yield f"{case.name}: {name}", own, found[after.name][name]
+                    found_costs[subject.name].setdefault(name, []).append(cost)
+        for name, own in found_costs[before.name].items():
+            yield f"{case.name}: {name}", own, found_costs[after.name][name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of each measurement (default: {SECONDS:g})")
     parser.add_argument("--only", action="append", default=[], help="a part of a line's name; may be repeated")
-    given = parser.parse_args(arguments)
-    if given.rounds < 2:
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
         parser.error("an interval needs at least 2 rounds")
     console = Console(width=None if sys.stdout.isatty() else 160)
     machine.touch_memory()
@@ -161,17 +161,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worse = 0
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-compare-")))
-        lines = cases.chosen(LINES, given.only)
+        lines = cases.chosen(LINES, options.only)
         with_tls = any(line.tls for line in lines)  # Versions without TLS can be compared on the other lines.
         before, after = (
             stack.enter_context(Checkout(name, find_source(version, folder / name), with_tls=with_tls))
-            for name, version in (("before", given.before), ("after", given.after))
+            for name, version in (("before", options.before), ("after", options.after))
         )
-        for name, was, is_now in measure(console, lines, before, after, given.rounds, given.seconds):
-            found = ratio(was, is_now)
-            worse += found.verdict == "worse"
-            interval = f"{found.low:.3f} to {found.high:.3f}"
-            row = (name, f"{median(was):.3g}", f"{median(is_now):.3g}", f"{found.mean:.3f}", interval, found.verdict)
+        for name, was, is_now in measure(console, lines, before, after, options.rounds, options.seconds):
+            estimate = ratio(was, is_now)
+            worse += estimate.verdict == "worse"
+            interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
+            row = (
+                name,
+                f"{median(was):.3g}",
+                f"{median(is_now):.3g}",
+                f"{estimate.mean:.3f}",
+                interval,
+                estimate.verdict,
+            )
             table.add_row(*row)
             console.print("  ".join(row), markup=False, highlight=False, soft_wrap=True)
     console.print(table)

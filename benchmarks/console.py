@@ -83,20 +83,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("pages", "browsers", "search"))
-    given = parser.parse_args()
-    topics, subscriptions, messages = QUICK if given.quick else (TOPICS, SUBSCRIPTIONS, MESSAGES)
-    if given.only == "search":
+    options = parser.parse_args()
+    topics, subscriptions, messages = QUICK if options.quick else (TOPICS, SUBSCRIPTIONS, MESSAGES)
+    if options.only == "search":
         topics = subscriptions = 1
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
         asyncio.run(_fill(server.kafka, topics, subscriptions, messages))
         print(f"{topics:,} topics, {subscriptions:,} subscriptions, {messages:,} messages of 160 B")
         with httpx.Client(base_url=f"http://{server.http}/console", timeout=600) as client:
             may_commit = True
-            if given.only in (None, "pages"):
+            if options.only in (None, "pages"):
                 may_commit &= all(list(_pages(server, client)))
-            if given.only in (None, "browsers"):
+            if options.only in (None, "browsers"):
                 may_commit &= _browsers(server, client)
-            if given.only in (None, "search"):
+            if options.only in (None, "search"):
                 may_commit &= _search(server, client, messages)
                 may_commit &= _search_with_other_load(server, client)
         memory = dict(_memory(server.pid))
@@ -252,9 +252,9 @@ def _search_with_other_load(server: Server, client: httpx.Client) -> bool:
         )
     before = _worker_cpu_s(server.pid)
     time.sleep(STOPPED_S)
-    left = (_worker_cpu_s(server.pid) - before) / STOPPED_S
-    print(f"search: stopped, filters use {left:.1%} of a core")
-    return left < STOPPED_SHARE_MAX
+    cpu_share = (_worker_cpu_s(server.pid) - before) / STOPPED_S
+    print(f"search: stopped, filters use {cpu_share:.1%} of a core")
+    return cpu_share < STOPPED_SHARE_MAX
 
 
 def _begin_search(stack: ExitStack, client: httpx.Client) -> None:

@@ -90,11 +90,11 @@ def main() -> int:
                     psutil.Process(pid).cpu_affinity(list(range(count - 2)))
         for name, case in CASES.items():
             topics = {label: _topic(server, f"{case.size_bytes}-bytes") for label, server in servers.items()}
-            found: dict[str, list[Numbers]] = {label: [] for label in servers}
+            numbers: dict[str, list[Numbers]] = {label: [] for label in servers}
             for _ in range(arguments.rounds):
                 for label, topic in topics.items():
-                    found[label].append(_measured(topic, case, arguments.seconds))
-            _print(name, found)
+                    numbers[label].append(_measured(topic, case, arguments.seconds))
+            _print(name, numbers)
     return 0
 
 
@@ -136,8 +136,8 @@ def _create_many(server: Server, count: int) -> None:
 def _await_leaders(server: Server, count: int) -> None:
     deadline = time.monotonic() + _MANY_S
     while time.monotonic() < deadline:
-        found = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=_ADMIN_S)
-        topics = [topic for name, topic in found.topics.items() if name.startswith("many-")]
+        metadata = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=_ADMIN_S)
+        topics = [topic for name, topic in metadata.topics.items() if name.startswith("many-")]
         if (
             sum(partition.leader >= 0 for topic in topics for partition in topic.partitions.values())
             >= count // TOPICS * TOPICS
@@ -197,10 +197,10 @@ def _measured(target: Target, case: Case, seconds: float) -> Numbers:
     return numbers
 
 
-def _print(name: str, found: dict[str, list[Numbers]]) -> None:
-    base = next(iter(found.values()))
+def _print(name: str, numbers: dict[str, list[Numbers]]) -> None:
+    base = next(iter(numbers.values()))
     print(f"\n{name}: medians of {len(base)} interleaved rounds; in parentheses, medians of the ratios of each round")
-    for label, rounds in found.items():
+    for label, rounds in numbers.items():
         parts = []
         for number in SHOWN:
             middle = statistics.median(rates[number] for rates in rounds)

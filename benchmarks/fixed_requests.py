@@ -39,12 +39,12 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
         count = max(1, int(BYTES_PER_SECOND * seconds) // size)
         with Meter(target.pid) as produced:
             _produce(peer, request, count)
-        found = {PRODUCED: _costs(produced, count * size)}
+        costs = {PRODUCED: _costs(produced, count * size)}
         for name in (FIRST, AGAIN):
             with Meter(target.pid) as fetched:
                 received = _fetch_all(peer, target.topic, case.partitions)
-            found[name] = _costs(fetched, received)
-    return found
+            costs[name] = _costs(fetched, received)
+    return costs
 
 
 def _costs(meter: Meter, size: int) -> Numbers:

@@ -130,7 +130,7 @@ async def measure(case: Case, address: str, gateway: int, broker: int | None, re
 
 async def run(server: Server, echo: Echo, requests: int, rounds: int) -> dict[str, list[Measured]]:
     """Measure all cases in turn."""
-    found: dict[str, list[Measured]] = {case.name: [] for case in cases()}
+    results: dict[str, list[Measured]] = {case.name: [] for case in cases()}
     gateway = gateway_of(server)
     for turn in range(rounds + 1):
         for case in cases():
@@ -141,8 +141,8 @@ async def run(server: Server, echo: Echo, requests: int, rounds: int) -> dict[st
                 result = await measure(case, server.http, gateway, server.pid, number)
             if turn:
                 # The first turn warms up.
-                found[case.name].append(result)
-    return found
+                results[case.name].append(result)
+    return results
 
 
 def middle(rounds: list[Measured]) -> Measured:
@@ -150,12 +150,12 @@ def middle(rounds: list[Measured]) -> Measured:
     return Measured(*(median(column) for column in zip(*rounds, strict=True)))
 
 
-def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
+def report(results: dict[str, list[Measured]]) -> dict[str, Any]:
     """Return medians, and the rate of publishing relative to the echo."""
     result: dict[str, Any] = {}
     before: Measured | None = None
     for case in cases():
-        numbers = middle(found[case.name])
+        numbers = middle(results[case.name])
         line = {name: round(value, 3) for name, value in numbers._asdict().items()}
         if case.is_echo:
             before = numbers

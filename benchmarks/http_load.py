@@ -40,8 +40,8 @@ class Load(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process a response, or a part of it."""
         self._rest += data
-        head, found, rest = self._rest.partition(_END)
-        if not found:
+        head, separator, rest = self._rest.partition(_END)
+        if not separator:
             return
         if b" 201 " not in head[:16]:
             self.done.set_exception(Failed(self._rest[:500].decode(errors="replace")))

@@ -74,21 +74,21 @@ def main() -> int:
     parser.add_argument("--range", type=int, default=50, help="messages per stored range")
     parser.add_argument("--unlanded", type=int, default=600_000, help="messages accepted before the node is killed")
     parser.add_argument("--only", choices=("cost", "landing", "failover", "audit"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     failed = False
-    if given.only in (None, "cost"):
+    if options.only in (None, "cost"):
         with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
-            failed = asyncio.run(cost(server, given.rounds, given.messages))
-    if given.only in (None, "landing"):
+            failed = asyncio.run(cost(server, options.rounds, options.messages))
+    if options.only in (None, "landing"):
         with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
-            asyncio.run(landing(server, folder, given.messages))
-    if given.only in (None, "failover"):
+            asyncio.run(landing(server, folder, options.messages))
+    if options.only in (None, "failover"):
         for ledger in (False, True):
             with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
-                failover(server, given.unlanded, ledger=ledger)
-    if given.only in (None, "audit"):
+                failover(server, options.unlanded, ledger=ledger)
+    if options.only in (None, "audit"):
         with tempfile.TemporaryDirectory() as folder:
-            failed |= audit_synthetic(folder, given.deliveries, given.range)
+            failed |= audit_synthetic(folder, options.deliveries, options.range)
     return int(failed)
 
 
@@ -223,8 +223,8 @@ async def _first_message_s(server: Server, name: str, traced: int) -> tuple[floa
             pass
         first_s = time.monotonic() - began
         began = time.monotonic()
-        (found,) = (await message_trace(client, name, 0, traced)).subscriptions
-        return first_s, time.monotonic() - began, len(found.events)
+        (subscription,) = (await message_trace(client, name, 0, traced)).subscriptions
+        return first_s, time.monotonic() - began, len(subscription.events)
 
 
 # -- the audit ----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _events(
         "subscription_id": subscription_id,
         "topic_id": topic_id,
     }
-    found = {
+    columns_of_rows = {
         **columns,
         **{name: np.full(rows, value, object) for name, value in fixed.items()},
         "partition": np.full(rows, partition),
@@ -317,8 +317,10 @@ def _events(
         "timestamp": np.full(rows, 0),
         "state_partition": np.full(rows, 0),
     }
-    schema = pa.schema([field for field in EVENTS if field.name in found])
-    return pa.RecordBatch.from_arrays([pa.array(found[field.name], field.type) for field in schema], schema=schema)
+    schema = pa.schema([field for field in EVENTS if field.name in columns_of_rows])
+    return pa.RecordBatch.from_arrays(
+        [pa.array(columns_of_rows[field.name], field.type) for field in schema], schema=schema
+    )
 
 
 if __name__ == "__main__":

@@ -138,11 +138,11 @@ class Store:
 
     def topic(self, name: bytes) -> list[Partition]:
         """Return the partitions of a topic, which is created on first use."""
-        found = self.topics.get(name)
-        if found is None:
+        partitions = self.topics.get(name)
+        if partitions is None:
             paths = [self.folder / f"{name.decode()}-{index}.log" for index in range(self.partitions)]
-            found = self.topics[name] = [Partition(path, self.discards) for path in paths]
-        return found
+            partitions = self.topics[name] = [Partition(path, self.discards) for path in paths]
+        return partitions
 
     def settle(self, written: list[Partition], respond: Callable[[], None]) -> None:
         """Respond now, or after the sync that covers what was just written."""
@@ -262,19 +262,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def make_room(self, at: int) -> None:
         """Move an incomplete frame to the front of the buffer if the rest does not fit."""
-        left = self.end - at
-        if not left:
+        size_left = self.end - at
+        if not size_left:
             self.start = self.end = 0
             return
-        need = 4 + _I32.unpack_from(self.view, at)[0] if left >= 4 else 4
+        need = 4 + _I32.unpack_from(self.view, at)[0] if size_left >= 4 else 4
         if need > len(self.buffer):
             bigger = bytearray(need * 2)
-            bigger[:left] = self.view[at : self.end]
+            bigger[:size_left] = self.view[at : self.end]
             self.buffer, self.view = bigger, memoryview(bigger)
-            self.start, self.end = 0, left
+            self.start, self.end = 0, size_left
         elif at + need > len(self.buffer):
-            self.view[:left] = bytes(self.view[at : self.end])
-            self.start, self.end = 0, left
+            self.view[:size_left] = bytes(self.view[at : self.end])
+            self.start, self.end = 0, size_left
         else:
             self.start = at
 

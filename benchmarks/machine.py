@@ -36,13 +36,13 @@ def _cpu_model() -> str:
 
 def file_system(folder: str, mounts: str) -> str:
     """Return the type of a folder's file system, given the table of mounts."""
-    found, depth = "unknown", -1
+    filesystem, depth = "unknown", -1
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split()
         inside = point == "/" or folder == point or folder.startswith(point + "/")
         if inside and len(point) > depth:
-            found, depth = kind, len(point)
-    return found
+            filesystem, depth = kind, len(point)
+    return filesystem
 
 
 def touch_memory() -> None:

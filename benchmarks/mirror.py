@@ -370,9 +370,9 @@ def _wait_for_end(server: Server, topic: str, end: int) -> float:
     """Wait until a topic reaches an end offset; return the seconds."""
     began = time.monotonic()
     while time.monotonic() < began + TIMEOUT_S:
-        found = CommandLine(server.kafka)("topic", "describe", topic, "--json")
-        if found.code == 0:
-            has = sum(partition["end"] or 0 for partition in found.document["partitions"])
+        result = CommandLine(server.kafka)("topic", "describe", topic, "--json")
+        if result.code == 0:
+            has = sum(partition["end"] or 0 for partition in result.document["partitions"])
             if has >= end:
                 return time.monotonic() - began
         time.sleep(0.05)

@@ -381,9 +381,9 @@ def serve_traced(file: Path, arguments: Sequence[str]) -> None:
 
     for module, place, when, name in POINTS:
         owner, _, attribute = place.rpartition(".")
-        found = getattr(importlib.import_module(f"millstream.{module}"), owner)
-        if hasattr(found, attribute):
-            setattr(found, attribute, timed(getattr(found, attribute), when, name))
+        class_ = getattr(importlib.import_module(f"millstream.{module}"), owner)
+        if hasattr(class_, attribute):
+            setattr(class_, attribute, timed(getattr(class_, attribute), when, name))
 
     def make_task(loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         events.append((time.monotonic_ns(), "task"))
@@ -472,23 +472,25 @@ def measure(server: Server, load: MessageLoad, rate_per_s: int, seconds: float) 
     ]
 
 
-def compare(console: Console, given: argparse.Namespace, trees: dict[str, Path], folder: Path) -> None:
+def compare(console: Console, options: argparse.Namespace, trees: dict[str, Path], folder: Path) -> None:
     """Measure every tree at every rate, in turn."""
     with ExitStack() as stack:
         loads: dict[str, tuple[Server, MessageLoad]] = {}
         for name, tree in trees.items():
             started = stack.enter_context(TreeServer(folder / name, tree))
-            loads[name] = started, stack.enter_context(opened(started, "messages", given.flush, given.workers))
+            loads[name] = started, stack.enter_context(opened(started, "messages", options.flush, options.workers))
         for server, load in loads.values():
-            load.run(given.rates[-1], WARM_S)
+            load.run(options.rates[-1], WARM_S)
             wait_until_idle(server.pid)
-        for rate in given.rates:
-            title = f"{rate:,} messages/s, {given.workers} workers, flush={given.flush}; CPU and switches per message"
+        for rate in options.rates:
+            title = (
+                f"{rate:,} messages/s, {options.workers} workers, flush={options.flush}; CPU and switches per message"
+            )
             table = Table(title, ["", *COLUMNS])
             rounds: dict[str, list[list[float]]] = {name: [] for name in trees}
-            for turn in range(given.rounds):
+            for turn in range(options.rounds):
                 for name in list(trees)[:: -1 if turn % 2 else 1]:
-                    rounds[name].append(measure(*loads[name], rate, given.seconds))
+                    rounds[name].append(measure(*loads[name], rate, options.seconds))
             medians = {
                 name: [statistics.median(column) for column in zip(*rounds[name], strict=True)] for name in trees
             }
@@ -498,17 +500,17 @@ def compare(console: Console, given: argparse.Namespace, trees: dict[str, Path],
                 new, old = medians.values()
                 table.rows.append(["ratio", *(f"{a / b:.2f}" if b else "" for a, b in zip(new, old, strict=True))])
             console.print(table.rich())
-        if given.strace:
+        if options.strace:
             for name in trees:
-                console.print(system_calls(name, *loads[name], given).rich())
+                console.print(system_calls(name, *loads[name], options).rich())
 
 
-def system_calls(name: str, server: Server, load: MessageLoad, given: argparse.Namespace) -> Table:
+def system_calls(name: str, server: Server, load: MessageLoad, options: argparse.Namespace) -> Table:
     """Return the system calls per message at the first rate, most frequent first."""
-    rate = given.rates[0]
-    count = int(rate * given.seconds)
+    rate = options.rates[0]
+    count = int(rate * options.seconds)
     table = Table(f"{name}: system calls for each message at {rate:,}/s", ["call", "times"])
-    calls = count_system_calls(server.pid, lambda: (load.run(rate, given.seconds), None)[1])
+    calls = count_system_calls(server.pid, lambda: (load.run(rate, options.seconds), None)[1])
     for call, times in (calls or Counter()).most_common(12):
         table.rows.append([call, f"{times / count:.2f}"])
     table.rows.append(["all", f"{sum((calls or Counter()).values()) / count:.2f}"])
@@ -546,29 +548,29 @@ def work_at_rate(rate_per_s: int, seconds: float) -> float:
     return took_s * 1e6 / count
 
 
-def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
+def floor(console: Console, options: argparse.Namespace, folder: Path) -> None:
     """Measure a publish, a sync and a round trip in turn."""
     with ExitStack() as stack:
         limits = {}
-        for name, flush in (("the limit server, storing nothing", "discard"), ("the limit server", given.flush)):
+        for name, flush in (("the limit server, storing nothing", "discard"), ("the limit server", options.flush)):
             settings = {"flush": flush, "partitions": 1}
             server = stack.enter_context(LimitServer(folder / flush, settings=settings))
             limits[name] = MessageLoad(server.kafka, "floor", 0)
         own = stack.enter_context(TreeServer(folder / "own", ROOT))
-        limits["this tree"] = stack.enter_context(opened(own, "floor", given.flush, 0))
-        for rate in given.rates:
+        limits["this tree"] = stack.enter_context(opened(own, "floor", options.flush, 0))
+        for rate in options.rates:
             rounds: dict[str, list[list[float]]] = {}
             work: list[tuple[float, float]] = []
-            for _ in range(given.rounds):
-                work.append((work_at_rate(0, given.seconds), work_at_rate(rate, given.seconds)))
-                synced = sync_at_rate(folder, rate, given.seconds)
+            for _ in range(options.rounds):
+                work.append((work_at_rate(0, options.seconds), work_at_rate(rate, options.seconds)))
+                synced = sync_at_rate(folder, rate, options.seconds)
                 rounds.setdefault("a bare fdatasync", []).append([percentile(synced, 50), percentile(synced, 99)])
                 for name, load in limits.items():
                     load.run(rate, WARM_S)
-                    schedule, times = load.run(rate, given.seconds)
+                    schedule, times = load.run(rate, options.seconds)
                     late = schedule.latencies_ms(times.published)
                     rounds.setdefault(name, []).append([percentile(late, 50), percentile(late, 99)])
-            table = Table(f"Published at {rate:,}/s, no workers, flush={given.flush}", ["", "p50 ms", "p99"])
+            table = Table(f"Published at {rate:,}/s, no workers, flush={options.flush}", ["", "p50 ms", "p99"])
             for name, measured in rounds.items():
                 medians = [statistics.median(column) for column in zip(*measured, strict=True)]
                 table.rows.append([name, *(f"{value:.2f}" for value in medians)])
@@ -598,19 +600,19 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve-traced"]:
         serve_traced(Path(sys.argv[2]), sys.argv[3:])
         return
-    given = parse(None)
+    options = parse(None)
     console = Console() if Console().is_terminal else Console(width=160)
-    trees = {"this tree": ROOT} | ({"the other": given.against.resolve()} if given.against else {})
+    trees = {"this tree": ROOT} | ({"the other": options.against.resolve()} if options.against else {})
     with tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder:
-        if given.floor:
-            floor(console, given, Path(folder))
+        if options.floor:
+            floor(console, options, Path(folder))
             return
-        if not given.trace:
-            compare(console, given, trees, Path(folder))
+        if not options.trace:
+            compare(console, options, trees, Path(folder))
             return
         for name, tree in trees.items():
             console.print(name)
-            console.print(trace(Path(folder) / name, tree, given.flush).rich())
+            console.print(trace(Path(folder) / name, tree, options.flush).rich())
 
 
 if __name__ == "__main__":

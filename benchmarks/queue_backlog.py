@@ -120,35 +120,35 @@ def _cpu_ns(pid: int) -> int:
 
 def measure() -> dict[str, float]:
     """Run all measurements on a new server."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
         Server(Path(folder) / "data") as server,
     ):
         for spread in (False, True):
-            uvloop.run(_measure(server, spread, found))
+            uvloop.run(_measure(server, spread, results))
         server.stop()
-    return found
+    return results
 
 
-async def _measure(server: Server, spread: bool, found: dict[str, float]) -> None:
+async def _measure(server: Server, spread: bool, results: dict[str, float]) -> None:
     """Record the cost of a message behind a short and behind a long backlog, in alternating rounds."""
     # With every tenth message leased, all others come from the backlog.
     short = MIDDLE if spread else SHORT
     kind = "every tenth leased, in runs of nine" if spread else "not scanned yet"
     costs: dict[int, list[float]] = {short: [], LONG: []}
     async with Client.connect(server.kafka, client_id="bench", timeout_s=120) as client:
-        benches = {backlog: await _prepare(server, client, backlog, spread, found) for backlog in costs}
+        benches = {backlog: await _prepare(server, client, backlog, spread, results) for backlog in costs}
         for _ in range(ROUNDS):
             for backlog, bench in benches.items():
                 costs[backlog].append(await bench.cost_us())
     for backlog in costs:
-        found[f"server µs per message, behind a backlog of {backlog:,} ({kind})"] = median(costs[backlog])
+        results[f"server µs per message, behind a backlog of {backlog:,} ({kind})"] = median(costs[backlog])
     ratios = [long / few for few, long in zip(*costs.values(), strict=True)]
-    found[f"cost ratio, behind a backlog of {LONG:,} / {short:,} ({kind})"] = median(ratios)
+    results[f"cost ratio, behind a backlog of {LONG:,} / {short:,} ({kind})"] = median(ratios)
 
 
-async def _prepare(server: Server, client: Client, backlog: int, spread: bool, found: dict[str, float]) -> Bench:
+async def _prepare(server: Server, client: Client, backlog: int, spread: bool, results: dict[str, float]) -> Bench:
     """Publish a backlog and begin to work on it; record the growth of memory with the long one."""
     topic = f"backlog-{backlog}-{spread}".lower()
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
@@ -162,7 +162,7 @@ async def _prepare(server: Server, client: Client, backlog: int, spread: bool, f
         before = await _resident(server)
         await bench.lease_each_tenth(backlog - AT_ONCE)
         if backlog == LONG:
-            found["memory of a million messages, every tenth leased, MB"] = (await _resident(server) - before) / 1e6
+            results["memory of a million messages, every tenth leased, MB"] = (await _resident(server) - before) / 1e6
     return bench
 
 

@@ -29,7 +29,7 @@ _LOAD: Final = 10_000
 _RESPONSE_MS_MAX: Final = 60_000
 
 
-def arguments(description: str, given: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(description: str, options: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, which is that of the Go clients."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--address", required=True)
@@ -42,20 +42,20 @@ def arguments(description: str, given: Sequence[str] | None = None) -> argparse.
     parser.add_argument("--window", type=int, default=0, help="unused by this client")
     parser.add_argument("--seconds", type=float, default=1.0, help="the duration of publishing")
     parser.add_argument("--rate", type=int, default=0, help="messages per second; 0 for as many as possible")
-    return parser.parse_args(given)
+    return parser.parse_args(options)
 
 
 class Run:
     """The shared state of publishers and workers; workers call `record_received` and `record_accepted`."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.given = options
         self.published = 0
         self.received = 0
         self.accepted = 0
         self.is_published = False
         self._lock = threading.Lock()
-        self._schedule = Schedule(0, given.rate, int(given.rate * given.seconds))
+        self._schedule = Schedule(0, options.rate, int(options.rate * options.seconds))
         # Objects that the measurement keeps would make Python's garbage collector pause the client for 50 ms.
         self._arrived_ns = np.zeros(self._schedule.count, np.int64)
 
@@ -117,20 +117,20 @@ class Publishers:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._stack = ExitStack()
-        given = run.given
+        options = run.given
         settings = {
-            "bootstrap.servers": given.address,
+            "bootstrap.servers": options.address,
             "log_level": "0",
             "acks": "all",
-            "linger.ms": "0" if 0 < given.rate <= 1000 else "0.3" if given.rate else "5",
+            "linger.ms": "0" if 0 < options.rate <= 1000 else "0.3" if options.rate else "5",
         }
-        self._reports = [counters() for _ in range(given.publishers)]
+        self._reports = [counters() for _ in range(options.publishers)]
         self._producers = [
-            self._stack.enter_context(closing(Producer(given.queue, settings, reports))) for reports in self._reports
+            self._stack.enter_context(closing(Producer(options.queue, settings, reports))) for reports in self._reports
         ]
-        timed = int(given.rate * given.seconds)
+        timed = int(options.rate * options.seconds)
         self._load = (
-            PreparedMessages(timed, given.size, numbered=True) if timed else PreparedMessages(_LOAD, given.size)
+            PreparedMessages(timed, options.size, numbered=True) if timed else PreparedMessages(_LOAD, options.size)
         )
         self._threads: list[threading.Thread] = []
 

@@ -64,8 +64,8 @@ class Worker:
             await accepting
 
     async def _receive(self) -> list[PartitionMessages]:
-        given = self._run.given
-        request = ReceiveRequest(given.queue, self._name, given.batch, _BYTES_MAX, _WAIT_MS)
+        options = self._run.given
+        request = ReceiveRequest(options.queue, self._name, options.batch, _BYTES_MAX, _WAIT_MS)
         response = _RECEIVED.decode(await self._client.private(None, RECEIVE_KEY, _ENCODE(request), waits=True))
         if response.error:
             raise RuntimeError(response.message)
@@ -117,14 +117,14 @@ def _number(section: bytes, at: int) -> tuple[int, int]:
 
 
 async def main() -> None:
-    given = arguments(__doc__ or "")
-    run = Run(given)
+    options = arguments(__doc__ or "")
+    run = Run(options)
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(Client.connect(given.address, client_id=f"worker-{number}"))
-            for number in range(given.workers)
+            await stack.enter_async_context(Client.connect(options.address, client_id=f"worker-{number}"))
+            for number in range(options.workers)
         ]
-        await SubscriptionClient(clients[0]).create(given.queue, [given.queue], {})
+        await SubscriptionClient(clients[0]).create(options.queue, [options.queue], {})
         workers = [Worker(run, client, number) for number, client in enumerate(clients)]
         with Publishers(run) as publishers:
             for client in clients:
@@ -137,7 +137,7 @@ async def main() -> None:
             for task in working:
                 task.cancel()
             await asyncio.gather(*working, return_exceptions=True)
-        await SubscriptionClient(clients[0]).delete(given.queue)
+        await SubscriptionClient(clients[0]).delete(options.queue)
 
 
 async def _all_accepted(run: Run, working: Sequence[asyncio.Future[None]]) -> None:

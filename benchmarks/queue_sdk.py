@@ -14,16 +14,21 @@ import millstream
 
 
 async def main() -> None:
-    given = arguments(__doc__ or "")
-    run = Run(given)
+    options = arguments(__doc__ or "")
+    run = Run(options)
 
     async def handle(message: millstream.Message) -> None:
         value = message.value or b""
         run.record_received(1, (int.from_bytes(value[:8], "little"),) if run.is_timed else ())
 
-    async with millstream.connect(given.address) as ms:
+    async with millstream.connect(options.address) as ms:
         subscriber = await ms.subscribe(
-            given.queue, handle, name=given.queue, start="earliest", concurrency=given.workers, in_flight=given.batch
+            options.queue,
+            handle,
+            name=options.queue,
+            start="earliest",
+            concurrency=options.workers,
+            in_flight=options.batch,
         )
         with Publishers(run) as publishers:
             run.begin()

@@ -27,17 +27,17 @@ class Worker:
     def __init__(self, run: Run, begun: threading.Event, number: int) -> None:
         self._run = run
         self._begun = begun
-        given = run.given
+        options = run.given
         self._consumer = ShareConsumer(
             {
-                "bootstrap.servers": given.address,
+                "bootstrap.servers": options.address,
                 "log_level": 0,
-                "group.id": given.queue,
+                "group.id": options.queue,
                 "client.id": f"worker-{number}",
-                "max.poll.records": given.batch,
+                "max.poll.records": options.batch,
             }
         )
-        self._consumer.subscribe([given.queue])
+        self._consumer.subscribe([options.queue])
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -72,11 +72,11 @@ class Worker:
 
 
 def main() -> None:
-    given = arguments(__doc__ or "")
-    run, begun = Run(given), threading.Event()
-    workers = [Worker(run, begun, number) for number in range(given.workers)]
+    options = arguments(__doc__ or "")
+    run, begun = Run(options), threading.Event()
+    workers = [Worker(run, begun, number) for number in range(options.workers)]
     with Publishers(run) as publishers:
-        _join(given.workers)
+        _join(options.workers)
         begun.set()
         run.begin()
         publishers.start()

@@ -126,7 +126,7 @@ class QueueSubject(ABC):
     def measure(self, case: QueueCase, seconds: float, backlog: int) -> Numbers:
         """Put the load on it once."""
         with self.queue() as queue:
-            asked = {
+            job = {
                 "queue": queue,
                 "size": case.size_bytes,
                 "workers": case.workers,
@@ -137,7 +137,7 @@ class QueueSubject(ABC):
                 "seconds": seconds,
                 "rate": case.rate_per_s,
             }
-            flags = [part for name, value in asked.items() for part in (f"--{name}", str(value))]
+            flags = [part for name, value in job.items() for part in (f"--{name}", str(value))]
             return self._run([*self.command(), *flags])
 
     def _run(self, command: Sequence[str]) -> Numbers:

@@ -41,34 +41,36 @@ _WIDTH: Final = 180
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save the results; 1 when something could not be measured."""
-    given = parse(arguments)
+    options = parse(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    if given.show is not None:
-        found = QueueResults(**json.loads(given.show.read_text(encoding="utf-8")))
-        return finish(console, found, given.out)
-    found = QueueResults(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
+    if options.show is not None:
+        results = QueueResults(**json.loads(options.show.read_text(encoding="utf-8")))
+        return finish(console, results, options.out)
+    results = QueueResults(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
     machine.touch_memory()
     with ExitStack() as stack:
-        subjects, missing = started(given.subjects, stack, given.flush)
+        subjects, missing = started(options.subjects, stack, options.flush)
         for name, reason in missing.items():
             console.print(f"{name}: not measured: {reason}")
-        found.missing = missing
-        found.subjects = {
+        results.missing = missing
+        results.subjects = {
             subject.name: [subject.version, subject.durability, subject.settings()] for subject in subjects
         }
         for subject in subjects:
-            measure(console, found, _WARM, subject, 1.0, keep=False)
-        for case in chosen(given):
-            for turn in range(given.rounds):
+            measure(console, results, _WARM, subject, 1.0, keep=False)
+        for case in chosen(options):
+            for turn in range(options.rounds):
                 first = turn % max(1, len(subjects))
                 for subject in subjects[first:] + subjects[:first]:
-                    measure(console, found, case, subject, given.seconds * (LATENCY_TIMES if case.rate_per_s else 1))
-            console.print(queue_report.summary(found, case.name), markup=False, highlight=False, soft_wrap=True)
-    if "backlog" in given.only:
-        found.backlog = queue_backlog.measure()
-    return finish(console, found, given.out)
+                    measure(
+                        console, results, case, subject, options.seconds * (LATENCY_TIMES if case.rate_per_s else 1)
+                    )
+            console.print(queue_report.summary(results, case.name), markup=False, highlight=False, soft_wrap=True)
+    if "backlog" in options.only:
+        results.backlog = queue_backlog.measure()
+    return finish(console, results, options.out)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -82,23 +84,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flush", choices=(ALWAYS, OS), default=ALWAYS, help="os: messages are in the page cache only")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where the tables go (default: {OUT})")
     parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, but show what a run wrote as JSON")
-    given = parser.parse_args(arguments)
-    given.only = given.only or list(PARTS)
-    given.rounds = given.rounds or (1 if given.quick else ROUNDS)
-    given.seconds = given.seconds or (1.0 if given.quick else SECONDS)
-    given.subjects = [name.strip() for name in given.subjects.split(",")]
-    if unknown := [name for name in given.subjects if name not in NAMES]:
+    options = parser.parse_args(arguments)
+    options.only = options.only or list(PARTS)
+    options.rounds = options.rounds or (1 if options.quick else ROUNDS)
+    options.seconds = options.seconds or (1.0 if options.quick else SECONDS)
+    options.subjects = [name.strip() for name in options.subjects.split(",")]
+    if unknown := [name for name in options.subjects if name not in NAMES]:
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(NAMES)}")
-    return given
+    return options
 
 
-def chosen(given: argparse.Namespace) -> list[QueueCase]:
-    cases = THROUGHPUT if "throughput" in given.only else ()
-    return [*cases, *(LATENCY if "latency" in given.only else ())]
+def chosen(options: argparse.Namespace) -> list[QueueCase]:
+    cases = THROUGHPUT if "throughput" in options.only else ()
+    return [*cases, *(LATENCY if "latency" in options.only else ())]
 
 
 def measure(
-    console: Console, found: QueueResults, case: QueueCase, subject: QueueSubject, seconds: float, *, keep: bool = True
+    console: Console,
+    results: QueueResults,
+    case: QueueCase,
+    subject: QueueSubject,
+    seconds: float,
+    *,
+    keep: bool = True,
 ) -> None:
     """Measure one line of one server once; failures are printed and saved, and the run continues."""
     try:
@@ -106,21 +114,21 @@ def measure(
     except (QueueFailed, OSError) as error:
         failure = f"{subject.name}, {case.name}: {error}"
         console.print(failure, style="red", markup=False)
-        found.failures.append(failure)
+        results.failures.append(failure)
         return
     if keep:
-        found.add(case.name, subject.name, numbers)
+        results.add(case.name, subject.name, numbers)
 
 
-def finish(console: Console, found: QueueResults, out: Path) -> int:
+def finish(console: Console, results: QueueResults, out: Path) -> int:
     """Print and save the tables."""
-    tables = queue_report.tables(found)
+    tables = queue_report.tables(results)
     for table in tables:
         console.print(table.rich())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    out.with_suffix(".json").write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-    return 1 if found.failures else 0
+    out.with_suffix(".json").write_text(json.dumps(results.as_json(), indent=1) + "\n", encoding="utf-8")
+    return 1 if results.failures else 0
 
 
 if __name__ == "__main__":

@@ -51,27 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument("--messages", type=int, default=MESSAGES)
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine.facts() | {"messages": f"{given.messages:,} of 100 B"}
+    facts = machine.facts() | {"messages": f"{options.messages:,} of 100 B"}
     table = Table("Replay", ["from", "thousand messages/s", "CPU s per million"])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data"))
-        fill(server, given.messages)
+        fill(server, options.messages)
         # The first one is a warm-up, which compiles kernels.
-        replayed(server, "warm", from_table=False, expected=given.messages)
+        replayed(server, "warm", from_table=False, expected=options.messages)
         for name, partition_by in (("the log", None), ("a table", ""), ("a table by event day", "day(timestamp)")):
             if partition_by is not None:
-                land(server, folder / f"lake-{partition_by}", given.messages, partition_by)
-            rate, cpu = replayed(server, name, from_table=partition_by is not None, expected=given.messages)
+                land(server, folder / f"lake-{partition_by}", options.messages, partition_by)
+            rate, cpu = replayed(server, name, from_table=partition_by is not None, expected=options.messages)
             table.rows.append([name, f"{rate / 1000:,.0f}", f"{cpu:.1f}"])
             console.print(" ".join(table.rows[-1]))
     console.print(table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text(f"{listed}\n\n{table.markdown()}", encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    bullets = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    options.out.write_text(f"{bullets}\n\n{table.markdown()}", encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 0
 
 

@@ -45,7 +45,7 @@ class Line:
         ]
         if len(self.rounds[subject]) != len(self.rounds[other]) or not all(two for _, two in pairs):
             return mine / theirs
-        return median(numerator / two for numerator, two in pairs)
+        return median(numerator / denominator for numerator, denominator in pairs)
 
 
 def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -76,9 +76,9 @@ class Results:
 
     def extreme(self, pick: Callable[[Line], float | None], *directions: str, least: bool) -> tuple[float, Line] | None:
         """Return the minimum or maximum of a number over lines, and its line."""
-        found = [(value, line) for line in self.lines(*directions) if (value := pick(line)) is not None]
+        values = [(value, line) for line in self.lines(*directions) if (value := pick(line)) is not None]
         choose = min if least else max
-        return choose(found, key=lambda pair: pair[0]) if found else None
+        return choose(values, key=lambda pair: pair[0]) if values else None
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all results, raw and as medians."""
@@ -104,8 +104,10 @@ class Results:
         """Load the results of another run."""
         results = cls()
         for line in lines:
-            for name, found in line["subjects"].items():
-                for written in found["rounds"]:
+            for name, rounds_of_subject in line["subjects"].items():
+                for written in rounds_of_subject["rounds"]:
                     numbers = {number: math.inf if value is None else value for number, value in written.items()}
-                    results.add(Case(**line["case"]), name, found["durability"], {line["direction"]: numbers})
+                    results.add(
+                        Case(**line["case"]), name, rounds_of_subject["durability"], {line["direction"]: numbers}
+                    )
         return results

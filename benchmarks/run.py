@@ -51,12 +51,12 @@ _WIDTH = 200
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the chosen lines, print and save the results; return 1 if something could not be measured."""
-    given = parse(arguments)
+    options = parse(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    if given.show is not None:
-        return show_again(console, given.show, given.out)
+    if options.show is not None:
+        return show_again(console, options.show, options.out)
     began = time.monotonic()
     facts = machine.facts()
     with console.status("touching memory"):
@@ -64,16 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader.touch_memory()
     results = Results()
     with ExitStack() as stack:
-        subjects = start(console, given.subjects, stack, facts)
+        subjects = start(console, options.subjects, stack, facts)
         try:
-            measure(console, results, chosen(given), subjects, given.rounds, given.seconds)
+            measure(console, results, chosen(options), subjects, options.rounds, options.seconds)
         except KeyboardInterrupt:
             results.failures.append("stopped before the end")
     facts["minutes"] = round((time.monotonic() - began) / 60, 1)
-    facts["rounds and seconds"] = f"{given.rounds} of {given.seconds:g} s"
-    write(given.out, results, facts)
+    facts["rounds and seconds"] = f"{options.rounds} of {options.seconds:g} s"
+    write(options.out, results, facts)
     show(console, results, facts)
-    console.print(f"Written to {given.out}")
+    console.print(f"Written to {options.out}")
     return 1 if results.failures else 0
 
 
@@ -90,18 +90,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help=f"how long each time, about (default: {SECONDS:g})")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where the results go (default: {OUT})")
     parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, but show what a run wrote")
-    given = parser.parse_args(arguments)
-    given.rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
-    given.seconds = given.seconds or (QUICK_SECONDS if given.quick else SECONDS)
-    given.subjects = [name.strip() for name in given.subjects.split(",")]
-    if unknown := [name for name in given.subjects if name not in SUBJECTS]:
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    options.subjects = [name.strip() for name in options.subjects.split(",")]
+    if unknown := [name for name in options.subjects if name not in SUBJECTS]:
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(SUBJECTS)}")
-    return given
+    return options
 
 
-def chosen(given: argparse.Namespace) -> list[Case]:
-    extent = cases.quick() if given.quick else cases.everything() if given.full else cases.default()
-    return cases.chosen(extent, given.only)
+def chosen(options: argparse.Namespace) -> list[Case]:
+    extent = cases.quick() if options.quick else cases.everything() if options.full else cases.default()
+    return cases.chosen(extent, options.only)
 
 
 def start(console: Console, names: Sequence[str], stack: ExitStack, facts: dict[str, Any]) -> list[Subject]:
@@ -164,8 +164,8 @@ def _measure_once(console: Console, results: Results, case: Case, subject: Subje
 
 def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"machine": facts, "failures": results.failures, "lines": results.as_json()}
-    (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    document = {"machine": facts, "failures": results.failures, "lines": results.as_json()}
+    (folder / "bench.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     pages = [report.facts_table(facts), *report.tables(results)]
     (folder / "bench.md").write_text("\n".join(page.markdown() for page in pages if page.rows), encoding="utf-8")
     plots.draw(results, folder)
@@ -173,11 +173,11 @@ def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
 
 def show_again(console: Console, file: Path, folder: Path) -> int:
     """Recreate the tables and plots of an earlier run."""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    results = Results.from_json(found["lines"])
-    results.failures = found["failures"]
-    write(folder, results, found["machine"])
-    show(console, results, found["machine"])
+    document = json.loads(file.read_text(encoding="utf-8"))
+    results = Results.from_json(document["lines"])
+    results.failures = document["failures"]
+    write(folder, results, document["machine"])
+    show(console, results, document["machine"])
     return 0
 
 

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=100_000, help="records per case and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     cases = [Case(rule, size, name) for size in SIZES for name in COMPRESSIONS for rule in RULES]
     results: dict[Case, list[Measured]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
@@ -139,19 +139,19 @@ def main() -> None:
         batches = {
             (size, name): batch_of(schema_id, size, codec) for size in SIZES for name, codec in COMPRESSIONS.items()
         }
-        for _round in range(given.rounds):
+        for _round in range(options.rounds):
             for case in cases:
                 batch = batches[case.size, case.compression]
-                results[case].append(asyncio.run(measure(server, case, batch, given.records // BATCH_RECORDS)))
+                results[case].append(asyncio.run(measure(server, case, batch, options.records // BATCH_RECORDS)))
     rows = [
         {
             **case._asdict(),
-            "records_per_s": round(median(result.records_per_s for result in found)),
-            "cpu_s_per_million": round(median(result.cpu_s for result in found), 3),
+            "records_per_s": round(median(result.records_per_s for result in case_results)),
+            "cpu_s_per_million": round(median(result.cpu_s for result in case_results), 3),
         }
-        for case, found in results.items()
+        for case, case_results in results.items()
     ]
-    if given.json:
+    if options.json:
         print(json.dumps({"machine": facts(), "results": rows}))
         return
     print(f"{'size':>5} {'codec':>6} {'rule':>8} {'records/s':>12} {'CPU s per million':>18} {'of which the rule':>18}")

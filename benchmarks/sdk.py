@@ -84,19 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", default="", help="each, many, subscribe, batches, rate; default: all")
     parser.add_argument("--clients", default=",".join(CLIENTS))
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
-    rounds, seconds = (1, 1.0) if given.quick else (given.rounds, given.seconds)
-    loads = [load for load in LOADS if not given.loads or load.name in given.loads.split(",")]
+    options = parser.parse_args(arguments)
+    rounds, seconds = (1, 1.0) if options.quick else (options.rounds, options.seconds)
+    loads = [load for load in LOADS if not options.loads or load.name in options.loads.split(",")]
     console = Console(width=None if sys.stdout.isatty() else 160)
     facts = machine.facts()
     machine.touch_memory()
     with ExitStack() as stack:
-        addresses, missing = started(given.clients.split(","), stack, console)
-        found, failed = measure_all(loads, addresses, rounds, seconds, console)
-    text = report(facts, found, missing | failed)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(text, encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+        addresses, missing = started(options.clients.split(","), stack, console)
+        results, failed = measure_all(loads, addresses, rounds, seconds, console)
+    text = report(facts, results, missing | failed)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(text, encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 1 if failed else 0
 
 
@@ -135,11 +135,11 @@ def measure_all(
     loads: Sequence[Load], addresses: dict[str, str], rounds: int, seconds: float, console: Console
 ) -> tuple[Found, dict[str, str]]:
     """Measure every load with every client, in rounds that each start with another client."""
-    found: Found = {}
+    results: Found = {}
     failed: dict[str, str] = {}
     names = list(addresses)
     for load in loads:
-        found[load] = {}
+        results[load] = {}
         for turn in range(rounds):
             for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
                 if load.name == "batches" and name in PEERS:
@@ -149,9 +149,9 @@ def measure_all(
                     failed[f"{name}, {load.title}"] = measured
                     console.print(f"{name}, {load.title}: {measured}")
                 else:
-                    found[load].setdefault(name, []).append(measured)
-        show(console, load, found[load])
-    return found, failed
+                    results[load].setdefault(name, []).append(measured)
+        show(console, load, results[load])
+    return results, failed
 
 
 def measure(name: str, address: str, load: Load, seconds: float) -> dict[str, float] | str:
@@ -197,10 +197,10 @@ def numbers(load: Load, rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(rates[name] for rates in rounds) for name in shown if all(name in rates for rates in rounds)}
 
 
-def show(console: Console, load: Load, found: dict[str, list[dict[str, float]]]) -> None:
+def show(console: Console, load: Load, rounds_by_name: dict[str, list[dict[str, float]]]) -> None:
     """Print one line while the run continues."""
     table = Table(title=load.title)
-    rows = {name: numbers(load, rounds) for name, rounds in found.items()}
+    rows = {name: numbers(load, rounds) for name, rounds in rounds_by_name.items()}
     table.add_column("")
     for column in next(iter(rows.values()), {}):
         table.add_column(column, justify="right")
@@ -214,11 +214,11 @@ def formatted(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def report(facts: dict[str, Any], found: Found, missing: dict[str, str]) -> str:
+def report(facts: dict[str, Any], results: Found, missing: dict[str, str]) -> str:
     """Return the tables as Markdown."""
     lines = ["| " + " | ".join(facts) + " |", "|" + "---|" * len(facts)]
     lines += ["| " + " | ".join(str(value) for value in facts.values()) + " |", ""]
-    for load, by_client in found.items():
+    for load, by_client in results.items():
         rows = {name: numbers(load, rounds) for name, rounds in by_client.items()}
         columns = next(iter(rows.values()), {})
         lines += [f"### {load.title}", "", "| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]

@@ -492,15 +492,15 @@ def main() -> None:
     for name, default in {"address": "", "topic": "bench", "size": 100, "seconds": 2.0, "messages": 300_000}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--per-s", type=int, default=1000)
-    given = parser.parse_args()
-    client = LIBRARIES[given.library](given.address, given.topic)
-    if given.load in ("subscribe", "batches"):
-        backlog = subscribe if given.load == "subscribe" else batches
-        work = backlog(client, given.size, given.seconds, given.messages)
-    elif given.load == "rate":
-        work = rate(client, given.size, given.seconds, given.per_s)
+    options = parser.parse_args()
+    client = LIBRARIES[options.library](options.address, options.topic)
+    if options.load in ("subscribe", "batches"):
+        backlog = subscribe if options.load == "subscribe" else batches
+        work = backlog(client, options.size, options.seconds, options.messages)
+    elif options.load == "rate":
+        work = rate(client, options.size, options.seconds, options.per_s)
     else:
-        work = (each if given.load == "each" else many)(client, given.size, given.seconds)
+        work = (each if options.load == "each" else many)(client, options.size, options.seconds)
     print(json.dumps(uvloop.run(work)), flush=True)
 
 

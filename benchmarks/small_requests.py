@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     console = Console() if Console().is_terminal else Console(width=140)
     with tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder, ExitStack() as stack:
         servers: dict[str, Server] = {"millstream": stack.enter_context(Server(Path(folder) / "millstream"))}
@@ -63,31 +63,31 @@ def main() -> None:
             console.print(f"kafka: not measured: {reason}")
         for server in servers.values():
             _create_topic(server)
-        if "commit" in given.only:
+        if "commit" in options.only:
             for server in servers.values():
                 _commit_once(server)
-            _print(console, given, "OffsetCommit", ["p50 ms", "p99"], servers, commit_at_rate)
-        if "share" in given.only:
-            _print(console, given, "Acknowledged by a share consumer", ["p50 ms", "p99"], servers, share_at_rate)
-        if "http" in given.only:
+            _print(console, options, "OffsetCommit", ["p50 ms", "p99"], servers, commit_at_rate)
+        if "share" in options.only:
+            _print(console, options, "Acknowledged by a share consumer", ["p50 ms", "p99"], servers, share_at_rate)
+        if "http" in options.only:
             columns = ["published p50 ms", "p99", "pulled p50 ms", "p99"]
-            _print(console, given, "HTTP", columns, {"millstream": servers["millstream"]}, http_at_rate)
+            _print(console, options, "HTTP", columns, {"millstream": servers["millstream"]}, http_at_rate)
 
 
 def _print(
     console: Console,
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     title: str,
     columns: Sequence[str],
     servers: dict[str, Server],
     measure: Measure,
 ) -> None:
-    for rate in given.rates:
+    for rate in options.rates:
         rounds: dict[str, list[list[float]]] = {name: [] for name in servers}
-        for turn in range(given.rounds):
+        for turn in range(options.rounds):
             for name in list(servers)[:: -1 if turn % 2 else 1]:
                 measure(servers[name], rate, WARM_S)
-                rounds[name].append(measure(servers[name], rate, given.seconds))
+                rounds[name].append(measure(servers[name], rate, options.seconds))
         table = Table(f"{title} at {rate:,}/s, flush=always", ["", *columns])
         for name, measured in rounds.items():
             table.rows.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*measured, strict=True))])

@@ -86,22 +86,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="measure only lines whose title has this, such as `100 B, written`")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
-    share, rounds = (0.1, 1) if given.quick else (given.share, given.rounds)
+    options = parser.parse_args(arguments)
+    share, rounds = (0.1, 1) if options.quick else (options.share, options.rounds)
     loads = [Load(int(load.rows * share), load.size) for load in LOADS]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine.facts() | {"codec": given.codec, "master": given.master, "rounds": rounds}
+    facts = machine.facts() | {"codec": options.codec, "master": options.master, "rounds": rounds}
     with ExitStack() as stack:
-        stage = started(stack, given.master, given.codec, facts)
-        chosen = tuple(given.variants.split(",")) if given.variants else ("",)
-        found = measure_loads(stage, loads, rounds, chosen, given.only, console)
-        triggers = measure_triggers(stage, rounds, console) if given.only in TRIGGER else {}
-    tables = [*lines(found), *([trigger_table(triggers)] if triggers else []), targets(found, triggers)]
+        stage = started(stack, options.master, options.codec, facts)
+        chosen = tuple(options.variants.split(",")) if options.variants else ("",)
+        results = measure_loads(stage, loads, rounds, chosen, options.only, console)
+        triggers = measure_triggers(stage, rounds, console) if options.only in TRIGGER else {}
+    tables = [*lines(results), *([trigger_table(triggers)] if triggers else []), targets(results, triggers)]
     for table in tables:
         console.print(table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(report(facts, tables, stage.missing), encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(report(facts, tables, stage.missing), encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 0
 
 
@@ -156,7 +156,7 @@ def measure_loads(
     stage: Stage, loads: Sequence[Load], rounds: int, chosen: tuple[str, ...], only: str, console: Console
 ) -> Found:
     """Measure every task with every variant, in turn."""
-    found: Found = {}
+    results: Found = {}
     for load in loads:
         tasks = [task for task in TASKS if only in f"{load.title}, {task}"]
         if not tasks:
@@ -167,7 +167,7 @@ def measure_loads(
         for variant in variants:
             check(rows, variant)
         for task in tasks:
-            rounds_by_variant = found.setdefault((load.title, task), {variant.name: [] for variant in variants})
+            rounds_by_variant = results.setdefault((load.title, task), {variant.name: [] for variant in variants})
             for turn in range(rounds + 1):
                 for variant in variants:
                     numbers = measured(partial(run, stage, task, variant), variant.rows)
@@ -176,7 +176,7 @@ def measure_loads(
                         rounds_by_variant[variant.name].append(numbers)
             for name, variant_rounds in rounds_by_variant.items():
                 console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(variant_rounds)}")
-    return found
+    return results
 
 
 def check(rows: Rows, variant: Variant) -> None:
@@ -237,15 +237,15 @@ def measure_triggers(stage: Stage, rounds: int, console: Console) -> dict[str, l
         OURS: {"kafka.bootstrap.servers": stage.millstream, "topic": topic},
         "nothing": {},
     }
-    found: dict[str, list[Numbers]] = {name: [] for name in sinks}
+    rounds_by_name: dict[str, list[Numbers]] = {name: [] for name in sinks}
     for turn in range(rounds + 1):
         for name, options in sinks.items():
             numbers = trigger_costs(stage, name, options)
             if turn:
-                found[name].append(numbers)
-    for name, variant_rounds in found.items():
+                rounds_by_name[name].append(numbers)
+    for name, variant_rounds in rounds_by_name.items():
         console.print(f"{time.strftime('%H:%M:%S')} trigger, {name}: {shown(variant_rounds)}")
-    return found
+    return rounds_by_name
 
 
 def trigger_costs(stage: Stage, sink: str, options: dict[str, str]) -> Numbers:
@@ -299,9 +299,9 @@ def ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers], number: str) -> fl
     return median(own[number] / other[number] for own, other in zip(ours, theirs, strict=True))
 
 
-def lines(found: Found) -> Iterator[Table]:
+def lines(results: Found) -> Iterator[Table]:
     """Yield a table for each load and task."""
-    for (load, task), by_variant in found.items():
+    for (load, task), by_variant in results.items():
         table = Table(
             f"{load}, {task}", ["", "million rows/s", "CPU s per million", "rate, ours / this", "CPU, ours / this"]
         )
@@ -313,17 +313,17 @@ def lines(found: Found) -> Iterator[Table]:
         yield table
 
 
-def trigger_table(found: dict[str, list[Numbers]]) -> Table:
+def trigger_table(rounds_by_name: dict[str, list[Numbers]]) -> Table:
     """Return the table of the cost of a batch."""
     table = Table(f"A batch of {TRIGGER_ROWS} rows of a stream", ["sink", "ms", "CPU ms"])
-    for name, rounds in found.items():
+    for name, rounds in rounds_by_name.items():
         table.rows.append([name, *(formatted(middle(rounds, number)) for number in ("ms", "CPU ms"))])
     return table
 
 
-def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
+def targets(results: Found, triggers: dict[str, list[Numbers]]) -> Table:
     table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
-    for (load, task), by_variant in found.items():
+    for (load, task), by_variant in results.items():
         for name, least in LEAST.items():
             # Row-by-row code is usually a source; such a sink is shown, but has no target.
             if OURS in by_variant and name in by_variant and not (name == ROWS and task == TOPIC):

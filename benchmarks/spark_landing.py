@@ -136,33 +136,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("partitions",), help="measure only a part")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
-    share, rounds = (0.2, 1) if given.quick else (given.share, given.rounds)
+    options = parser.parse_args(arguments)
+    share, rounds = (0.2, 1) if options.quick else (options.share, options.rounds)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine.facts() | {"master": given.master, "rounds": rounds}
+    facts = machine.facts() | {"master": options.master, "rounds": rounds}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data"))
-        bench = LandingBench(open_session(stack, given.master, [], folder), server.kafka, folder)
+        bench = LandingBench(open_session(stack, options.master, [], folder), server.kafka, folder)
         dated_load = Load(int(DATED.rows * share), DATED.size)
         dated = {f"{dated_load.title}, partitioned": measure_partitions(bench, dated_load, rounds, console)}
-        if given.only:
+        if options.only:
             tables = lines(dated)
         else:
             loads = [Load(int(load.rows * share), load.size) for load in LOADS]
             copies = {load.title: measure_copy(bench, load, rounds, console) for load in loads}
             spread_load = Load(int(SPREAD.rows * share), SPREAD.size)
             spread = measure_topics(bench, spread_load, rounds, console)
-            compared = {f"{load}, raw": found for load, found in copies.items()}
+            compared = {f"{load}, raw": rounds_by_name for load, rounds_by_name in copies.items()}
             tables = [
                 *lines({**compared, f"{spread_load.title}, spread": spread, **dated}),
                 targets(copies, spread),
             ]
     for table in tables:
         console.print(table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(report(facts, tables), encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(report(facts, tables), encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 0
 
 
@@ -177,9 +177,9 @@ def measure_copy(bench: LandingBench, load: Load, rounds: int, console: Console)
     if frame.count() != load.rows:
         raise WrongRows(f"the table has {frame.count()} rows of {load.rows}")
     variants = {LANDED: bench.landing(topics, load.rows), COPIED: bench.copying(frame)}
-    found = measure_in_turn(variants, load, rounds, console)
+    rounds_by_name = measure_in_turn(variants, load, rounds, console)
     shutil.rmtree(first)
-    return found
+    return rounds_by_name
 
 
 def measure_topics(bench: LandingBench, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
@@ -204,23 +204,23 @@ def measure_in_turn(
     variants: dict[str, Callable[[], Callable[[], None]]], load: Load, rounds: int, console: Console
 ) -> dict[str, list[Numbers]]:
     """Measure every variant in every round; the first round is a warm-up."""
-    found: dict[str, list[Numbers]] = {name: [] for name in variants}
+    rounds_by_name: dict[str, list[Numbers]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
         for name, work in variants.items():
             numbers = measured(work, load.rows)
             if turn:
-                found[name].append(numbers)
-    for name, variant_rounds in found.items():
+                rounds_by_name[name].append(numbers)
+    for name, variant_rounds in rounds_by_name.items():
         console.print(f"{time.strftime('%H:%M:%S')} {load.title}, {name}: {shown(variant_rounds)}")
-    return found
+    return rounds_by_name
 
 
 def lines(compared: Found) -> list[Table]:
     tables = []
-    for title, found in compared.items():
-        first = next(iter(found.values()))
+    for title, rounds_by_name in compared.items():
+        first = next(iter(rounds_by_name.values()))
         table = Table(title, ["", "million rows/s", "CPU s per million", "rate, first / this", "CPU, first / this"])
-        for name, rounds in found.items():
+        for name, rounds in rounds_by_name.items():
             row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
             table.rows.append([*row, *(f"{ratio(first, rounds, number):.2f}" for number in ("rows/s", "CPU s/M"))])
         tables.append(table)
@@ -229,8 +229,8 @@ def lines(compared: Found) -> list[Table]:
 
 def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
     table = Table("Targets", ["line", "against", "target", "measured", "verdict"], words=2)
-    for load, found in copies.items():
-        share = ratio(found[LANDED], found[COPIED], "rows/s")
+    for load, rounds_by_name in copies.items():
+        share = ratio(rounds_by_name[LANDED], rounds_by_name[COPIED], "rows/s")
         verdict = "reached" if share > 1 else "not reached"
         table.rows.append([f"{load}, raw", COPIED, "more than 1", f"{share:.2f}", verdict])
     times = ratio(spread[ONE], spread[MANY], "rows/s")

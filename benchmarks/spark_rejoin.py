@@ -48,21 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_rejoin", description=__doc__)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine.facts() | {"kills": given.kills, "pipelines": PIPELINES}
+    facts = machine.facts() | {"kills": options.kills, "pipelines": PIPELINES}
     title = "The pause of pipelines when their driver is killed"
     table = Table(title, ["", "median s", "longest s", "memory of drivers, MB"])
     for spare in ("off", "on"):
-        pauses, memory = measured(spare, given.kills)
+        pauses, memory = measured(spare, options.kills)
         name = "with a spare driver" if spare == "on" else "without"
         table.rows.append([name, f"{median(pauses):.1f}", f"{max(pauses):.1f}", f"{memory / 1e6:,.0f}"])
         console.print(" ".join(table.rows[-1]))
     console.print(table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text(f"{listed}\n\n{table.markdown()}", encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    bullets = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    options.out.write_text(f"{bullets}\n\n{table.markdown()}", encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 0
 
 

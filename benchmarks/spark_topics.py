@@ -63,29 +63,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("beside",), help="measure only a part")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)
-    given, _ = parser.parse_known_args(arguments)
-    messages, rounds = (MESSAGES // 10, 1) if given.quick else (MESSAGES, given.rounds)
+    options, _ = parser.parse_known_args(arguments)
+    messages, rounds = (MESSAGES // 10, 1) if options.quick else (MESSAGES, options.rounds)
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(
         f"From topics to topics, {messages:,} messages of 100 B",
         ["pipeline", "thousand messages/s", "CPU s per million", "one message: p50 ms", "p90 ms"],
     )
-    facts = machine.facts() | {"master": given.master, "rounds": rounds}
+    facts = machine.facts() | {"master": options.master, "rounds": rounds}
     with ExitStack() as stack:
-        bench = SparkBench(stack, given.master)
-        if given.only is None:
+        bench = SparkBench(stack, options.master)
+        if options.only is None:
             bench.publish(messages)
             for kind in kinds():
                 table.rows.append(measured(bench, kind, rounds, messages))
                 console.print(" ".join(table.rows[-1]))
         neighbours = measure_concurrent(bench)
-    tables = [table, neighbours] if given.only is None else [neighbours]
+    tables = [table, neighbours] if options.only is None else [neighbours]
     for results_table in tables:
         console.print(results_table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text("\n\n".join([listed, *(table.markdown() for table in tables)]), encoding="utf-8")
-    console.print(f"Written to {given.out}.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    bullets = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    options.out.write_text("\n\n".join([bullets, *(table.markdown() for table in tables)]), encoding="utf-8")
+    console.print(f"Written to {options.out}.")
     return 0
 
 
@@ -264,8 +264,8 @@ def reading(bench: SparkBench, topic: str) -> Iterator[Callable[[], Any]]:
             "log_level": 0,
         }
     )
-    found = consumer.list_topics(topic, timeout=WAIT_S).topics[topic]
-    parts = [TopicPartition(topic, number) for number in found.partitions]
+    metadata = consumer.list_topics(topic, timeout=WAIT_S).topics[topic]
+    parts = [TopicPartition(topic, number) for number in metadata.partitions]
     consumer.assign(
         [TopicPartition(topic, part.partition, consumer.get_watermark_offsets(part, WAIT_S)[1]) for part in parts]
     )

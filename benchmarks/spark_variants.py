@@ -95,13 +95,13 @@ class Rows:
     def variants(self) -> list[Variant]:
         """Return every variant that is available on this machine."""
         stage, rows, ours = self.stage, self.load.rows, self.stage.millstream
-        found = [
+        found_variants = [
             Variant(OURS, rows, self.read_ours, lambda: self._to_new(ours, self.write_ours)),
             Variant(LIMIT, rows, lambda: stage.spark.read.parquet(str(self._folder / "read")), self._to_parquet),
             Variant(ROWS, rows // _PART, self._read_rows, self._write_rows),
         ]
         if stage.has_connector:
-            found.append(
+            found_variants.append(
                 Variant(
                     JVM,
                     rows,
@@ -111,7 +111,7 @@ class Rows:
             )
         kafka = stage.kafka
         if stage.has_connector and kafka is not None:
-            found.append(
+            found_variants.append(
                 Variant(
                     JVM_KAFKA,
                     rows,
@@ -119,7 +119,7 @@ class Rows:
                     lambda: self._to_new(kafka, lambda frame, topic: self.write_jvm(frame, kafka, topic)),
                 )
             )
-        return found
+        return found_variants
 
     # -- each variant ---------------------------------------------------------------------------------------------
 

@@ -70,11 +70,11 @@ class KafkaSubject(Subject):
             if case.kind == FIXED:
                 return fixed_requests.measure(target, case, seconds)
             stored, produced = throughput.produce(target, case, seconds)
-            found = {PRODUCED: produced}
+            flows = {PRODUCED: produced}
             if case.consumes:
                 filled = throughput.fill(target, case, stored, case.messages_to_read(seconds))
-                found[CONSUMED] = reader.consume(target, case, filled)
-            return found
+                flows[CONSUMED] = reader.consume(target, case, filled)
+            return flows
 
 
 class LimitServer(Server):

@@ -58,7 +58,7 @@ def main() -> int:
     print_line(", ".join(f"{name}: {value}" for name, value in facts.items()))
     machine.touch_memory()
     reader.touch_memory()
-    found: dict[str, Rounds] = {}
+    results: dict[str, Rounds] = {}
     with ExitStack() as stack:
         brokers: list[Broker] = [stack.enter_context(OsFlushMillstream())]
         if not arguments.no_kafka:
@@ -66,15 +66,15 @@ def main() -> int:
                 brokers.append(stack.enter_context(ApacheKafka()))
             except PeerUnavailable as reason:
                 print_line(f"without Apache Kafka: {reason}")
-        found = run(brokers, arguments.rounds, arguments.seconds)
-    goals = targets(found)
+        results = run(brokers, arguments.rounds, arguments.seconds)
+    goals = targets(results)
     console = Console()
-    for table in (*_tables(found), _verdict(goals)):
+    for table in (*_tables(results), _verdict(goals)):
         console.print(table.rich())
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(_as_json(facts, found, goals), indent=1) + "\n")
+    arguments.json.write_text(json.dumps(_as_json(facts, results, goals), indent=1) + "\n")
     arguments.json.with_suffix(".md").write_text(
-        "\n".join(table.markdown() for table in (*_tables(found), _verdict(goals)))
+        "\n".join(table.markdown() for table in (*_tables(results), _verdict(goals)))
     )
     return 1 if any(goal.reached is False for goal in goals) else 0
 
@@ -96,21 +96,21 @@ def _arguments() -> argparse.Namespace:
 
 def run(brokers: Sequence[Broker], rounds: int, seconds: float) -> dict[str, Rounds]:
     """Measure every line of every server so many times."""
-    found: dict[str, Rounds] = {broker.name: {line: [] for line in (*PRODUCE, *CONSUME)} for broker in brokers}
+    results: dict[str, Rounds] = {broker.name: {line: [] for line in (*PRODUCE, *CONSUME)} for broker in brokers}
     for turn in range(rounds):
         for line, broker in _order(PRODUCE, brokers, turn):
             with broker.topic(CASE) as target:
                 numbers = transaction_load.produce(target, seconds, COMMITS_S[line])
-            found[broker.name][line].append(numbers)
+            results[broker.name][line].append(numbers)
         print_line(f"producing, round {turn + 1} of {rounds}")
     with ExitStack() as stack:
         filled = {broker.name: _filled(stack.enter_context(broker.topic(CASE))) for broker in brokers}
         for turn in range(CONSUME_TIMES * rounds):
             for line, broker in _order(CONSUME, brokers, turn):
                 target, committed = filled[broker.name]
-                found[broker.name][line].append(transaction_load.consume(target, line, committed))
+                results[broker.name][line].append(transaction_load.consume(target, line, committed))
         print_line(f"consuming, {CONSUME_TIMES * rounds} rounds")
-    return found
+    return results
 
 
 def _filled(target: Target) -> tuple[Target, int]:
@@ -141,9 +141,9 @@ def ratio(of: Sequence[Numbers], to: Sequence[Numbers], pick: Callable[[Numbers]
     return median(pairs) if pairs else None
 
 
-def targets(found: dict[str, Rounds]) -> list[Goal]:
+def targets(results: dict[str, Rounds]) -> list[Goal]:
     """Return the targets, and whether they were met."""
-    ours = found[MILLSTREAM]
+    ours = results[MILLSTREAM]
     goals = [
         _share(
             "producing in transactions of 1 s",
@@ -156,7 +156,7 @@ def targets(found: dict[str, Rounds]) -> list[Goal]:
             "reading committed messages", ours[COMMITTED], ours[UNCOMMITTED], CONSUME_SHARE_MIN, f"of {UNCOMMITTED}"
         ),
     ]
-    theirs = found.get(KAFKA, {})
+    theirs = results.get(KAFKA, {})
     for line in (EACH_100_MS, EACH_SECOND, COMMITTED):
         share = ratio(ours[line], theirs.get(line, ()), rate)
         reached = None if share is None else share >= LEVEL_MIN
@@ -174,11 +174,11 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} times"
 
 
-def _tables(found: dict[str, Rounds]) -> Iterator[Table]:
+def _tables(results: dict[str, Rounds]) -> Iterator[Table]:
     mixed = f"Consume {MESSAGES_MIXED // OF_ONE_TRANSACTION} transactions, every {ABORTED_EACH}th aborted"
     for title, lines in (("Produce", PRODUCE), (mixed, CONSUME)):
         table = Table(f"{title}: medians, and ratios to the first line", ["server", "line", *COLUMNS], words=2)
-        for name, rounds in found.items():
+        for name, rounds in results.items():
             table.rows.extend([name, line, *_numbers(rounds[line], rounds[lines[0]])] for line in lines)
         yield table
 
@@ -203,12 +203,12 @@ def _verdict(goals: Sequence[Goal]) -> Table:
     return table
 
 
-def _as_json(facts: dict[str, Any], found: dict[str, Rounds], goals: Sequence[Goal]) -> dict[str, Any]:
+def _as_json(facts: dict[str, Any], results: dict[str, Rounds], goals: Sequence[Goal]) -> dict[str, Any]:
     goal_rows = [
         {"metric": goal.metric, "target": goal.target, "reached": goal.reached, "measured": goal.measured}
         for goal in goals
     ]
-    return {"machine": facts, "rounds": found, "targets": goal_rows}
+    return {"machine": facts, "rounds": results, "targets": goal_rows}
 
 
 def print_line(line: str) -> None:

@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--changes", type=int, action="append", help="changes of a batch; may be repeated")
     parser.add_argument("--bucket-bytes", type=int, default=32 * 1024 * 1024)
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
+    options = parser.parse_args()
     table = Table(
         "Batches of changes to random keys",
         [
@@ -175,13 +175,13 @@ def main() -> None:
         ],
         words=0,
     )
-    for keys in given.keys or [100_000, 1_000_000]:
-        sizes = [count for count in given.changes or [10, 1_000, 100_000, 1_000_000] if count <= keys]
-        measure(keys, sizes, given.bucket_bytes, table.rows.append)
+    for keys in options.keys or [100_000, 1_000_000]:
+        sizes = [count for count in options.changes or [10, 1_000, 100_000, 1_000_000] if count <= keys]
+        measure(keys, sizes, options.bucket_bytes, table.rows.append)
         Console(file=sys.stderr).print(f"{keys:,} keys measured")
     Console().print(table.rich())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(f"{table.markdown()}\n{machine.facts()}\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(f"{table.markdown()}\n{machine.facts()}\n")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class Group:
         self.name = f"consumer-{name}"
         self.topics = [f"consumed-{topic}" for topic in topics]
         self.first_epoch = 0
-        wanted = [new_topic(topic, number) for topic, number in zip(self.topics, topics.values(), strict=True)]
-        broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": wanted})
+        new_topics = [new_topic(topic, number) for topic, number in zip(self.topics, topics.values(), strict=True)]
+        broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": new_topics})
         time.sleep(_SPREAD_S)
 
     def relative(self, epoch: int) -> int | str:
@@ -38,8 +38,8 @@ class Group:
 
     def described(self) -> list[Any]:
         """The group as ConsumerGroupDescribe has it."""
-        asked = {"group_ids": [self.name], "include_authorized_operations": True}
-        response = self.broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]
+        values = {"group_ids": [self.name], "include_authorized_operations": True}
+        response = self.broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, values)["groups"][0]
         members = sorted(
             [
                 member["instance_id"] or "",
@@ -87,11 +87,15 @@ class Consumer:
         response = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {"topic_partitions": None, **values})
         if response["error_code"] == "none":
             self.epoch = response["member_epoch"]
-        given = response["assignment"]
-        if given is not None:
-            self.assigned = [{**topic, "topic_id": UUID(topic["topic_id"])} for topic in given["topic_partitions"]]
+        assignment = response["assignment"]
+        if assignment is not None:
+            self.assigned = [{**topic, "topic_id": UUID(topic["topic_id"])} for topic in assignment["topic_partitions"]]
         fields = {"error_code": response["error_code"], "epoch": self.group.relative(response["member_epoch"])}
-        return {**fields, "has_id": response["member_id"] is not None, "partitions": given and _count(self.assigned)}
+        return {
+            **fields,
+            "has_id": response["member_id"] is not None,
+            "partitions": assignment and _count(self.assigned),
+        }
 
     def report(self) -> Any:
         """A heartbeat after everything that is not assigned any more was given up."""
@@ -115,8 +119,8 @@ def consumer_life(broker: Broker) -> Any:
     group = Group(broker, "life", life=3)
     member = Consumer(group, "m")
     steps = [member.join(), member.report(), member.beat(), member.report_owned(), *group.described()]
-    listed = broker.ask(Key.LIST_GROUPS, 5, {"types_filter": ["consumer"]})["groups"]
-    steps += [listing for listing in listed if listing["group_id"] == group.name]
+    groups = broker.ask(Key.LIST_GROUPS, 5, {"types_filter": ["consumer"]})["groups"]
+    steps += [listing for listing in groups if listing["group_id"] == group.name]
     steps.append(broker.ask(Key.DESCRIBE_GROUPS, 6, {"groups": [group.name]}))
     steps.append(broker.ask(Key.DELETE_GROUPS, 2, {"groups_names": [group.name]}))
     steps += [member.leave(), member.beat(), member.leave(), *group.described()]
@@ -188,13 +192,13 @@ def consumer_offsets(broker: Broker) -> Any:
     def commit(version: int, epoch: int, member_id: str) -> Any:
         partition = {"partition_index": 0, "committed_offset": 5, "committed_metadata": ""}
         values = {"group_id": group.name, "generation_id_or_member_epoch": epoch, "member_id": member_id}
-        asked = {**values, "topics": [{"name": topic, "partitions": [partition]}]}
-        return broker.ask(Key.OFFSET_COMMIT, version, asked)["topics"][0]["partitions"]
+        body = {**values, "topics": [{"name": topic, "partitions": [partition]}]}
+        return broker.ask(Key.OFFSET_COMMIT, version, body)["topics"][0]["partitions"]
 
     def fetch(epoch: int, member_id: str | None) -> Any:
         topics = [{"name": topic, "partition_indexes": [0]}]
-        asked = {"group_id": group.name, "member_id": member_id, "member_epoch": epoch, "topics": topics}
-        return broker.ask(Key.OFFSET_FETCH, 9, {"groups": [asked]})["groups"][0]["error_code"]
+        body = {"group_id": group.name, "member_id": member_id, "member_epoch": epoch, "topics": topics}
+        return broker.ask(Key.OFFSET_FETCH, 9, {"groups": [body]})["groups"][0]["error_code"]
 
     steps = [commit(9, epoch, "m") for epoch in (member.epoch, member.epoch + 1, -1)]
     steps += [commit(8, member.epoch, "m"), commit(9, member.epoch, "stranger"), commit(9, -1, "")]
@@ -217,18 +221,18 @@ def consumer_older_epochs(broker: Broker) -> Any:
             {"partition_index": number, "committed_offset": 5, "committed_metadata": ""} for number in sorted(numbers)
         ]
         values = {"group_id": group.name, "generation_id_or_member_epoch": epoch, "member_id": member.member}
-        asked = {**values, "topics": [{"name": group.topics[0], "partitions": partitions}]}
-        response = broker.ask(Key.OFFSET_COMMIT, 9, asked)["topics"][0]["partitions"]
+        body = {**values, "topics": [{"name": group.topics[0], "partitions": partitions}]}
+        response = broker.ask(Key.OFFSET_COMMIT, 9, body)["topics"][0]["partitions"]
         return sorted(response_part["error_code"] for response_part in response)
 
     second.join()
     first.beat()
-    kept = _numbers(first)
-    steps = [commit(first, before, kept), commit(first, before, all_of_it - kept)]
+    kept_numbers = _numbers(first)
+    steps = [commit(first, before, kept_numbers), commit(first, before, all_of_it - kept_numbers)]
     steps += [first.report(), second.report(), second.report()]
-    steps += [commit(first, epoch, kept) for epoch in (before, first.epoch, before - 1, first.epoch + 1)]
-    steps += [commit(first, before, all_of_it - kept), commit(second, before, all_of_it - kept)]
-    steps += [commit(first, before, all_of_it), commit(second, second.epoch, all_of_it - kept)]
+    steps += [commit(first, epoch, kept_numbers) for epoch in (before, first.epoch, before - 1, first.epoch + 1)]
+    steps += [commit(first, before, all_of_it - kept_numbers), commit(second, before, all_of_it - kept_numbers)]
+    steps += [commit(first, before, all_of_it), commit(second, second.epoch, all_of_it - kept_numbers)]
     return [*steps, first.leave(), second.leave()]
 
 

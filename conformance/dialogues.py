@@ -204,15 +204,15 @@ def fetch_turns(broker: Broker) -> Any:
     name = _filled_topic(broker)
     steps: list[str] = []
     partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": 1 << 20} for index in range(4)]
-    asked: dict[str, Any] = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1, "session_epoch": 0}
-    asked["topics"] = [{"topic": name, "partitions": partitions}]
+    values: dict[str, Any] = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1, "session_epoch": 0}
+    values["topics"] = [{"topic": name, "partitions": partitions}]
     for epoch in range(1, 8):
-        response = broker.ask(Key.FETCH, 11, asked)
+        response = broker.ask(Key.FETCH, 11, values)
         filled = [
             partition for topic in response["responses"] for partition in topic["partitions"] if partition["records"]
         ]
         steps.append(f"{response['error_code']} {[partition['partition_index'] for partition in filled]}")
-        asked.update(session_id=response["session_id"], session_epoch=epoch, topics=[])
+        values.update(session_id=response["session_id"], session_epoch=epoch, topics=[])
     # Turns begin with the first response of a session here and with the second in Kafka, so each round is sorted.
     return [steps[0], sorted(steps[1:4]), sorted(steps[4:])]
 
@@ -229,21 +229,21 @@ def fetch_limits(broker: Broker) -> Any:
 
 def _fetched_bytes(broker: Broker, topic: str, order: list[int], max_bytes: int, of_each: int) -> Any:
     partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": of_each} for index in order]
-    asked = {"max_wait": 100, "min_bytes": 0, "max_bytes": max_bytes, "session_epoch": -1}
-    response = broker.ask(Key.FETCH, 11, {**asked, "topics": [{"topic": topic, "partitions": partitions}]})
-    found = {
+    values = {"max_wait": 100, "min_bytes": 0, "max_bytes": max_bytes, "session_epoch": -1}
+    response = broker.ask(Key.FETCH, 11, {**values, "topics": [{"topic": topic, "partitions": partitions}]})
+    sizes = {
         partition["partition_index"]: len(partition["records"] or b"")
         for partition in response["responses"][0]["partitions"]
     }
     # Kafka also sends the beginning of a batch that does not fit; what counts is how many are whole.
     ends = [sum(len(batch(size=size)) for size in _SIZES[:count]) for count in (1, 2)]
-    return [str(max_bytes), str(of_each), *(sum(found[index] >= end for end in ends) for index in order)]
+    return [str(max_bytes), str(of_each), *(sum(sizes[index] >= end for end in ends) for index in order)]
 
 
-def _write_until_taken(broker: Broker, asked: dict[str, Any]) -> None:
+def _write_until_taken(broker: Broker, values: dict[str, Any]) -> None:
     """Write to a topic that is new, of which Kafka's broker hears a little later."""
     for _ in range(50):
-        response = broker.ask(Key.PRODUCE, 9, asked)
+        response = broker.ask(Key.PRODUCE, 9, values)
         if response["responses"][0]["partition_responses"][0]["error_code"] == "none":
             return
         time.sleep(0.1)
@@ -254,9 +254,12 @@ def _settings(broker: Broker, kind: int, name: str, keys: list[str]) -> Any:
     """The settings of these names: their values and where these come from."""
     resources = [{"resource_type": kind, "resource_name": name, "configuration_keys": keys}]
     result = broker.ask(Key.DESCRIBE_CONFIGS, 4, {"resources": resources, "include_synonyms": True})["results"][0]
-    found = {config["name"]: config for config in result["configs"]}
+    configs = {config["name"]: config for config in result["configs"]}
     shown = ("value", "read_only", "config_source", "is_sensitive")
-    return [result["error_code"], {key: {name: value[name] for name in shown} for key, value in sorted(found.items())}]
+    return [
+        result["error_code"],
+        {key: {name: value[name] for name in shown} for key, value in sorted(configs.items())},
+    ]
 
 
 def _alter(broker: Broker, kind: int, name: str, changes: dict[str, str | None]) -> Any:
@@ -273,8 +276,8 @@ def group_settings(broker: Broker) -> Any:
     for value in ("50000", None):
         steps.append(_alter(broker, _GROUP_KIND, group, {keys[0]: value}))
         steps.append(_eventually(lambda: _settings(broker, _GROUP_KIND, group, keys), value or "45000"))
-        listed = broker.ask(Key.LIST_CONFIG_RESOURCES, 1, {"resource_types": [_GROUP_KIND]})["config_resources"]
-        steps.append(group in [resource["resource_name"] for resource in listed])
+        resources = broker.ask(Key.LIST_CONFIG_RESOURCES, 1, {"resource_types": [_GROUP_KIND]})["config_resources"]
+        steps.append(group in [resource["resource_name"] for resource in resources])
     return steps
 
 

@@ -21,8 +21,8 @@ class GoClient:
     @cached_property
     def name(self) -> str:
         """The name of the client in the report."""
-        found = re.search(r"/franz-go (v\S+)", (_FOLDER / "go.mod").read_text(encoding="utf-8"))
-        return f"go franz-go {found[1] if found else ''}"
+        match = re.search(r"/franz-go (v\S+)", (_FOLDER / "go.mod").read_text(encoding="utf-8"))
+        return f"go franz-go {match[1] if match else ''}"
 
     def build(self) -> Program:
         """Fetch the client and compile the program with Go."""

@@ -99,6 +99,6 @@ def check_java() -> None:
     if shutil.which("java") is None or shutil.which("javac") is None:
         raise Unavailable("a Java development kit (java, javac) is not on the PATH")
     output = subprocess.run(["javac", "-version"], capture_output=True, text=True, timeout=60)
-    found = re.search(r"javac (\d+)", output.stdout + output.stderr)
-    if found is None or int(found[1]) < _JAVA_MIN:
-        raise Unavailable(f"Java {_JAVA_MIN} or newer is needed, found {found[0] if found else 'an unknown one'}")
+    match = re.search(r"javac (\d+)", output.stdout + output.stderr)
+    if match is None or int(match[1]) < _JAVA_MIN:
+        raise Unavailable(f"Java {_JAVA_MIN} or newer is needed, found {match[0] if match else 'an unknown one'}")

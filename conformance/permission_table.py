@@ -59,13 +59,13 @@ Responses = dict[str, dict[str, str]]
 def rules() -> Mapping[str, Sequence[Acl]]:
     """The users, each with its access rules."""
     everything = [_rule(kind, Operation.ALL) for kind in TYPES]
-    found: dict[str, Sequence[Acl]] = {"all": everything, "none": ()}
+    found_rules: dict[str, Sequence[Acl]] = {"all": everything, "none": ()}
     for kind in TYPES:
         for operation in OPERATIONS[kind]:
             name = f"{kind.name}-{operation.name}".lower().replace("_", "-")
-            found[f"no-{name}"] = [*everything, _rule(kind, operation, Permission.DENY)]
-            found[f"only-{name}"] = [_rule(kind, operation)]
-    return found
+            found_rules[f"no-{name}"] = [*everything, _rule(kind, operation, Permission.DENY)]
+            found_rules[f"only-{name}"] = [_rule(kind, operation)]
+    return found_rules
 
 
 def _rule(kind: ResourceType, operation: Operation, permission: Permission = Permission.ALLOW) -> Acl:
@@ -204,12 +204,12 @@ def _topic_questions() -> Iterator[Question]:
     yield question("topics", Key.DESCRIBE_PRODUCERS, 0, topics=_both(partition_indexes=[0]))
     plain = {"election_type": 0, "timeout": 5000}
     for version in (1, 2):
-        asked = {**plain, "topic_partitions": _topics(MINE, OTHER, key="topic", partitions=[0])}
-        yield question("topics", Key.ELECT_LEADERS, version, **asked)
-    asked = {"timeout": 5000, "topics": _topics(MINE, OTHER, partitions=[{"partition_index": 0, "replicas": None}])}
-    yield question("topics", Key.ALTER_PARTITION_REASSIGNMENTS, 0, **asked)
-    asked = {"timeout": 5000, "topics": _topics(MINE, OTHER, partition_indexes=[0])}
-    yield question("topics", Key.LIST_PARTITION_REASSIGNMENTS, 0, **asked)
+        body = {**plain, "topic_partitions": _topics(MINE, OTHER, key="topic", partitions=[0])}
+        yield question("topics", Key.ELECT_LEADERS, version, **body)
+    body = {"timeout": 5000, "topics": _topics(MINE, OTHER, partitions=[{"partition_index": 0, "replicas": None}])}
+    yield question("topics", Key.ALTER_PARTITION_REASSIGNMENTS, 0, **body)
+    body = {"timeout": 5000, "topics": _topics(MINE, OTHER, partition_indexes=[0])}
+    yield question("topics", Key.LIST_PARTITION_REASSIGNMENTS, 0, **body)
     folder = {"path": "/nowhere", "topics": _topics(MINE, OTHER, partitions=[0])}
     yield question("topics", Key.ALTER_REPLICA_LOG_DIRS, 2, dirs=[folder])
     yield question("topics", Key.DESCRIBE_LOG_DIRS, 4, topics=_topics(MINE, OTHER, key="topic", partitions=[0]))
@@ -312,10 +312,10 @@ def _group_questions() -> Iterator[Question]:
     yield question("all", Key.LIST_GROUPS, 5)
     yield question("groups", Key.DELETE_GROUPS, 2, groups_names=["p-gone-{user}", OTHER_GROUP, "p-missing"])
     described = ["p-consumers", "p-mixed", "p-missing", OTHER_GROUP]
-    asked = {"group_ids": described, "include_authorized_operations": True}
-    yield question("groups", Key.CONSUMER_GROUP_DESCRIBE, 1, **asked)
-    asked = {"group_ids": ["p-sharers", "p-mixed-share", "p-missing", OTHER_GROUP]}
-    yield question("groups", Key.SHARE_GROUP_DESCRIBE, 1, **asked, include_authorized_operations=True)
+    body = {"group_ids": described, "include_authorized_operations": True}
+    yield question("groups", Key.CONSUMER_GROUP_DESCRIBE, 1, **body)
+    body = {"group_ids": ["p-sharers", "p-mixed-share", "p-missing", OTHER_GROUP]}
+    yield question("groups", Key.SHARE_GROUP_DESCRIBE, 1, **body, include_authorized_operations=True)
 
 
 def _transaction_questions() -> Iterator[Question]:
@@ -364,9 +364,9 @@ def _share_questions() -> Iterator[Question]:
         yield question(f"topics, {group}", Key.ALTER_SHARE_GROUP_OFFSETS, 0, group_id=group, topics=offsets)
         topics = _topics(MINE, OTHER, key="topic_name")
         yield question(f"topics, {group}", Key.DELETE_SHARE_GROUP_OFFSETS, 0, group_id=group, topics=topics)
-    asked = [{"group_id": name, "topics": _both("topic_name", partitions=[0])} for name in ("p-missing", OTHER_GROUP)]
-    yield question("groups", Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, groups=asked)
-    everything = [{**question_part, "topics": None} for question_part in asked]
+    bodies = [{"group_id": name, "topics": _both("topic_name", partitions=[0])} for name in ("p-missing", OTHER_GROUP)]
+    yield question("groups", Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, groups=bodies)
+    everything = [{**question_part, "topics": None} for question_part in bodies]
     yield question("groups, all topics", Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, groups=everything)
 
 
@@ -474,13 +474,13 @@ def _join(admin: SignedIn, key: Key, group: str, topics: list[str]) -> None:
 
 def _open_transaction(admin: SignedIn) -> None:
     """Begin a transaction in both topics that stays open."""
-    asked = {"transactional_id": TRANSACTION, "transaction_timeout": 600_000, "producer_id": -1, "producer_epoch": -1}
+    body = {"transactional_id": TRANSACTION, "transaction_timeout": 600_000, "producer_id": -1, "producer_epoch": -1}
     response: dict[str, Any] = {}
 
     def is_known() -> bool:
         nonlocal response
         admin.ask(Key.FIND_COORDINATOR, 3, {"key": TRANSACTION, "key_type": 1})
-        response = admin.ask(Key.INIT_PRODUCER_ID, 5, asked)
+        response = admin.ask(Key.INIT_PRODUCER_ID, 5, body)
         return bool(response["error_code"] == "none")
 
     _until(is_known)
@@ -528,19 +528,19 @@ def ask_all(address: str, users: Sequence[str] = USERS, *, only: str = "") -> Re
     return responses
 
 
-def _ask(asked: Question, brokers: Mapping[str, SignedIn], ids: Mapping[str, UUID]) -> dict[str, str]:
+def _ask(case: Question, brokers: Mapping[str, SignedIn], ids: Mapping[str, UUID]) -> dict[str, str]:
     """Send the requests as each user; responses that several users share are stored once."""
-    is_own = any(mark in repr(asked.values) for mark in ("{user}", "{member}"))
+    is_own = any(mark in repr(case.values) for mark in ("{user}", "{member}"))
     shown: dict[tuple[bytes | str, str], str] = {}
     responses = {}
     frame = b""
     for user, broker in brokers.items():
         if is_own or not frame:
-            frame = frame_of(asked.key, asked.version, _filled(asked.values, user, ids))
+            frame = frame_of(case.key, case.version, _filled(case.values, user, ids))
         response = broker.send(frame)
         key = response, user if is_own else ""
         if key not in shown:
-            shown[key] = _shown(read_plain_response(asked.key, asked.version, response), user)
+            shown[key] = _shown(read_plain_response(case.key, case.version, response), user)
         responses[user] = shown[key]
     return responses
 
@@ -651,15 +651,15 @@ OTHERWISE: Final[Mapping[str, str]] = {
 
 def recorded() -> Responses:
     """Kafka's responses, as last recorded."""
-    found: Responses = {}
+    responses: Responses = {}
     for name, groups in json.loads(RECORDED.read_text(encoding="utf-8")).items():
-        found[name] = {}
+        responses[name] = {}
         for response, users in groups.items():
-            found[name] |= dict.fromkeys(USERS if users == _EVERYTHING else users.split(), response)
+            responses[name] |= dict.fromkeys(USERS if users == _EVERYTHING else users.split(), response)
         for response, users in groups.items():
             if users != _EVERYTHING:
-                found[name] |= dict.fromkeys(users.split(), response)
-    return found
+                responses[name] |= dict.fromkeys(users.split(), response)
+    return responses
 
 
 def record(responses: Responses) -> None:

@@ -244,13 +244,13 @@ class JsonPairs:
         def patterns() -> str:
             return self._random.choice(("a", "^b"))
 
-        found = self._keywords({"minLength": self._few, "maxLength": self._few, "pattern": patterns})
-        return {"type": "string", **found}
+        keywords = self._keywords({"minLength": self._few, "maxLength": self._few, "pattern": patterns})
+        return {"type": "string", **keywords}
 
     def _number(self, depth: int) -> dict[str, Any]:
         keywords = dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), self._few)
-        found = self._keywords({**keywords, "multipleOf": lambda: self._few() + 1})
-        return {"type": self._random.choice(("number", "integer")), **found}
+        made_schema = self._keywords({**keywords, "multipleOf": lambda: self._few() + 1})
+        return {"type": self._random.choice(("number", "integer")), **made_schema}
 
     _integer = _number
 
@@ -273,7 +273,7 @@ class JsonPairs:
         def inner() -> dict[str, Any]:
             return self._type(depth - 1)
 
-        found = self._keywords(
+        made_schema = self._keywords(
             {
                 "required": lambda: [name for name in names if self._truth()] or names,
                 "additionalProperties": lambda: False if self._truth() else (True if self._truth() else inner()),
@@ -283,15 +283,15 @@ class JsonPairs:
                 "dependencies": lambda: {self._random.choice("ab"): [self._random.choice("bc")]},
             }
         )
-        if not found.get("required", True):
-            del found["required"]
-        return {"type": "object", "properties": {name: inner() for name in names}, **found}
+        if not made_schema.get("required", True):
+            del made_schema["required"]
+        return {"type": "object", "properties": {name: inner() for name in names}, **made_schema}
 
     def _array(self, depth: int) -> dict[str, Any]:
         def inner() -> dict[str, Any]:
             return self._type(depth - 1)
 
-        found = self._keywords(
+        made_schema = self._keywords(
             {
                 "items": lambda: inner() if self._truth() else [inner() for _ in range(self._random.randint(1, 2))],
                 "additionalItems": lambda: False if self._truth() else inner(),
@@ -300,7 +300,7 @@ class JsonPairs:
                 "uniqueItems": self._truth,
             }
         )
-        return {"type": "array", **found}
+        return {"type": "array", **made_schema}
 
     def _combined(self, keyword: str, depth: int) -> dict[str, Any]:
         return {keyword: [self._type(depth - 1) for _ in range(self._random.randint(1, 3))]}
@@ -343,8 +343,8 @@ class JsonPairs:
         """Other values for the keywords of this kind of schema."""
         kind = here.get("type", next((key for key in here if key in ("enum", "const", "oneOf", "anyOf", "allOf")), ""))
         make = getattr(self, f"_{kind}", None) if isinstance(kind, str) and kind else None
-        found: dict[str, Any] = make(1) if make is not None else {}
-        return {key: value for key, value in found.items() if key not in ("type", "properties")}
+        made_schema: dict[str, Any] = make(1) if make is not None else {}
+        return {key: value for key, value in made_schema.items() if key not in ("type", "properties")}
 
     def _change_properties(self, here: dict[str, Any]) -> None:
         properties = here["properties"]
@@ -644,7 +644,7 @@ def compare_type(schema_type: str, count: int, seed: int, *, show_all: bool) -> 
     theirs = decide_theirs(pairs)
     ours = [decide_ours(pair) for pair in pairs]
     agreed: Counter[str] = Counter()
-    found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    found_pairs: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair, our, their in zip(pairs, ours, theirs, strict=True):
         if bool(our.invalid) == bool(their.invalid) and bool(our.reasons) == bool(their.reasons):
             agreed["invalid" if our.invalid else "incompatible" if our.reasons else "compatible"] += 1
@@ -653,10 +653,10 @@ def compare_type(schema_type: str, count: int, seed: int, *, show_all: bool) -> 
         reasons = sorted((our if side == OURS else their).reasons) or ["invalid"]
         unknown = [reason for reason in reasons if explain(side, reason, pair) is None]
         why = f"UNEXPLAINED {unknown[0]}" if unknown else explain(side, reasons[0], pair) or ""
-        found[side, why].append(pair)
+        found_pairs[side, why].append(pair)
     print(f"{schema_type}: {count} pairs, {sum(agreed.values())} decided alike ({dict(agreed)})")
     is_unexplained = False
-    for (side, why), cases in sorted(found.items(), key=lambda item: -len(item[1])):
+    for (side, why), cases in sorted(found_pairs.items(), key=lambda item: -len(item[1])):
         is_unexplained |= why.startswith("UNEXPLAINED")
         proof = f", {sum(map(breaks, cases))} with a document that proves it" if schema_type == "JSON" else ""
         print(f"  {len(cases):>5}  only {side}{proof}: {why}")

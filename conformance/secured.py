@@ -40,14 +40,14 @@ def ways(locked: Locked, folder: Path) -> Sequence[Path]:
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": str(locked.certificates.ca),
     }
-    found = {
+    clients = {
         "PLAIN": _with_password("PLAIN", *ALICE),
         "SCRAM-SHA-256": _with_password("SCRAM-SHA-256", *ALICE),
         "SCRAM-SHA-512": _with_password("SCRAM-SHA-512", *ALICE),
         "OAUTHBEARER": _with_token(locked.issuer.token("alice", lifetime_s=3600), folder / "token"),
         "certificate": _with_certificate(locked, folder / "alice.both.pem"),
     }
-    return [_write(folder / f"{name}.properties", shared | settings) for name, settings in found.items()]
+    return [_write(folder / f"{name}.properties", shared | settings) for name, settings in clients.items()]
 
 
 def _with_password(mechanism: str, user: str, password: str) -> dict[str, str]:

@@ -43,8 +43,8 @@ class ShareGroup:
         self.broker = broker
         self.name = f"share-{name}"
         self.topic = f"shared-{name}"
-        asked = {"timeout": 10000, "topics": [new_topic(self.topic, partitions)]}
-        broker.ask(Key.CREATE_TOPICS, 5, asked)
+        body = {"timeout": 10000, "topics": [new_topic(self.topic, partitions)]}
+        broker.ask(Key.CREATE_TOPICS, 5, body)
         for _ in range(messages):
             broker.ask(Key.PRODUCE, 9, produced(batch(), topic=self.topic))
         self.set("share.auto.offset.reset", "earliest")
@@ -60,8 +60,8 @@ class ShareGroup:
 
     def described(self) -> Any:
         """The group as ShareGroupDescribe has it."""
-        asked = {"group_ids": [self.name], "include_authorized_operations": False}
-        response = self.broker.ask(Key.SHARE_GROUP_DESCRIBE, 1, asked)["groups"][0]
+        body = {"group_ids": [self.name], "include_authorized_operations": False}
+        response = self.broker.ask(Key.SHARE_GROUP_DESCRIBE, 1, body)["groups"][0]
         members = [
             [
                 member["subscribed_topic_names"],
@@ -73,8 +73,8 @@ class ShareGroup:
 
     def offsets(self, partitions: list[int] | None = None, topic: str | None = None) -> Any:
         """Return the offsets of the group."""
-        wanted = None if partitions is None else [{"topic_name": topic or self.topic, "partitions": partitions}]
-        group = {"group_id": self.name, "topics": wanted}
+        topics = None if partitions is None else [{"topic_name": topic or self.topic, "partitions": partitions}]
+        group = {"group_id": self.name, "topics": topics}
         return _short(self.broker.ask(Key.DESCRIBE_SHARE_GROUP_OFFSETS, 0, {"groups": [group]})["groups"][0])
 
     def move(self, offset: int, partition: int = 0, topic: str | None = None) -> Any:
@@ -102,10 +102,10 @@ class Sharer:
 
     def beat(self, **more: Any) -> Any:
         """A heartbeat; the first joins."""
-        asked: dict[str, Any] = {"group_id": self.group.name, "member_id": self.member, "member_epoch": self.epoch}
-        if asked["member_epoch"] == 0:
-            asked["subscribed_topic_names"] = [self.group.topic]
-        response = self.line.ask(Key.SHARE_GROUP_HEARTBEAT, 1, {**asked, **more})
+        body: dict[str, Any] = {"group_id": self.group.name, "member_id": self.member, "member_epoch": self.epoch}
+        if body["member_epoch"] == 0:
+            body["subscribed_topic_names"] = [self.group.topic]
+        response = self.line.ask(Key.SHARE_GROUP_HEARTBEAT, 1, {**body, **more})
         if response["error_code"] == "none":
             self.epoch = response["member_epoch"]
         compared = response["assignment"]
@@ -134,25 +134,25 @@ class Sharer:
 
     def ask_for(self, *batches: Any, version: int = 2, **more: Any) -> Any:
         """The same, with the whole response."""
-        asked = self._asked(batches, opens=self.session == 0)
+        body = self._asked(batches, opens=self.session == 0)
         limits = {"max_wait": 500, "min_bytes": 1, "max_bytes": 1 << 20, "max_records": 500, "batch_size": 500}
-        response = self.line.ask(Key.SHARE_FETCH, version, {**asked, **limits, "forgotten_topics_data": [], **more})
+        response = self.line.ask(Key.SHARE_FETCH, version, {**body, **limits, "forgotten_topics_data": [], **more})
         if response["error_code"] == "none":
-            self.session = asked["share_session_epoch"] + 1 if "share_session_epoch" not in more else self.session
+            self.session = body["share_session_epoch"] + 1 if "share_session_epoch" not in more else self.session
         return response
 
     def until(self, count: int, **more: Any) -> Any:
         """Fetch until so many messages are this member's."""
-        found: list[Any] = []
+        batches: list[Any] = []
         for _ in range(_ROUNDS_MAX):
             response = self.ask_for(**more)
             for partition in (partition for topic in response["responses"] for partition in topic["partitions"]):
-                found += [
+                batches += [
                     [r["first_offset"], r["last_offset"], r["delivery_count"]] for r in partition["acquired_records"]
                 ]
-            if sum(last - first + 1 for first, last, _ in found) >= count:
-                return _merged(found)
-        raise TimeoutError(f"{self.group.name} got {found}")
+            if sum(last - first + 1 for first, last, _ in batches) >= count:
+                return _merged(batches)
+        raise TimeoutError(f"{self.group.name} got {batches}")
 
     def acknowledge(self, *batches: Any, version: int = 2, **more: Any) -> Any:
         """Acknowledge without asking for more."""
@@ -203,9 +203,9 @@ def _merged(ranges: list[Any]) -> str:
 def _short(response: Any) -> str:
     """A response about offsets: only codes and numbers."""
     if isinstance(response, dict):
-        kept = ("error_code", "start_offset", "partition_index")
+        names = ("error_code", "start_offset", "partition_index")
         lists = [_short(value) for value in response.values() if isinstance(value, list)]
-        return str([*(f"{name} {response[name]}" for name in kept if name in response), *lists])
+        return str([*(f"{name} {response[name]}" for name in names if name in response), *lists])
     return str([_short(step) for step in response])
 
 
@@ -220,8 +220,8 @@ def share_life(broker: Broker) -> Any:
     steps += [one.beat(member_id=""), one.beat(group_id=""), stranger.beat(subscribed_topic_names=[])]
     steps += [one.beat(member_epoch=0, subscribed_topic_names=[group.topic])[:2], one.beat(subscribed_topic_names=[])]
     one.join()
-    left = one.beat(member_epoch=-1)
-    return [*steps, left, group.described(), one.beat(member_epoch=1)]
+    response = one.beat(member_epoch=-1)
+    return [*steps, response, group.described(), one.beat(member_epoch=1)]
 
 
 def share_sessions(broker: Broker) -> Any:
@@ -391,11 +391,11 @@ def share_beside_others(broker: Broker) -> Any:
     steps += [compared["error_code"], compared["group_state"]]
     compared = broker.ask(Key.DESCRIBE_GROUPS, 5, {"groups": [group.name]})["groups"][0]
     steps += [compared["error_code"], compared["group_state"]]
-    asked = {"group_ids": [group.name], "include_authorized_operations": False}
-    steps += [broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]["error_code"]]
+    body = {"group_ids": [group.name], "include_authorized_operations": False}
+    steps += [broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, body)["groups"][0]["error_code"]]
     for types in ([], ["share"], ["SHARE"], ["consumer"]):
-        listed = broker.ask(Key.LIST_GROUPS, 5, {"states_filter": [], "types_filter": types})["groups"]
-        steps += [str([dict(listing) for listing in listed if listing["group_id"] == group.name])]
+        groups = broker.ask(Key.LIST_GROUPS, 5, {"states_filter": [], "types_filter": types})["groups"]
+        steps += [str([dict(listing) for listing in groups if listing["group_id"] == group.name])]
     commit = {"group_id": group.name, "generation_id_or_member_epoch": -1, "member_id": "", "topics": []}
     topic = {
         "name": group.topic,
@@ -419,7 +419,7 @@ def share_beside_others(broker: Broker) -> Any:
 def share_settings(broker: Broker) -> Any:
     """Share group: its settings."""
     group = ShareGroup(broker, "settings")
-    wanted = [
+    settings = [
         *(
             ("share.auto.offset.reset", "latest"),
             ("share.auto.offset.reset", "never"),
@@ -429,7 +429,7 @@ def share_settings(broker: Broker) -> Any:
         *(("share.session.timeout.ms", "50000"), ("share.heartbeat.interval.ms", "6000"), ("share.nothing", "1")),
         *(("share.delivery.count.limit", "3"), ("share.delivery.count.limit", "1000")),
     ]
-    return [f"{name} {group.set(name, value)['responses'][0]['error_code']}" for name, value in wanted]
+    return [f"{name} {group.set(name, value)['responses'][0]['error_code']}" for name, value in settings]
 
 
 DIALOGUES: Final[tuple[Callable[[Broker], Any], ...]] = (

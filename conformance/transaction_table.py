@@ -288,12 +288,12 @@ def _ask(broker: Broker, known: ProducerState, before: str, asking: str, request
 
 
 def _state(broker: Broker, producer: ProducerState) -> str:
-    wanted = {"state_filters": [], "producer_id_filters": [producer.producer_id]}
-    listed = broker.ask(Key.LIST_TRANSACTIONS, 0, wanted)["transaction_states"]
+    filters = {"state_filters": [], "producer_id_filters": [producer.producer_id]}
+    transactions = broker.ask(Key.LIST_TRANSACTIONS, 0, filters)["transaction_states"]
     return next(
         (
             transaction["transaction_state"]
-            for transaction in listed
+            for transaction in transactions
             if transaction["transactional_id"] == producer.transactional_id
         ),
         "-",

@@ -73,16 +73,16 @@ def trial(loads: list[str], kills: int, seed: int, folder: Path) -> bool:
             print_line(f"[{server.kills} kills, last {server.last_kill}, now {server.cores} cores] {load}: {line}")
 
         try:
-            found = LOADS[load](own, machine, kills, seed, show)
+            outcome = LOADS[load](own, machine, kills, seed, show)
         except (TrialFailed, ServerFailed) as error:
-            found = f"the trial failed: {error}"
+            outcome = f"the trial failed: {error}"
         except BaseException:
             server.abandon()
             raise
-        print_line(f"{load}: {found or 'passed'}")
-        if found:
+        print_line(f"{load}: {outcome or 'passed'}")
+        if outcome:
             server.abandon()
-        return not found
+        return not outcome
 
     with machine, ThreadPoolExecutor(len(loads)) as threads:
         server.share(len(loads))

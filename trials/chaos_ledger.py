@@ -233,8 +233,8 @@ class LedgerTrial:
 
     def _audit(self) -> bool:
         receipts = ["--receipts", str(self._receipts)]
-        found = (ExitCode.OK, ExitCode.FAILED)
-        report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, allowed=found))
+        codes = (ExitCode.OK, ExitCode.FAILED)
+        report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, allowed=codes))
         for row in report["subscriptions"]:
             counts = {name: row[name] for name in ("published", *_CLASSES, "duplicated")}
             print(f"{row['subscription']} ({row['subscription_id'][:8]}): {counts}", flush=True)

@@ -70,8 +70,8 @@ class NumberedProducer:
         """Stop writing, and wait for messages in flight."""
         self._stopping.set()
         self._thread.join()
-        if left := self._producer.flush(WAIT_S):
-            self.errors.append(f"{left} messages were not acknowledged within {WAIT_S:g} s")
+        if remaining := self._producer.flush(WAIT_S):
+            self.errors.append(f"{remaining} messages were not acknowledged within {WAIT_S:g} s")
 
     def _run(self) -> None:
         number = 0
@@ -134,10 +134,10 @@ class Trial:
         config = self._folder / f"node-{number}.toml"
         config.write_text("\n".join(lines) + "\n", encoding="utf-8")
         super_users = "User:admin" if stage == 2 else "User:ANONYMOUS;User:admin"
-        found: dict[str, object] = {"config": config, "super-users": super_users}
+        options: dict[str, object] = {"config": config, "super-users": super_users}
         if stage >= 1:
-            found["node-listener"] = "secure"
-        return found | ({"auth": "required", **files} if stage == 2 else {})
+            options["node-listener"] = "secure"
+        return options | ({"auth": "required", **files} if stage == 2 else {})
 
     async def move_to(self, stage: int) -> None:
         """Restart every node with new settings, each after all replicas are in sync."""
@@ -258,19 +258,19 @@ class Trial:
         """Read everything and compare it with what was acknowledged."""
         consumer = Consumer({**self.client_settings(secure=True), "group.id": "judge", "enable.partition.eof": True})
         consumer.assign([TopicPartition(TOPIC, index, OFFSET_BEGINNING) for index in range(PARTITIONS)])
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         ended: set[int | None] = set()
         deadline = time.monotonic() + WAIT_S
         while len(ended) < PARTITIONS and time.monotonic() < deadline:
             for message in consumer.consume(1000, timeout=1.0):
                 if (error := message.error()) is None:
-                    found[(message.value() or b"").decode()] += 1
+                    counts[(message.value() or b"").decode()] += 1
                 elif error.code() == KafkaError._PARTITION_EOF:
                     ended.add(message.partition())
         consumer.close()
         acknowledged = set().union(*(producer.acknowledged for producer in self.producers))
-        self.findings += [f"lost: {value}" for value in sorted(acknowledged - found.keys())]
-        self.findings += [f"stored {times} times: {value}" for value, times in found.items() if times > 1]
+        self.findings += [f"lost: {value}" for value in sorted(acknowledged - counts.keys())]
+        self.findings += [f"stored {times} times: {value}" for value, times in counts.items() if times > 1]
         self.findings += [
             error for producer in self.producers for error in producer.errors if error.startswith("not delivered")
         ]

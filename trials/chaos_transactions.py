@@ -110,11 +110,11 @@ def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
     print_line(outcome.findings())
     if report is not None:
         summary = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
-        found = {
+        details = {
             "findings": outcome.findings().splitlines(),
             "rounds": [str(chaos_round) for chaos_round in outcome.rounds],
         }
-        report.write_text(json.dumps({**summary, **found}, indent=1) + "\n")
+        report.write_text(json.dumps({**summary, **details}, indent=1) + "\n")
     if not outcome.ok:
         print_line(f"seed {plan.seed}")
     return 0 if outcome.ok else 1

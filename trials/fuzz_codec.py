@@ -275,8 +275,8 @@ def check_example(rng: random.Random) -> bool:
     parts: list[Columns] = []
 
     def read_plain() -> list[Record]:
-        found = decode_records(response, control=control, decompressed_bytes_max=DECOMPRESSED_BYTES_MAX)
-        return [record for record in found if start <= record.offset < end]
+        records = decode_records(response, control=control, decompressed_bytes_max=DECOMPRESSED_BYTES_MAX)
+        return [record for record in records if start <= record.offset < end]
 
     def read_compiled() -> list[Record]:
         parts[:] = decode_columns(
@@ -316,9 +316,9 @@ def check_columns(part: Columns) -> None:
     to_arrow(part, topic="fuzz", partition=0, names=NAMES).validate(full=True)
     if part.keys is not None:
         choose_partitions(part.keys, 5)
-    found = decode_records(b"".join(encode_source(source_of(part), batch_bytes_max=200)))
+    records = decode_records(b"".join(encode_source(source_of(part), batch_bytes_max=200)))
     # Offsets count from 0 in every batch.
-    if [record[1:] for record in found] != [record[1:] for record in as_records(part)]:
+    if [record[1:] for record in records] != [record[1:] for record in as_records(part)]:
         raise Finding("columns were written as different records")
 
 
@@ -370,8 +370,8 @@ def run(arguments: Sequence[str]) -> int:
         progress.write_bytes(bytes(8))
         # numba's cache does not distinguish code with and without bounds checks, so this code gets its own folder. It
         # is kept, because compilation takes longer than a thousand examples.
-        kept = Path(__file__).parent / "__pycache__" / "with-bounds-check"
-        environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(kept))
+        kept_folder = Path(__file__).parent / "__pycache__" / "with-bounds-check"
+        environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(kept_folder))
         environment[CHILD_MARK] = str(progress)
         code = subprocess.run([sys.executable, "-m", "trials.fuzz_codec", *arguments], env=environment).returncode
         number = int.from_bytes(progress.read_bytes(), "big")

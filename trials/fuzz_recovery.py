@@ -121,11 +121,11 @@ def build(rng: random.Random, files: MemoryFiles, clock: ManualClock) -> tuple[l
     else:
         committed = [int(log.synced_offset) for log in logs]
         files.kill()
-    kept = [
+    remaining = [
         [batch for batch in batches if batch.next_offset > log.start_offset]
         for batches, log in zip(writer.written, logs, strict=True)
     ]
-    return kept, committed
+    return remaining, committed
 
 
 def damage_files(rng: random.Random, files: MemoryFiles) -> Damage:
@@ -172,7 +172,7 @@ def cut(files: MemoryFiles, path: str, size: int) -> None:
 
 def read_all(log: Log) -> dict[int, bytes]:
     """Return every batch that the log serves, by its base offset, and skip offsets that it refuses."""
-    found: dict[int, bytes] = {}
+    batches_by_offset: dict[int, bytes] = {}
     offset = int(log.start_offset)
     while offset < log.end_offset:
         try:
@@ -186,12 +186,12 @@ def read_all(log: Log) -> dict[int, bytes]:
         if not headers:
             raise Finding(f"{log}: nothing was read at {offset}")
         for header in headers:
-            found[header.base_offset] = data[header.position : header.position + header.length + 12]
+            batches_by_offset[header.base_offset] = data[header.position : header.position + header.length + 12]
             after = header.base_offset + header.last_offset_delta + 1
         if after <= offset:
             raise Finding(f"{log}: a read at {offset} ended at {after}")
         offset = after
-    return found
+    return batches_by_offset
 
 
 def _without_epoch(content: bytes) -> bytes:
@@ -201,22 +201,22 @@ def _without_epoch(content: bytes) -> bytes:
 
 def compare(log: Log, written: list[Written], committed: int, damage: Damage) -> dict[int, bytes]:
     """Compare what is read with what was written; return what was read."""
-    found = read_all(log)
+    contents = read_all(log)
     by_offset = {batch.base_offset: batch for batch in written}
-    for base_offset, content in found.items():
+    for base_offset, content in contents.items():
         batch = by_offset.get(base_offset)
         # Batches before the start offset that DeleteRecords set may reappear when the checkpoints are lost.
         if batch is not None and _without_epoch(batch.content) != _without_epoch(content):
             raise Finding(f"{log}: the batch at {base_offset} is not what was written")
     for batch in written:
-        if batch.next_offset > committed or damage.hits(batch) or batch.base_offset in found:
+        if batch.next_offset > committed or damage.hits(batch) or batch.base_offset in contents:
             continue
         if batch.next_offset <= log.start_offset:
             raise Finding(f"{log}: the start went beyond {batch.base_offset}, which was not deleted")
         raise Finding(
             f"{log}: {batch} was not damaged but is missing; damage {log.damaged_ranges}, done {damage.ranges}"
         )
-    return found
+    return contents
 
 
 def write_again(store: LogStore, log: Log, damage: Damage) -> dict[int, bytes]:

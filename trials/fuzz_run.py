@@ -18,11 +18,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long each fuzzer runs (default: 60)")
     parser.add_argument("--seed", default="millstream", help="any text; the same text produces the same examples")
     options = parser.parse_args()
-    found = 0
+    failures = 0
     for name in FUZZERS:
         command = [sys.executable, "-m", f"trials.{name}", "--seconds", str(options.seconds), "--seed", options.seed]
-        found += subprocess.run(command).returncode != 0
-    return 1 if found else 0
+        failures += subprocess.run(command).returncode != 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -166,8 +166,8 @@ class Soak:
 
         producer.produce("retained", bytes(MESSAGE_BYTES), on_delivery=acknowledged)
         # Process responses until the next message is due.
-        while (left := due + 1 / RATE_PER_S - time.monotonic()) > 0:
-            producer.poll(left)
+        while (pause_s := due + 1 / RATE_PER_S - time.monotonic()) > 0:
+            producer.poll(pause_s)
 
     def _create_and_delete(self) -> None:
         """Create a topic, write to it, read it with its own consumer, and delete it."""

@@ -154,7 +154,7 @@ def fetch(pom: Path = _POM) -> Path:
 
 def version_of(jars: Path) -> str:
     """Return the version of Kafka in a folder of jars."""
-    return next((found[1] for jar in jars.iterdir() if (found := _JAR.fullmatch(jar.name))), "of unknown version")
+    return next((match[1] for jar in jars.iterdir() if (match := _JAR.fullmatch(jar.name))), "of unknown version")
 
 
 def _copy_jars(pom: Path, into: Path) -> None:
@@ -228,12 +228,12 @@ def _write_properties(arguments: argparse.Namespace, files: Sequence[Path]) -> N
 
 def _advertised(properties: Path) -> str:
     """Return the address of the node, which it keeps after a restart."""
-    found = re.search(
+    match = re.search(
         r"^advertised\.listeners=PLAINTEXT://([^,\s]+)", properties.read_text(encoding="utf-8"), re.MULTILINE
     )
-    if found is None:
+    if match is None:
         raise SystemExit(f"{properties} names no address")
-    return found[1]
+    return match[1]
 
 
 def free_address() -> str:
@@ -305,9 +305,9 @@ def _produce(address: str) -> None:
     producer = Producer({"bootstrap.servers": address, "enable.idempotence": True})
     for number in range(CHECK_MESSAGES):
         producer.produce("check", str(number).encode(), partition=0)
-    left = producer.flush(30)
-    if left:
-        raise SystemExit(f"{left} messages were not acknowledged")
+    remaining = producer.flush(30)
+    if remaining:
+        raise SystemExit(f"{remaining} messages were not acknowledged")
 
 
 def _consume(address: str) -> int:

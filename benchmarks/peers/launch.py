@@ -69,12 +69,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.launch")
     parser.add_argument("--address", required=True)
     parser.add_argument("command", nargs="+")
-    given = parser.parse_args()
-    server = subprocess.Popen(given.command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ)
+    options = parser.parse_args()
+    server = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.terminate())
-    _wait_until_listening(given.address, server)
-    print(json.dumps({"kafka": given.address}), flush=True)
+    _wait_until_listening(options.address, server)
+    print(json.dumps({"kafka": options.address}), flush=True)
     return server.wait()
 
 

@@ -163,7 +163,7 @@ class Nats(Subject):
         with ExitStack() as stack:
             connections = [stack.enter_context(closing(Connection(server.kafka))) for _ in range(case.producers)]
             streams = [Stream(connection, case.size_bytes) for connection in connections]
-            found = measure(streams, case, server.pid, seconds, *_FLIGHT[case.flush])
+            flow = measure(streams, case, server.pid, seconds, *_FLIGHT[case.flush])
             for stream in streams:
                 stream.delete()
-            return found
+            return flow

@@ -74,10 +74,10 @@ class Tally:
         if not received:
             raise PeerFailed("the server closed the connection")
         end = self._keep + received
-        found = self._buffer.count(self._pattern, 0, end)
+        count = self._buffer.count(self._pattern, 0, end)
         # What may be the beginning of a pattern goes before the next bytes.
         self._view[: self._keep] = bytes(self._view[end - self._keep : end])
-        return found
+        return count
 
 
 class Connection:
@@ -188,14 +188,14 @@ def measure(sessions: Sequence[Session], case: Case, pid: int, seconds: float, w
     if case.kind == REQUESTS:
         return _requests(first, pid, seconds)
     sent, produced = _produce(sessions, case, pid, seconds, window, at_once)
-    found = {PRODUCED: produced}
+    flows = {PRODUCED: produced}
     if case.consumes and len(sessions) == 1:
         goal = case.messages_to_read(seconds) // _READ_SHARE
         deadline = time.monotonic() + _FILL_S_MAX
         while sent < goal and time.monotonic() < deadline:
             sent += _produce(sessions, case, pid, _FILL_S, window, at_once)[0]
-        found[CONSUMED] = _consume(first, case, pid, min(sent, goal))
-    return found
+        flows[CONSUMED] = _consume(first, case, pid, min(sent, goal))
+    return flows
 
 
 def _produce(

@@ -40,8 +40,8 @@ def frame(key: int, body: bytes) -> bytes:
 
 def _property(response: bytes, name: str) -> str:
     """Return one of the server's properties, which are pairs of strings."""
-    found = response.partition(text(name))[2]
-    return found[2 : 2 + struct.unpack_from(">h", found)[0]].decode() if found else "unknown"
+    value = response.partition(text(name))[2]
+    return value[2 : 2 + struct.unpack_from(">h", value)[0]].decode() if value else "unknown"
 
 
 class Frames:
@@ -204,10 +204,10 @@ class RabbitMq(Subject):
         with ExitStack() as stack:
             connections = [stack.enter_context(closing(Connection(self._server.kafka))) for _ in range(case.producers)]
             streams = [Stream(connection, case.size_bytes) for connection in connections]
-            found = measure(streams, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
+            flow = measure(streams, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
         # On another connection, since unread messages may still be on their way.
         with closing(Connection(self._server.kafka)) as connection:
             control = Control(connection)
             for stream in streams:
                 control.ask(_DELETE, text(stream.name))
-        return found
+        return flow

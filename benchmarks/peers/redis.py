@@ -123,10 +123,10 @@ class Redis(Subject):
         with ExitStack() as stack:
             connections = [stack.enter_context(closing(Connection(server.kafka))) for _ in range(case.producers)]
             streams = [Stream(connection, case.size_bytes) for connection in connections]
-            found = measure(streams, case, server.pid, seconds, _WINDOW, _AT_ONCE)
+            measured_flow = measure(streams, case, server.pid, seconds, _WINDOW, _AT_ONCE)
             for stream in streams:
                 stream.delete()
-            return found
+            return measured_flow
 
     def _measure_with_tool(self, tool: str, case: Case, server: PeerServer, seconds: float) -> Numbers:
         """Redis reads little at once from a connection, so it is with many of them that it does best."""

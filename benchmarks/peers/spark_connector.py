@@ -39,7 +39,7 @@ def fetch() -> list[Path]:
 
 
 def version_of(jars: list[Path]) -> str:
-    return next((found[1] for jar in jars if (found := _CONNECTOR.fullmatch(jar.name))), "of unknown version")
+    return next((match[1] for jar in jars if (match := _CONNECTOR.fullmatch(jar.name))), "of unknown version")
 
 
 def _copy_jars(into: Path) -> None:

@@ -46,8 +46,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random cases")
     parser.add_argument("--record", action="store_true", help="write the sample instead")
     arguments = parser.parse_args()
-    wanted = RECORDED_REQUESTS if arguments.record else arguments.requests
-    lines = list(random_lines(Random(arguments.seed), wanted))
+    path = RECORDED_REQUESTS if arguments.record else arguments.requests
+    lines = list(random_lines(Random(arguments.seed), path))
     try:
         decisions = decided_by_kafka(lines)
     except PeerUnavailable as error:
@@ -144,11 +144,11 @@ def _random_acl(random: Random, kind: ResourceType) -> str:
 
 
 def _random_question(random: Random, kind: ResourceType) -> str:
-    asked = (random.choice((*_PRINCIPALS, "User:root")), random.choice(_HOSTS), random.choice(OPERATIONS[kind]).name)
+    question = (random.choice((*_PRINCIPALS, "User:root")), random.choice(_HOSTS), random.choice(OPERATIONS[kind]).name)
     if random.random() < 0.2:
-        return "\t".join(("T", *asked, kind.name))
+        return "\t".join(("T", *question, kind.name))
     name = CLUSTER_NAME if kind is ResourceType.CLUSTER else random.choice((*_NAMES, "*", "never"))
-    return "\t".join(("Q", *asked, kind.name, name))
+    return "\t".join(("Q", *question, kind.name, name))
 
 
 if __name__ == "__main__":

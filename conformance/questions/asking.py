@@ -156,8 +156,8 @@ def lay_fixtures(broker: Broker) -> None:
         broker.ask(Key.FIND_COORDINATOR, 3, {"key": NOWHERE, "key_type": 0})
         _wait_until(deadline)
     # So is the one of transactions, and an id that is taken shows that its coordinators are loaded.
-    asked = {"transactional_id": TAKEN, "transaction_timeout": 60000, "producer_id": -1, "producer_epoch": -1}
-    while broker.ask(Key.INIT_PRODUCER_ID, 4, asked)["error_code"] != "none":
+    body = {"transactional_id": TAKEN, "transaction_timeout": 60000, "producer_id": -1, "producer_epoch": -1}
+    while broker.ask(Key.INIT_PRODUCER_ID, 4, body)["error_code"] != "none":
         broker.ask(Key.FIND_COORDINATOR, 3, {"key": TAKEN, "key_type": 1})
         _wait_until(deadline)
 

@@ -33,8 +33,8 @@ def _group(about: str, *changes: tuple[str, str | None], name: str = "settings")
 
 
 def _replace(about: str, name: str, *configs: tuple[str, str | None]) -> Question:
-    given = [{"name": key, "value": value} for key, value in configs]
-    resources = [{"resource_type": _TOPIC_KIND, "resource_name": name, "configs": given}]
+    settings = [{"name": key, "value": value} for key, value in configs]
+    resources = [{"resource_type": _TOPIC_KIND, "resource_name": name, "configs": settings}]
     return question(about, Key.ALTER_CONFIGS, 2, resources=resources)
 
 
