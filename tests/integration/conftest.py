@@ -31,15 +31,15 @@ def close_leaked_kafka_python_sockets() -> None:
     connect, begin, end = KafkaNetSocket.sock_connect, KafkaTCPTransport.__init__, NetworkSelector.close
     opened: dict[Any, list[Any]] = {}
 
-    async def connect_or_close(self: Any, net: Any, sock: socket.socket, *given: Any, **named: Any) -> Any:
+    async def connect_or_close(self: Any, net: Any, sock: socket.socket, *arguments: Any, **named: Any) -> Any:
         try:
-            return await connect(self, net, sock, *given, **named)
+            return await connect(self, net, sock, *arguments, **named)
         except BaseException:
             sock.close()
             raise
 
-    def begin_known(self: Any, net: Any, *given: Any, **named: Any) -> None:
-        begin(self, net, *given, **named)
+    def begin_known(self: Any, net: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, net, *arguments, **named)
         opened.setdefault(net, []).append(self)
 
     def end_all(self: Any) -> None:

@@ -150,14 +150,14 @@ def opened(settings: dict[str, str], context: JobContext, moment: datetime) -> L
 
 def main() -> None:
     """Land everything."""
-    given = json.loads(sys.argv[1])
-    plant(given["fault"], given["folder"])
-    spark = session("land-trial", master=given["master"], settings=given.get("spark", {}))
+    arguments = json.loads(sys.argv[1])
+    plant(arguments["fault"], arguments["folder"])
+    spark = session("land-trial", master=arguments["master"], settings=arguments.get("spark", {}))
     spark.sparkContext.setLogLevel("WARN")
-    context = JobContext(spark=spark, brokers=given["brokers"], lake=given["lake"], folder="")
-    moment = datetime.fromisoformat(given["landed"])
-    jobs = [opened(settings, context, moment) for settings in (given["settings"], *given.get("more", []))]
-    until = Path(given["until"]) if "until" in given else None
+    context = JobContext(spark=spark, brokers=arguments["brokers"], lake=arguments["lake"], folder="")
+    moment = datetime.fromisoformat(arguments["landed"])
+    jobs = [opened(settings, context, moment) for settings in (arguments["settings"], *arguments.get("more", []))]
+    until = Path(arguments["until"]) if "until" in arguments else None
     while True:
         is_last = until is None or until.exists()
         try:

@@ -171,8 +171,8 @@ def test_settings_of_a_consumer_group_do_not_declare_a_subscription(server: Serv
     assert ("consumer.session.timeout.ms", "9000") in [
         (config["name"], config["value"]) for config in described["configs"]
     ]
-    listed = CommandLine(server.kafka)("subscription", "list", "--json").document["subscriptions"]
-    assert topic not in [subscription["subscription"] for subscription in listed]
+    subscriptions = CommandLine(server.kafka)("subscription", "list", "--json").document["subscriptions"]
+    assert topic not in [subscription["subscription"] for subscription in subscriptions]
 
 
 def test_a_node_has_settings_under_kafkas_names(admin: AdminClient) -> None:

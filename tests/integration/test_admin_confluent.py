@@ -150,8 +150,8 @@ def test_records_are_deleted_and_offsets_listed(server: Server, admin: AdminClie
     where = TopicPartition(created, 1)
     specs: Any = OffsetSpec
     for spec, offset in ((specs.earliest(), 3), (specs.latest(), 5)):
-        (listed,) = admin.list_offsets({where: spec}, request_timeout=WAIT_S).values()
-        assert listed.result(WAIT_S).offset == offset
+        (listed_offset,) = admin.list_offsets({where: spec}, request_timeout=WAIT_S).values()
+        assert listed_offset.result(WAIT_S).offset == offset
 
 
 async def set_for_all_nodes(server: Server, **settings: str) -> None:
@@ -190,8 +190,8 @@ def test_settings_of_nodes_are_changed_while_they_run(start_server: Callable[...
 
     def shown(kind: ResourceType, name: str, setting: str) -> tuple[str, int, bool]:
         (future,) = admin.describe_configs([ConfigResource(kind, name)]).values()
-        found = future.result(WAIT_S)[setting]
-        return found.value, found.source, found.is_read_only
+        config = future.result(WAIT_S)[setting]
+        return config.value, config.source, config.is_read_only
 
     asyncio.run(set_for_all_nodes(server, log_retention_ms="3600000", message_max_bytes="2000"))
     set_for_node("log.retention.ms", "7200000")

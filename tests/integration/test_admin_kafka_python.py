@@ -98,8 +98,8 @@ def test_topics_are_paginated(admin: KafkaAdminClient, created: str) -> None:
 
 def settings_of(admin: KafkaAdminClient, topic: str) -> dict[str, Any]:
     described = admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
-    found: dict[str, Any] = described["topic"][topic]
-    return found
+    configs: dict[str, Any] = described["topic"][topic]
+    return configs
 
 
 @pytest.mark.parametrize("incremental", [True, False])
@@ -129,9 +129,9 @@ def test_settings_of_a_node_are_changed_in_both_ways(admin: KafkaAdminClient, cr
 
 
 def test_resources_with_settings_are_listed(admin: KafkaAdminClient, created: str) -> None:
-    listed = admin.list_config_resources()
-    assert created in listed["topic"]
-    assert listed["broker"] == ["1"]
+    resources = admin.list_config_resources()
+    assert created in resources["topic"]
+    assert resources["broker"] == ["1"]
     assert admin.list_config_resources(["CLIENT_METRICS"]) == {}
 
 

@@ -97,10 +97,10 @@ async def test_seeking_by_time_and_offset(server: Server, topic: str) -> None:
             await producer.send_and_wait(topic, b"%d" % number, timestamp_ms=start + number * 1000)
     async with consumer_of(server) as consumer:
         consumer.assign([place])
-        found = await consumer.offsets_for_times({place: start + 4500})
-        assert found[place].offset == 5
-        assert found[place].timestamp == start + 5000
-        consumer.seek(place, found[place].offset)
+        offsets = await consumer.offsets_for_times({place: start + 4500})
+        assert offsets[place].offset == 5
+        assert offsets[place].timestamp == start + 5000
+        consumer.seek(place, offsets[place].offset)
         assert (await receive(consumer, 1))[0].value == b"5"
         assert await consumer.beginning_offsets([place]) == {place: 0}
         assert await consumer.end_offsets([place]) == {place: 20}

@@ -319,8 +319,8 @@ def test_rotating_certificates_continuously_drops_no_connection(locked: Locked) 
     for _ in range(10):
         locked.certificates.renew_node()
         with connect(locked.server.kafka) as plain, context.wrap_socket(plain, server_hostname="localhost") as shown:
-            found: Any = shown.getpeercert()
-            serials.add(found["serialNumber"])
+            certificate: Any = shown.getpeercert()
+            serials.add(certificate["serialNumber"])
         for _ in range(20):
             sent += 1
             producer.produce(

@@ -251,8 +251,8 @@ def test_http_events_name_the_caller_and_not_the_gateway(broker: EmbeddedBroker)
 
 def test_a_wildcard_does_not_match_the_audit_log(broker: EmbeddedBroker) -> None:
     def error_of(user: str) -> int | None:
-        found = AdminClient(settings_of(broker, user)).list_topics(AUDIT, WAIT_S).topics[AUDIT].error
-        return None if found is None else found.code()
+        error = AdminClient(settings_of(broker, user)).list_topics(AUDIT, WAIT_S).topics[AUDIT].error
+        return None if error is None else error.code()
 
     # The log is created with its first event.
     wait_until(lambda: error_of("auditor") is None)

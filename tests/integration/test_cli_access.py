@@ -38,8 +38,8 @@ def test_an_operator_lists_all_groups_and_describes_its_own(run: Run, monkeypatc
     assert run("acl", "grant", "User:oper", "operator", "topic:own-topic", "group:own-group", "cluster").code == 0
     monkeypatch.setenv("MILLSTREAM_USER", "oper")
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "oper-password")
-    listed = run("group", "list", "--json").document["groups"]
-    numbers = {group["group"]: (group["members"], group["lag"]) for group in listed}
+    groups = run("group", "list", "--json").document["groups"]
+    numbers = {group["group"]: (group["members"], group["lag"]) for group in groups}
     assert (numbers["own-group"], numbers["others-group"]) == ((0, 0), (None, None))
     refused = run("group", "describe", "others-group")
     assert refused.code != 0
@@ -81,8 +81,8 @@ def test_revoking_a_role_leaves_deny_rules(run: Run) -> None:
         "denied: deny User:dan read topic:payroll"
     ]
     run("acl", "revoke", "User:dan", "reader", "topic:payroll")
-    (left,) = run("acl", "list", "--principal", "User:dan", "--json").document["acls"]
-    assert (left["permission"], left["operation"]) == ("deny", "read")
+    (rule,) = run("acl", "list", "--principal", "User:dan", "--json").document["acls"]
+    assert (rule["permission"], rule["operation"]) == ("deny", "read")
 
 
 def test_one_of_two_opposite_rules_is_removed(run: Run) -> None:
@@ -92,8 +92,8 @@ def test_one_of_two_opposite_rules_is_removed(run: Run) -> None:
     refused = run("acl", "remove", *rule, "--only", "grant")
     assert (refused.code, "--only takes allow or deny, not 'grant'" in refused.err) == (2, True)
     assert run("acl", "remove", *rule, "--only", "allow").lines == ["1 rule removed."]
-    (left,) = run("acl", "list", "--principal", "User:ron", "--json").document["acls"]
-    assert left["permission"] == "deny"
+    (rule_left,) = run("acl", "list", "--principal", "User:ron", "--json").document["acls"]
+    assert rule_left["permission"] == "deny"
     run("acl", "allow", *rule)
     assert run("acl", "remove", *rule).lines == ["2 rules removed."]
 

@@ -47,19 +47,19 @@ def of(listed: Any, client_id: str) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("consumer")
 def test_producers_and_consumers_are_listed_by_kind(millstream: CommandLine, topic: str) -> None:
-    listed = millstream("client", "list", "--interval", 0.1, "--json")
-    assert listed.code == 0
-    (producing,) = of(listed.document, f"{topic}-p")
+    result = millstream("client", "list", "--interval", 0.1, "--json")
+    assert result.code == 0
+    (producing,) = of(result.document, f"{topic}-p")
     assert producing["roles"] == ["producer"]
     assert producing["address"].startswith("127.0.0.1:")
     assert (producing["software"], producing["node"]) == ("confluent-kafka-python", 1)
     assert producing["version"][0].isdigit()
     assert producing["produced_bytes"] > 5000
     assert (producing["fetched_bytes"], producing["produced_bytes_per_s"]) == (0, 0.0)
-    (consuming,) = of(listed.document, f"{topic}-c")
+    (consuming,) = of(result.document, f"{topic}-c")
     assert consuming["roles"] == ["consumer"]
     assert consuming["fetched_bytes"] > 5000
-    assert listed.document["omitted"] == 0
+    assert result.document["omitted"] == 0
 
 
 async def test_waiting_workers_are_listed_as_consumers(server: Server, millstream: CommandLine, topic: str) -> None:
@@ -83,9 +83,9 @@ def _listed(millstream: CommandLine) -> Any:
 
 
 def test_millstreams_own_clients_report_their_version(millstream: CommandLine) -> None:
-    listed = millstream("client", "list", "--all", "--interval", 0.1, "--json").document
+    document = millstream("client", "list", "--all", "--interval", 0.1, "--json").document
     # The one that asks; the broker may not have noticed yet that earlier ones are gone.
-    mine, *_ = of(listed, "millstream-cli")
+    mine, *_ = of(document, "millstream-cli")
     assert (mine["software"], mine["version"]) == ("millstream", __version__)
 
 
@@ -123,8 +123,8 @@ def flowing(producer: Producer, topic: str) -> Iterator[None]:
 def test_a_rate_is_measured_while_data_flows(millstream: CommandLine, producer: Producer, topic: str) -> None:
     with flowing(producer, topic):
         for _ in range(20):
-            listed = millstream("client", "list", "--interval", 0.3, "--json").document
-            (producing,) = of(listed, f"{topic}-p")
+            document = millstream("client", "list", "--interval", 0.3, "--json").document
+            (producing,) = of(document, f"{topic}-p")
             if producing["produced_bytes_per_s"]:
                 break
         else:

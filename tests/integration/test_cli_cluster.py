@@ -220,7 +220,7 @@ def test_declarations_survive_and_no_process_outlives_the_command(up: Callable[.
     cluster.process.kill()
     assert cluster.all_gone()
     again = up("--nodes", "1")
-    listed = again.command("topic", "list", "--json").document
-    assert [topic["topic"] for topic in listed["topics"]] == ["orders"]
+    document = again.command("topic", "list", "--json").document
+    assert [topic["topic"] for topic in document["topics"]] == ["orders"]
     assert again.stop() == 0
     assert again.all_gone()

@@ -64,10 +64,10 @@ def test_letters_beyond_the_limit_are_not_reported_as_unmatched(millstream: Comm
 
 
 def pulled(millstream: CommandLine, name: str, count: int, *how: object) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
-        found += millstream("subscription", "pull", name, "-n", count, "--wait", 60, *how, "--json").documents
-    return found
+    messages: list[dict[str, Any]] = []
+    while len(messages) < count:
+        messages += millstream("subscription", "pull", name, "-n", count, "--wait", 60, *how, "--json").documents
+    return messages
 
 
 def test_a_redrive_redelivers_the_originals_in_their_subscription_only(millstream: CommandLine, name: str) -> None:
@@ -161,10 +161,10 @@ def test_a_letter_too_large_for_its_topic_is_reported_until_it_fits(millstream: 
     advice = re.search(rf"millstream topic alter {dead} --set (max.message.bytes=\d+)", reason)
     assert advice is not None, reason
     assert f"1 message cannot be dead-lettered: {reason}\n" in millstream("dlq", "list").err
-    (found,) = [
+    (finding,) = [
         finding for finding in millstream("doctor", "--json").document["findings"] if finding["check"] == "dead letters"
     ]
-    assert found["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
+    assert finding["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
     assert millstream("topic", "alter", dead, "--set", advice[1]).code == 0
     wait_until(lambda: listed()["letters"] == 1)
     assert (listed()["refused"], listed()["unreachable"]) == (0, [])
@@ -266,10 +266,10 @@ def test_letters_of_no_subscription_any_more_stay_open(
         assert altered["error_code"] == "none"
     else:
         assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
-    left = next(
+    letter = next(
         letter for letter in millstream("dlq", "list", "--json").document["dead_letters"] if letter["topic"] == dead
     )
-    assert (left["subscriptions"], left["letters"], left["unreachable"]) == ([], LETTERS, [])
+    assert (letter["subscriptions"], letter["letters"], letter["unreachable"]) == ([], LETTERS, [])
     assert f'millstream_dead_letters_open{{topic="{dead}"}} {LETTERS}.0' in server.metrics()
     refused = millstream("topic", "delete", dead, "--yes")
     assert (refused.code, f"{LETTERS} open dead letters" in refused.err) == (5, True)

@@ -62,10 +62,10 @@ def test_a_group_is_described_with_its_member_and_its_lag(millstream: CommandLin
         shown = millstream("group", "describe", "seers")
         assert shown.lines[0] == "seers  (Stable, 1 member, 6 messages behind)"
         assert shown.lines[-1].split()[:5] == ["seen", "0", "4", "10", "6"]
-        listed = [
+        groups = [
             group for group in millstream("group", "list", "--json").document["groups"] if group["group"] == "seers"
         ]
-        assert [(group["type"], group["state"], group["members"], group["lag"]) for group in listed] == [
+        assert [(group["type"], group["state"], group["members"], group["lag"]) for group in groups] == [
             ("classic", "Stable", 1, 6)
         ]
 

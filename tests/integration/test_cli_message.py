@@ -97,12 +97,12 @@ def test_a_trace_shows_the_history_of_a_message_in_every_subscription(
     assert millstream("subscription", "pull", f"{topic}-late").code == 0
 
     def traced(position: str) -> dict[str, dict[str, object]]:
-        found = millstream("message", "trace", position, "--json")
-        assert found.code == 0
-        assert found.document["published_ms"] > 0
+        result = millstream("message", "trace", position, "--json")
+        assert result.code == 0
+        assert result.document["published_ms"] > 0
         return {
             subscription["subscription"].removeprefix(f"{topic}-"): subscription
-            for subscription in found.document["subscriptions"]
+            for subscription in result.document["subscriptions"]
         }
 
     deadline = time.monotonic() + WAIT_S

@@ -215,8 +215,8 @@ def test_the_page_has_every_command_with_its_flags() -> None:
 
 
 def test_every_command_of_the_tables_is_run() -> None:
-    left = [name for name, _ in rows() if not any(name.startswith(known) for known in (*STEPS, *ELSEWHERE))]
-    assert left == []
+    undescribed = [name for name, _ in rows() if not any(name.startswith(known) for known in (*STEPS, *ELSEWHERE))]
+    assert undescribed == []
     for known in STEPS:
         assert any(name.startswith(known) for name, _ in rows()), known
 
@@ -227,7 +227,7 @@ def test_commands_print_the_documented_fields(run: Run) -> None:
     Path("rules.json").write_text('[{"name": "second", "topic": "orders", "targets": ["other"]}]')
     Path("orders.sql").write_text("SELECT upper(cast(value AS string)) AS value FROM orders")
     shapes = dict(rows())
-    found = []
+    mismatches = []
     for known, command in STEPS.items():
         if known == "subscription leases":
             for number in range(3):
@@ -239,7 +239,7 @@ def test_commands_print_the_documented_fields(run: Run) -> None:
         ended = run(*command.split(), "--json")
         assert ended.code == 0, (command, ended.err)
         name = min((name for name in shapes if name.startswith(known)), key=len)
-        found += [
+        mismatches += [
             f"{command}: {difference}" for difference in differences(Shape(shapes[name]).value, json.loads(ended.out))
         ]
-    assert not found, "\n".join(found)
+    assert not mismatches, "\n".join(mismatches)

@@ -133,13 +133,13 @@ def test_rules_are_added_loaded_and_deleted(millstream: CommandLine, tmp_path: P
         "large  orders  a, b  payload.total > 5",
     ]
     rules = tmp_path / "rules.json"
-    listed = [{"name": f"rule-{at}", "topic": "orders", "targets": [f"queue-{at}"]} for at in range(1000)]
-    rules.write_text(json.dumps(listed), encoding="utf-8")
+    listed_rules = [{"name": f"rule-{at}", "topic": "orders", "targets": [f"queue-{at}"]} for at in range(1000)]
+    rules.write_text(json.dumps(listed_rules), encoding="utf-8")
     loaded = millstream("pipeline", "rule", "load", "director", rules, "--replace", "--json").document
     assert (loaded["put"], loaded["deleted"], loaded["rules"]) == (1000, 1, 1000)
     assert millstream("pipeline", "rule", "delete", "director", "rule-7", "rule-8", "--json").document["rules"] == 998
-    kept = millstream("pipeline", "rule", "list", "director", "--json").document
-    assert kept[0] == {**listed[0], "condition": "", "subscription": ""}
+    document = millstream("pipeline", "rule", "list", "director", "--json").document
+    assert document[0] == {**listed_rules[0], "condition": "", "subscription": ""}
     assert millstream("pipeline", "rule", "delete", "director", "rule-7").code == 3
     rules.write_text('[{"name": "x", "where": "true"}]', encoding="utf-8")
     refused = millstream("pipeline", "rule", "load", "director", rules)
@@ -198,8 +198,8 @@ def test_pipelines_over_http(server: Server, http: httpx.Client) -> None:
     rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
     assert (rules["rules"], rules["notes"][0][:29]) == ([other], "There is no topic 'web-x' yet")
     assert http.get("/pipelines/web/rules").json() == {"rules": [other]}
-    listed = {pipeline["pipeline"]: pipeline for pipeline in http.get("/pipelines").json()["pipelines"]}
-    assert (listed["web"]["state"], listed["web"]["lag"]) == ("stopped", None)
+    pipelines = {pipeline["pipeline"]: pipeline for pipeline in http.get("/pipelines").json()["pipelines"]}
+    assert (pipelines["web"]["state"], pipelines["web"]["lag"]) == ("stopped", None)
     assert 'millstream_pipeline_parked{pipeline="web"} 0.0' in server.metrics()
     for refused in (http.patch("/pipelines/web", json={"settings": {}}), http.patch("/pipelines/web/rules", json={})):
         assert (refused.status_code, "nothing to change" in refused.json()["detail"]) == (422, True)

@@ -90,10 +90,10 @@ def test_keys_decide_the_partition_and_keep_their_order(millstream: CommandLine)
     by_key: dict[str, list[tuple[int, int]]] = {}
     for message in millstream("tail", "keyed", "--from", "start", "--json").documents:
         by_key.setdefault(message["key"], []).append((message["partition"], int(message["value"])))
-    for key, found in by_key.items():
-        assert len({partition for partition, _ in found}) == 1
-        assert [number for _, number in found] == [n for n in range(64) if f"key-{n % 8}" == key]
-    assert len({found[0][0] for found in by_key.values()}) > 1
+    for key, found_values in by_key.items():
+        assert len({partition for partition, _ in found_values}) == 1
+        assert [number for _, number in found_values] == [n for n in range(64) if f"key-{n % 8}" == key]
+    assert len({values[0][0] for values in by_key.values()}) > 1
 
 
 def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
@@ -186,9 +186,13 @@ def test_topic_names_are_completed(server: Server, millstream: CommandLine) -> N
         millstream("topic", "create", name)
 
     def complete(words: str) -> list[str]:
-        asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        environment = {
+            "_MILLSTREAM_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "millstream.cli.main"], env=os.environ | asked, capture_output=True, text=True
+            [sys.executable, "-m", "millstream.cli.main"], env=os.environ | environment, capture_output=True, text=True
         )
         return done.stdout.split()
 

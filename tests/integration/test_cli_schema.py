@@ -27,10 +27,10 @@ def test_schemas_are_registered_shown_compared_and_deleted(millstream: CommandLi
     made = millstream("schema", "register", subject, avro(file, "a"), "--json").document
     assert made["version"] == 1
     assert "version 2" in millstream("schema", "register", subject, avro(file, "a", "b")).out
-    (listed,) = [
+    (schema,) = [
         schema for schema in millstream("schema", "list", "--json").document["schemas"] if schema["subject"] == subject
     ]
-    assert (listed["version"], listed["type"]) == (2, "AVRO")
+    assert (schema["version"], schema["type"]) == (2, "AVRO")
     assert subject in millstream("schema", "list", "--prefix", topic).out
     assert '"name": "Paid"' in millstream("schema", "show", subject, "--version", "1").out
     assert '+      "name": "b"' in millstream("schema", "diff", subject, "1").out

@@ -250,9 +250,9 @@ def test_a_member_of_a_cluster_keeps_its_number_of_processes(
 def test_an_unauthenticated_public_address_is_refused_without_insecure(
     tmp_path: Path, flags: list[str], advice: str, insecure: bool
 ) -> None:
-    given = ["--insecure"] if insecure else []
+    given_flags = ["--insecure"] if insecure else []
     # With --insecure, the address that cannot be advertised is refused instead, so that no node is left running.
-    ended = call_command(["serve", "--data", str(tmp_path), *FREE, *flags, *given, "--advertise", "0.0.0.0:1"])
+    ended = call_command(["serve", "--data", str(tmp_path), *FREE, *flags, *given_flags, "--advertise", "0.0.0.0:1"])
     assert ended.code == 2
     assert (advice in ended.err and "pass --insecure" in ended.err) is not insecure
     assert ("--advertise" in ended.err) is insecure
@@ -329,9 +329,9 @@ def test_the_data_folder_is_private(start_server: StartServer) -> None:
 
 def test_the_data_folder_contains_only_documented_files(start_server: StartServer) -> None:
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
-    listed = page.split("```\nmillstream-data/\n", 1)[1].split("```", 1)[0]
+    listing = page.split("```\nmillstream-data/\n", 1)[1].split("```", 1)[0]
     known = {
-        name.strip(" /") for line in listed.splitlines() for name in re.split(r"  +\S", line.strip())[0].split(",")
+        name.strip(" /") for line in listing.splitlines() for name in re.split(r"  +\S", line.strip())[0].split(",")
     }
     server = start_server()
     millstream = CommandLine(server.kafka)

@@ -96,9 +96,9 @@ def test_the_backlog_is_the_sum_of_its_states(millstream: CommandLine, name: str
     pull = ("subscription", "pull", name, "--wait", 60)
     assert millstream(*pull, "-n", 3).code == 0
     assert millstream(*pull, "-n", 2, "--release").code == 0
-    found = counted()
-    assert (found["backlog"], found["leased"]) == (20, 3)
-    assert sum(found.values()) == 2 * found["backlog"]
+    counts = counted()
+    assert (counts["backlog"], counts["leased"]) == (20, 3)
+    assert sum(counts.values()) == 2 * counts["backlog"]
 
 
 def test_every_interface_reports_the_holder_of_a_message(server: Server, millstream: CommandLine, name: str) -> None:

@@ -165,5 +165,5 @@ def test_the_address_of_http_is_recognized(server: Server) -> None:
 
 
 def test_the_brokers_may_be_given_before_the_command(server: Server) -> None:
-    listed = call_command(["--brokers", server.kafka, "topic", "list"])
-    assert (listed.code, listed.err) == (0, "")
+    result = call_command(["--brokers", server.kafka, "topic", "list"])
+    assert (result.code, result.err) == (0, "")

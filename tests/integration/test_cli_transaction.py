@@ -41,8 +41,8 @@ def writer(server: Server, millstream: CommandLine, topic: str) -> Producer:
 
 def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Producer, topic: str) -> None:
     name = f"of {topic}"
-    listed = millstream("transaction", "list", "--state", "Ongoing", "--json").document["transactions"]
-    (mine,) = [transaction for transaction in listed if transaction["transactional_id"] == name]
+    transactions = millstream("transaction", "list", "--state", "Ongoing", "--json").document["transactions"]
+    (mine,) = [transaction for transaction in transactions if transaction["transactional_id"] == name]
     assert mine["state"] == "Ongoing"
     assert name in millstream("transaction", "list").out
     longer = millstream("transaction", "list", "--longer-than", "1000", "--json").document["transactions"]
@@ -121,10 +121,10 @@ def test_an_unknown_id_is_refused(millstream: CommandLine) -> None:
 
 
 def test_an_unknown_state_is_refused(millstream: CommandLine) -> None:
-    listed = millstream("transaction", "list", "--state", "Bogus")
-    assert (listed.code, listed.out) == (2, "")
-    assert "no state 'Bogus'" in listed.err
-    assert "PrepareCommit" in listed.err
+    result = millstream("transaction", "list", "--state", "Bogus")
+    assert (result.code, result.out) == (2, "")
+    assert "no state 'Bogus'" in result.err
+    assert "PrepareCommit" in result.err
 
 
 def test_the_timeout_is_shown_only_for_an_open_transaction(

@@ -117,8 +117,8 @@ class Transaction:
                 v3_and_below_topics=(topic,),
             )
         )
-        (found,) = response.results_by_topic_v3_and_below
-        assert found.results_by_partition[0].partition_error_code is ErrorCode.none
+        (result,) = response.results_by_topic_v3_and_below
+        assert result.results_by_partition[0].partition_error_code is ErrorCode.none
 
     def produce(self, value: bytes) -> Any:
         module: Any = import_module("kio.schema.produce.v9.request")

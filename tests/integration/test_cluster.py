@@ -256,8 +256,8 @@ def test_a_subscription_is_usable_through_any_node_once_declared(cluster: Server
     assert 1 <= len(taken) <= 7
 
     def letters() -> int:
-        listed = millstream("dlq", "list", "--json").document["dead_letters"]
-        return sum(entry["letters"] for entry in listed if entry["topic"] == f"{topic}-d")
+        topics = millstream("dlq", "list", "--json").document["dead_letters"]
+        return sum(entry["letters"] for entry in topics if entry["topic"] == f"{topic}-d")
 
     wait_until(lambda: letters() == len(taken))
     shown = millstream("dlq", "show", name, "--json")
@@ -535,8 +535,8 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
 
         for node in cluster:
             assert re.search(rf"{topic}.*?<td class=\"num\">30</td>", shown(node, f"/topics?search={topic}"), re.DOTALL)
-            found = shown(node, f"/topics/{topic}/messages?filter=payload.number+%3E%3D+20&from=start")
-            assert "10 found in 30 of 30 messages." in found
+            found_page = shown(node, f"/topics/{topic}/messages?filter=payload.number+%3E%3D+20&from=start")
+            assert "10 found in 30 of 30 messages." in found_page
             assert all_messages(node)
             # On a busy machine a node may have lost its lease for a moment.
             wait_until(lambda node=node: '<span class="chip good">in sync</span>' in shown(node, f"/topics/{topic}"))  # type: ignore[misc]
@@ -563,10 +563,10 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
         cancelled = client.post(f"{page.url}/cancel", data={"csrf": csrf, "plan": plan, "confirm": plan})
         assert cancelled.status_code == 303, cancelled.text
         cluster[3].kill()
-        left = [cluster[1], cluster[2]]
-        wait_until(lambda: all("Needs attention" in shown(node, "") for node in left), timeout_s=WAIT_S)
-        wait_until(lambda: all("Partitions in trouble" in shown(node, "/cluster") for node in left))
-        for node in left:
+        remaining = [cluster[1], cluster[2]]
+        wait_until(lambda: all("Needs attention" in shown(node, "") for node in remaining), timeout_s=WAIT_S)
+        wait_until(lambda: all("Partitions in trouble" in shown(node, "/cluster") for node in remaining))
+        for node in remaining:
             wait_until(partial(all_messages, node))
             wait_until(lambda node=node: "catching up" in shown(node, f"/topics/{topic}"))  # type: ignore[misc]
             wait_until(lambda node=node: re.search(r">(unreachable|away)<", shown(node, "/cluster")))  # type: ignore[misc]

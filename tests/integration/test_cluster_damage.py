@@ -59,21 +59,21 @@ def consume(cluster: ServerGroup) -> dict[int, bytes]:
     """Read everything, as a default consumer does."""
     consumer = Consumer({"bootstrap.servers": cluster.kafka, "group.id": "reader", "log_level": 0})
     consumer.assign([TopicPartition(TOPIC, 0, 0)])
-    found: dict[int, bytes] = {}
+    values: dict[int, bytes] = {}
     try:
-        while len(found) < COUNT:
+        while len(values) < COUNT:
             message = consumer.poll(WAIT_S)
             assert message is not None
             assert message.error() is None, message.error()
-            found[message.offset() or 0] = message.value() or b""
-        return found
+            values[message.offset() or 0] = message.value() or b""
+        return values
     finally:
         consumer.close()
 
 
 def segments(node: Server) -> list[Path]:
-    found = sorted(node.data.glob("partitions/*/0/*.log"), key=lambda path: int(path.stem))
-    return [path for path in found if path.stat().st_size > 500_000]
+    paths = sorted(node.data.glob("partitions/*/0/*.log"), key=lambda path: int(path.stem))
+    return [path for path in paths if path.stat().st_size > 500_000]
 
 
 def contents(cluster: ServerGroup) -> list[bytes]:
@@ -81,12 +81,12 @@ def contents(cluster: ServerGroup) -> list[bytes]:
 
 
 def frames(path: Path) -> list[Frame]:
-    content, position, found = path.read_bytes(), 0, []
+    content, position, batches = path.read_bytes(), 0, []
     while len(content) - position >= FRAME_BYTES:
         frame = read_frame(content, position, position)
-        found.append(frame)
+        batches.append(frame)
         position = frame.end_position
-    return found
+    return batches
 
 
 def flip(path: Path, batch: int, at: int) -> None:

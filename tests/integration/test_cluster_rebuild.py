@@ -37,15 +37,15 @@ def produce(cluster: ServerGroup, values: list[bytes]) -> None:
 def read(cluster: ServerGroup, number: int) -> list[bytes]:
     consumer = Consumer({"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused"})
     consumer.assign([TopicPartition(TOPIC, partition, 0) for partition in range(3)])
-    found: list[bytes] = []
+    values: list[bytes] = []
 
     def enough() -> bool:
-        found.extend(message.value() or b"" for message in consumer.consume(1000, 0.2) if message.error() is None)
-        return len(found) >= number
+        values.extend(message.value() or b"" for message in consumer.consume(1000, 0.2) if message.error() is None)
+        return len(values) >= number
 
     wait_until(enough)
     consumer.close()
-    return found
+    return values
 
 
 def in_sync(admin: AdminClient) -> list[int]:
@@ -109,8 +109,8 @@ def test_a_node_that_lost_its_folder_with_etcd_gets_new_replicas(tmp_path: Path,
         for node in cluster:
             node.settings["etcd"] = empty.url
         shared = ["--etcd", empty.url, "--catalog", catalog, "--cluster", str(cluster[1].settings["cluster"])]
-        left = ["--data", str(cluster[1].data), "--data", str(cluster[2].data), "--replace", "3"]
-        rebuild = ["cluster", "rebuild", *shared, *left]
+        flags = ["--data", str(cluster[1].data), "--data", str(cluster[2].data), "--replace", "3"]
+        rebuild = ["cluster", "rebuild", *shared, *flags]
         refused = call_command(rebuild)
         assert (refused.code, "--accept-loss" in refused.err) == (1, True)
         assert "this is refused without --accept-loss" in call_command([*rebuild, "--dry-run"]).out

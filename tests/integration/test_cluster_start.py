@@ -114,8 +114,8 @@ def await_response(address: str, path: str, text: str) -> tuple[int, str]:
 def test_a_first_start_waits_for_the_catalog_and_reports_it(tmp_path: Path, settings: dict[str, object]) -> None:
     held = ReservedPort()
     http = held.address
-    given: dict[str, Any] = settings | {"http": http, "catalog": f"postgresql://nobody@{NOBODY}/none"}
-    server = Server(tmp_path / "data", settings=given)
+    options: dict[str, Any] = settings | {"http": http, "catalog": f"postgresql://nobody@{NOBODY}/none"}
+    server = Server(tmp_path / "data", settings=options)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(server.command(), stdout=log, stderr=log)
     try:

@@ -72,9 +72,9 @@ def test_the_last_value_of_each_key_stays_and_tombstones_are_removed(eager: Serv
     pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(500)]
     assert send(eager, topic, [*pairs, (b"k7", None)]) == []
     wait_until(lambda: len(content(eager, topic)) == 50)
-    kept = content(eager, topic)
-    assert kept[-1] == (500, b"k7", None)
-    assert {key: value for _, key, value in kept} == dict(pairs) | {b"k7": None}
+    records = content(eager, topic)
+    assert records[-1] == (500, b"k7", None)
+    assert {key: value for _, key, value in records} == dict(pairs) | {b"k7": None}
     assert send(eager, topic, [(b"k8", b"last")]) == []
     wait_until(lambda: b"k7" not in {key for _, key, _ in content(eager, topic)})
     expected = {key: value for key, value in [*pairs, (b"k8", b"last")] if key != b"k7"}

@@ -130,10 +130,10 @@ def test_seeking_by_time(server: Server, topic: str) -> None:
     send(server, topic, sent, **{"batch.num.messages": 10})
     consumer = consumer_of(server)
     try:
-        asked = [TopicPartition(topic, 0, time_ms) for time_ms in (start + 41_500,)]
-        (found,) = consumer.offsets_for_times(asked, timeout=WAIT_S)
-        assert found.offset == 42
-        consumer.assign([found])
+        places = [TopicPartition(topic, 0, time_ms) for time_ms in (start + 41_500,)]
+        (offset,) = consumer.offsets_for_times(places, timeout=WAIT_S)
+        assert offset.offset == 42
+        consumer.assign([offset])
         assert receive(consumer, 1)[0].value() == b"42"
         (beyond,) = consumer.offsets_for_times([TopicPartition(topic, 0, start + 1_000_000)], timeout=WAIT_S)
         assert beyond.offset == OFFSET_END

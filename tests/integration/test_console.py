@@ -280,8 +280,8 @@ def test_keys_and_reasons_are_selected_with_any_content(console: Console, topic:
         (first, *_) = api.post(pull, json={"max": 1, "wait_ms": 20_000}).json()["messages"]
         rejected = {"reject": [{"lease": first["lease"], "reason": text}]}
         assert api.post(pull.replace(":pull", ":settle"), json=rejected).is_success
-        found = pages.get(f"/topics/{topic}/messages", params={"key": text})
-        assert (found.status_code, "1 found in 2 of 2 messages" in found.text) == (200, True), found.text
+        page = pages.get(f"/topics/{topic}/messages", params={"key": text})
+        assert (page.status_code, "1 found in 2 of 2 messages" in page.text) == (200, True), page.text
         # The letter is written after the rejection was confirmed.
         letters = f"/dead-letters/{topic}-s-dlq"
         (link,) = wait_until(lambda: re.findall(r'href="[^"]*(\?filter=[^"]+)"', pages.get(letters).text))
@@ -343,12 +343,12 @@ def test_the_samples_on_the_page_of_a_message_republish_it(console: Console, top
         sent = {"value": "it's 5 > 4", "key": "o'brien", "headers": {"region": "eu"}}
         path = f"/topics/{topic}/messages"
         assert api.post(path, content=json.dumps({"messages": [sent]}), headers=MESSAGES).is_success
-        found = re.findall(r'<pre class="code" id="sample-\d">(.*?)</pre>', pages.get(f"{path}/0/0").text, re.DOTALL)
-        curl, python, _ = (unescape(text) for text in found)
+        samples = re.findall(r'<pre class="code" id="sample-\d">(.*?)</pre>', pages.get(f"{path}/0/0").text, re.DOTALL)
+        curl, python, _ = (unescape(text) for text in samples)
         subprocess.run(["sh", "-c", curl], check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
         subprocess.run([sys.executable, "-c", python], check=True, timeout=WAIT_S)
         for offset in (1, 2):
-            assert re.findall(r'id="sample-1">(.*?)</pre>', pages.get(f"{path}/0/{offset}").text) == [found[0]]
+            assert re.findall(r'id="sample-1">(.*?)</pre>', pages.get(f"{path}/0/{offset}").text) == [samples[0]]
 
 
 @pytest.mark.parametrize(
@@ -866,8 +866,8 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
 
     with httpx.Client(timeout=WAIT_S) as client, ExitStack() as stack:
         # Kept: a dropped iterator closes its connection.
-        kept = [follow(client, stack) for _ in range(TAILS_PER_USER_MAX)]
-        assert [next(page) for page in kept] == [": listening"] * TAILS_PER_USER_MAX
+        streams = [follow(client, stack) for _ in range(TAILS_PER_USER_MAX)]
+        assert [next(page) for page in streams] == [": listening"] * TAILS_PER_USER_MAX
         refused = list(islice(follow(client, stack), 4))
         assert "live tails per user" in refused[-1], refused
     deadline = time.monotonic() + WAIT_S

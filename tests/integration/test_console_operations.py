@@ -253,7 +253,7 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
 
 
 def _filter_cpu_s(pid: int) -> float:
-    found = psutil.Process(pid).children(recursive=True)
+    children = psutil.Process(pid).children(recursive=True)
     return sum(
-        sum(process.cpu_times()[:2]) for process in found if "filter_worker_child" in " ".join(process.cmdline())
+        sum(process.cpu_times()[:2]) for process in children if "filter_worker_child" in " ".join(process.cmdline())
     )

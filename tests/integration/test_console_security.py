@@ -90,12 +90,12 @@ class Provider:
         return f"{asked['redirect_uri']}?{urlencode({'code': code, 'state': asked['state']})}"
 
     def tokens(self, form: dict[str, str]) -> dict[str, Any]:
-        asked = self._codes.pop(form["code"], None)
+        request = self._codes.pop(form["code"], None)
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=")
-        if asked is None or asked["code_challenge"] != challenge.decode() or asked["client_id"] != CLIENT_ID:
+        if request is None or request["code_challenge"] != challenge.decode() or request["client_id"] != CLIENT_ID:
             return {"error": "invalid_grant"}
         access = self._issuer.token("alice", iss=self.url, aud=self.audience)
-        identity = self._issuer.token("alice", iss=self.url, aud=CLIENT_ID, nonce=asked["nonce"])
+        identity = self._issuer.token("alice", iss=self.url, aud=CLIENT_ID, nonce=request["nonce"])
         return {"access_token": access, "id_token": identity, "token_type": "Bearer"}
 
     def close(self) -> None:
@@ -167,15 +167,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def _token(page: httpx.Response) -> str:
-    found = re.search(r'name="csrf" value="(\w+)"', page.text)
-    assert found is not None, page.text
-    return found[1]
+    match = re.search(r'name="csrf" value="(\w+)"', page.text)
+    assert match is not None, page.text
+    return match[1]
 
 
 def sign_in(client: httpx.Client, user: str, form: dict[str, str] | None = None) -> httpx.Response:
     page = client.get("/console/login")
-    given = {"user": user, "password": PASSWORDS[user]} if form is None else form
-    return client.post("/console/login", data={"csrf": _token(page), **given})
+    fields = {"user": user, "password": PASSWORDS[user]} if form is None else form
+    return client.post("/console/login", data={"csrf": _token(page), **fields})
 
 
 def test_a_user_signs_in_sees_what_is_permitted_and_signs_out(guarded: Guarded) -> None:
@@ -279,11 +279,11 @@ def test_a_subscription_hides_topics_that_the_user_may_not_describe(
             for name, topics in {"alice-partly": ["alice-orders"], "alice-hidden": []}.items():
                 own: Any = {"auth": ("alice", PASSWORDS["alice"])}
                 over_http = alice.get(f"/v1/subscriptions/{name}", **own).json()
-                listed = alice.get("/v1/subscriptions", **own).json()["subscriptions"]
+                subscriptions = alice.get("/v1/subscriptions", **own).json()["subscriptions"]
                 for shown in (over_http, run("subscription", "describe", name, "--json").document):
                     assert (shown["topics"], shown["has_hidden_topics"]) == (topics, True)
                     assert {queue["topic"] for queue in shown["queues"]} <= set(topics)
-                for rows in (listed, run("subscription", "list", "--json").document["subscriptions"]):
+                for rows in (subscriptions, run("subscription", "list", "--json").document["subscriptions"]):
                     (row,) = (row for row in rows if row["subscription"] == name)
                     assert (row["topics"], row["has_hidden_topics"]) == (topics, True)
                     assert (row["backlog"], row["leased"]) == (0, 0)
@@ -440,8 +440,8 @@ def test_a_count_of_dead_letters_names_the_permissions_a_redrive_lacks(guarded: 
         again = alice.post("/console/dead-letters/alice-dead/redrive", data={"csrf": _token(page), "filter": ""})
         assert again.status_code == 409, "nothing that she may redrive is left"
         assert "secret" in again.text
-        left = admin.post("/v1/dead-letters/alice-dead/redrive", json={}).json()
-        assert (left["done"], left["held_back"], left["subscriptions"]) == (1, 0, {"alice-spying": 1})
+        response = admin.post("/v1/dead-letters/alice-dead/redrive", json={}).json()
+        assert (response["done"], response["held_back"], response["subscriptions"]) == (1, 0, {"alice-spying": 1})
 
 
 def _reject(client: httpx.Client, name: str, number: int, reason: str) -> None:
@@ -548,8 +548,8 @@ def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
         assert "Sign in with your organization" in client.get("/console/login").text
         begun = client.get("/console/oidc?next=/console/topics")
         assert begun.status_code == 303
-        asked = parse_qs(urlsplit(begun.headers["location"]).query)
-        assert asked["code_challenge_method"] == ["S256"]
+        parameters = parse_qs(urlsplit(begun.headers["location"]).query)
+        assert parameters["code_challenge_method"] == ["S256"]
         assert "SameSite=Lax" in begun.headers["set-cookie"]
         with httpx.Client(timeout=WAIT_S) as elsewhere:
             back = elsewhere.get(begun.headers["location"]).headers["location"]

@@ -80,12 +80,12 @@ def test_a_static_member_returns_without_a_rebalance(server: Server, topic: str)
     one = joined(server, topic, **{"group.instance.id": "one"})
     two = joined(server, topic, **{"group.instance.id": "two"})
     step_until(lambda: len(one.partitions) == len(two.partitions) == 2, one, two)
-    kept = one.partitions
+    partitions = one.partitions
     two.close()
     again = joined(server, topic, **{"group.instance.id": "two"})
     step_until(lambda: len(again.partitions) == 2, one, again)
-    assert again.partitions | kept == ALL
-    assert one.partitions == kept
+    assert again.partitions | partitions == ALL
+    assert one.partitions == partitions
     assert not two.held
     one.close()
     again.close()

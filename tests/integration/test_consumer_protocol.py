@@ -42,8 +42,8 @@ def read_by(partition: int, *members: Member) -> set[int]:
 
 def type_of(server: Server, group: str) -> str:
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
-    listed = admin.list_consumer_groups().result(WAIT_S)
-    return {listing.group_id: str(listing.type.name) for listing in listed.valid}[group]
+    groups = admin.list_consumer_groups().result(WAIT_S)
+    return {listing.group_id: str(listing.type.name) for listing in groups.valid}[group]
 
 
 @pytest.mark.parametrize("assignor", ["uniform", "range"])
@@ -176,21 +176,21 @@ def test_the_commands_show_the_group_type(server: Server, topic: str) -> None:
     step_until(lambda: total(member) == 3 * PARTITIONS, member)
     member.commit()
     group = f"{topic}-group"
-    listed = [
+    groups = [
         listed_group
         for listed_group in millstream("group", "list", "--json").document["groups"]
         if listed_group["group"] == group
     ]
-    assert [(group["type"], group["state"], group["members"], group["lag"]) for group in listed] == [
+    assert [(group["type"], group["state"], group["members"], group["lag"]) for group in groups] == [
         ("consumer", "Stable", 1, 0)
     ]
     row = next(line.split() for line in millstream("group", "list").lines if line.startswith(group))
     assert row == [group, "consumer", "Stable", "1", "0"]
     described = millstream("group", "describe", group, "--json").document
     assert (described["type"], described["protocol"], described["lag"]) == ("consumer", "uniform", 0)
-    (found,) = described["members"]
-    assert found["client"] == "reader"
-    assert sorted(found["partitions"]) == [[topic, index] for index in sorted(ALL)]
+    (found_member,) = described["members"]
+    assert found_member["client"] == "reader"
+    assert sorted(found_member["partitions"]) == [[topic, index] for index in sorted(ALL)]
     shown = millstream("group", "describe", group)
     assert shown.lines[0] == f"{group}  (Stable, consumer group, 1 member, 0 messages behind)"
     for command in (("reset", group, "--to", "start"), ("delete", group)):

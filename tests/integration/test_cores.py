@@ -59,8 +59,8 @@ def create(kafka: str) -> None:
 
 
 def leaders(kafka: str) -> set[int]:
-    found = AdminClient({"bootstrap.servers": kafka}).list_topics("t", timeout=DEADLINE_S).topics["t"]
-    return {partition.leader for partition in found.partitions.values()}
+    partitions = AdminClient({"bootstrap.servers": kafka}).list_topics("t", timeout=DEADLINE_S).topics["t"]
+    return {partition.leader for partition in partitions.partitions.values()}
 
 
 def ready(machine: dict[str, Any]) -> bool:

@@ -64,7 +64,7 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     # The console skips it, too, from a position on and from the end.
     for query in ("from=start", ""):
         page = httpx.get(f"http://{server.http}/console/topics/harmed/messages?{query}", timeout=60).text
-        offsets = {int(found) for found in re.findall(r"/topics/harmed/messages/0/(\d+)", page)}
+        offsets = {int(offset) for offset in re.findall(r"/topics/harmed/messages/0/(\d+)", page)}
         assert offsets == {*range(end_of_first, start_of_active), 9}, page
         assert lost[0].partition(": ")[2] in page
     result = millstream("message", "show", "harmed", 0, 0)

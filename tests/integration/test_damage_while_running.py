@@ -74,8 +74,8 @@ def truncate(descriptor: int, frame: Frame) -> None:
 
 def harm(path: Path, how: Harm) -> range:
     """Damage one batch of a segment and return its offsets: the last for a truncated file, else the fourth."""
-    found = list(frames(path))
-    frame = found[-1 if how is truncate else 3]
+    batches = list(frames(path))
+    frame = batches[-1 if how is truncate else 3]
     descriptor = os.open(path, os.O_RDWR)
     try:
         how(descriptor, frame)
@@ -88,17 +88,17 @@ def consume(address: str, start: int, end: int) -> tuple[dict[int, bytes], int]:
     """The messages that a default consumer gets from an offset on, and the offset of the end or the error."""
     consumer = confluent_kafka.Consumer({"bootstrap.servers": address, "group.id": "reader"})
     consumer.assign([confluent_kafka.TopicPartition(TOPIC, 0, start)])
-    found: dict[int, bytes] = {}
+    values: dict[int, bytes] = {}
     try:
-        while max(found, default=start - 1) < end - 1:
+        while max(values, default=start - 1) < end - 1:
             message = consumer.poll(60)
             assert message is not None
             error = message.error()
             if error is not None:
                 assert error.code() == confluent_kafka.KafkaError.INVALID_MSG
                 break
-            found[message.offset() or 0] = message.value() or b""
-        return found, max(found, default=start - 1) + 1
+            values[message.offset() or 0] = message.value() or b""
+        return values, max(values, default=start - 1) + 1
     finally:
         consumer.close()
 
@@ -114,7 +114,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         millstream = CommandLine(server.kafka)
         millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
         asyncio.run(fill(server.kafka))
-        found, end = consume(server.kafka, 0, BATCH_OFFSETS)
+        values, end = consume(server.kafka, 0, BATCH_OFFSETS)
         assert end == BATCH_OFFSETS
         paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
         closed = [path for path in paths if path.stat().st_size > 500_000][:-1]
@@ -132,8 +132,8 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         start = 0
         stops = []
         while start < BATCH_OFFSETS:
-            found, start = consume(server.kafka, start, BATCH_OFFSETS)
-            got |= found
+            values, start = consume(server.kafka, start, BATCH_OFFSETS)
+            got |= values
             if start < BATCH_OFFSETS:
                 stops.append(start)
                 start = next(lost_range.stop for lost_range in lost if lost_range.start == start)

@@ -99,12 +99,12 @@ async def _deliver(server: Server, topic: str, name: str) -> None:
 
 
 def _state(command: CommandLine, position: str, name: str) -> str:
-    (found,) = [
+    (subscription,) = [
         subscription
         for subscription in command("message", "trace", position, "--json").document["subscriptions"]
         if subscription["subscription"] == name
     ]
-    return str(found["state"])
+    return str(subscription["state"])
 
 
 def _row(report: Any, name: str) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def _files(table: Any) -> list[Path]:
 
 
 def _kinds(path: Path) -> list[str]:
-    found: list[str] = pq.read_table(path, columns=["kind"]).column(0).to_pylist()
-    return found
+    kinds: list[str] = pq.read_table(path, columns=["kind"]).column(0).to_pylist()
+    return kinds
 
 
 def test_the_views_agree_in_duckdb_and_in_spark(
@@ -185,13 +185,13 @@ def test_the_views_agree_in_duckdb_and_in_spark(
     spark_views(spark, lake)
     selected = "outcome, attempts, published IS NOT NULL AS dated, first_delivery IS NOT NULL AS delivered"
     query = f'SELECT "offset", {selected} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
-    found = [tuple(row) for row in connection.sql(query).fetchall()]
-    assert found == [
+    rows = [tuple(row) for row in connection.sql(query).fetchall()]
+    assert rows == [
         (0, "accepted", 1, True, True),
         (1, "unfinished", 1, True, True),
         (2, "unfinished", 0, True, False),
     ]
-    assert [tuple(row) for row in spark.sql(query.replace('"', "`")).collect()] == found
+    assert [tuple(row) for row in spark.sql(query.replace('"', "`")).collect()] == rows
     tried = f"SELECT deliveries FROM ledger_messages WHERE subscription = '{name}' AND \"offset\" = 1"
     ((attempts,),) = connection.sql(tried).fetchall()
     assert [attempt["kind"] for attempt in attempts] == ["acquired", "released"]
@@ -254,8 +254,8 @@ def test_a_trace_continues_in_the_table_and_finds_ids(
         assert [subscription["state"] for subscription in over_http.json()["subscriptions"]] == ["accepted"]
         # The subscription is deleted, and the table still has it.
         assert command("subscription", "delete", name, "--force", "--yes").code == 0
-        found = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
-        (gone,) = found.document["subscriptions"]
+        result = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
+        (gone,) = result.document["subscriptions"]
         assert (gone["subscription"], gone["state"], gone["attempts"]) == (name, "accepted", 1)
     finally:
         assert command("pipeline", "delete", declared, "--yes").code == 0
@@ -265,9 +265,9 @@ def _expression(alert: str) -> tuple[str, re.Pattern[str], float]:
     """Return the metric of an alert, its `what` selector, and the value above which it fires."""
     text = (Path(__file__).parents[2] / "deploy" / "prometheus" / "millstream.rules.yml").read_text()
     (expression,) = re.findall(rf"- alert: {alert}\n +expr: (.+)\n", text)
-    found = re.fullmatch(r'max by \(pipeline, what\) \((\w+)\{what=~"([^"]+)"\}\) > (\d+)', expression)
-    assert found is not None, expression
-    return found[1], re.compile(found[2]), float(found[3])
+    match = re.fullmatch(r'max by \(pipeline, what\) \((\w+)\{what=~"([^"]+)"\}\) > (\d+)', expression)
+    assert match is not None, expression
+    return match[1], re.compile(match[2]), float(match[3])
 
 
 def _firing(exposed: str) -> set[tuple[str, str]]:
@@ -397,9 +397,9 @@ def test_a_damaged_table_is_reported_and_landing_continues(
         local_job.catch_up()
     table = local_job._table
     *_, gone, cut = sorted(_files(table), key=lambda path: path.stat().st_mtime)
-    kept = {path: path.read_bytes() for path in (gone, cut)}
+    contents = {path: path.read_bytes() for path in (gone, cut)}
     gone.unlink()
-    cut.write_bytes(kept[cut][:100])
+    cut.write_bytes(contents[cut][:100])
     report = local_job.audit([name])
     assert {(damage.kind, os.path.basename(damage.path)) for damage in report.damage} == {
         ("missing", gone.name),
@@ -417,7 +417,7 @@ def test_a_damaged_table_is_reported_and_landing_continues(
     assert (traced.code, "Traceback" in traced.err) == (1, False)
 
     # With a commit missing, nothing can be read or landed; that is reported, and the driver does not keep failing.
-    for path, content in kept.items():
+    for path, content in contents.items():
         path.write_bytes(content)
     commit = Path(str(table.storage.folder)) / "_delta_log" / f"{2:020}.json"
     commit.unlink()

@@ -58,10 +58,10 @@ def demo_folder(tmp_path: Path) -> Iterator[Path]:
     assert list(tmp_path.iterdir()) == []
     started = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     # Processes exit by themselves once they notice that their parent has ended.
-    _, left = psutil.wait_procs(started, timeout=60)
-    for process in left:
+    _, alive = psutil.wait_procs(started, timeout=60)
+    for process in alive:
         process.kill()
-    assert left == []
+    assert alive == []
 
 
 @pytest.mark.timeout(900)

@@ -109,9 +109,9 @@ def commit_until_refused(server: Server, first: int) -> int:
 
 def committed(server: Server) -> int:
     consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "committer", "log_level": 0})
-    (found,) = consumer.committed([TopicPartition(TOPIC, 0)], timeout=WAIT_S)
+    (found_committed,) = consumer.committed([TopicPartition(TOPIC, 0)], timeout=WAIT_S)
     consumer.close()
-    return int(found.offset)
+    return int(found_committed.offset)
 
 
 def fill_up(disk: Path) -> Path:

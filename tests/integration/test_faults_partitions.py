@@ -31,8 +31,8 @@ def resident_bytes(server: Server) -> int:
 
 
 def known_partitions(server: Server) -> int:
-    listed = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=WAIT_S)
-    return sum(len(topic.partitions) for name, topic in listed.topics.items() if not name.startswith("__"))
+    topics = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=WAIT_S)
+    return sum(len(topic.partitions) for name, topic in topics.topics.items() if not name.startswith("__"))
 
 
 def write_to_some(server: Server, count: int) -> None:

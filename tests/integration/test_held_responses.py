@@ -337,14 +337,14 @@ async def taken(server: Server, topic: str, count: int = 1) -> list[int]:
 async def test_messages_leased_for_a_disconnected_client_are_returned(hidden: Hidden, topic: str, path: str) -> None:
     async with proxied(hidden) as (proxy, server):
         await declare(server, topic, LONG_S)
-        asked = await (
+        pending = await (
             pull(server, topic) if path == "pull" else Http.send(server, "GET", f"subscriptions/{topic}/events")
         )
         await proxy.hold(GATEWAY)
         async with millstream.connect(server.kafka) as ms:
             await ms.publish(topic, "first")
         await proxy.is_held.wait()
-        await asked.hang_up()
+        await pending.hang_up()
         # The gateway notices that at about the time at which the response arrives.
         proxy.release()
         assert await taken(server, topic) == [1]

@@ -142,8 +142,8 @@ def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
     pull_request = {"max": 10, "wait_ms": 20_000, "worker": "one"}
     response = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=pull_request)
     assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["messages"]
-    return found
+    messages: list[dict[str, Any]] = response.json()["messages"]
+    return messages
 
 
 async def test_a_user_with_a_name_in_another_script(locked: Locked, admin: Client) -> None:
@@ -384,9 +384,9 @@ async def test_a_subscription_reveals_neither_its_topics_nor_its_settings(locked
             assert (letters.status_code, "hidden" in letters.text) == (403, False)
             for path in (f"/v1/subscriptions/{name}", "/v1/subscriptions"):
                 assert "hidden-" not in eve.get(path).text
-        listed = eve.get("/v1/dead-letters").json()["dead_letters"]
+        listed_letters = eve.get("/v1/dead-letters").json()["dead_letters"]
         # The right to alter settings is also the right to see them.
-        assert [group["subscriptions"] for group in listed] == [["seen-altered"]]
+        assert [group["subscriptions"] for group in listed_letters] == [["seen-altered"]]
         assert "hidden-dead" in eve.get("/v1/subscriptions/seen-altered").text
         everything = "User:eve may not read every topic of the subscription"
         for path, body in {
@@ -404,8 +404,8 @@ async def test_a_subscription_reveals_neither_its_topics_nor_its_settings(locked
     async with Client.connect(locked.server.kafka, credentials=credentials) as client:
         setting = AlterableConfig(name="millstream.paused", config_operation=i8(0), value="true")
         group = AlterConfigsResource(resource_type=i8(32), resource_name="seen-altered", configs=(setting,))
-        asked = IncrementalAlterConfigsRequest(resources=(group,), validate_only=False)
-        (altered,) = (await client.send(None, asked)).responses
+        request = IncrementalAlterConfigsRequest(resources=(group,), validate_only=False)
+        (altered,) = (await client.send(None, request)).responses
         assert altered.error_message == everything
 
 
@@ -419,8 +419,8 @@ def test_a_trace_does_not_reveal_the_dead_letter_topic(locked: Locked) -> None:
         assert admin.post("/v1/subscriptions/traced-s/messages:settle", json=rejected).json()["failed"] == 0
 
         def traced(caller: httpx.Client) -> dict[str, Any]:
-            (found,) = caller.get("/v1/topics/traced/partitions/0/messages/0/trace").json()["subscriptions"]
-            return dict(found)
+            (subscription,) = caller.get("/v1/topics/traced/partitions/0/messages/0/trace").json()["subscriptions"]
+            return dict(subscription)
 
         wait_until(lambda: traced(admin)["state"] == "dead-lettered")
         assert traced(admin)["dead_letter"]["topic"] == "hidden-traces"
@@ -457,9 +457,9 @@ async def test_groups_are_listed_without_numbers_to_those_who_may_not_describe_t
     )
     await add_acls(admin, [describe])
     with locked.client(oper) as client:
-        listed = client.get("/v1/groups")
-        assert listed.status_code == 200, listed.text
-        (group,) = [group for group in listed.json()["groups"] if group["group"] == "closed-group"]
+        response = client.get("/v1/groups")
+        assert response.status_code == 200, response.text
+        (group,) = [group for group in response.json()["groups"] if group["group"] == "closed-group"]
         assert (group["members"], group["lag"]) == (None, None)
 
 
@@ -523,8 +523,8 @@ def test_no_route_has_an_effect_without_permission(locked: Locked) -> None:
                 assert response.status_code == 200, (path, response.text)
                 assert not any(response.json().values()), (path, response.text)
                 continue
-            given = {"json": body_of(method, path, message["lease"])} if method in ("POST", "PATCH") else {}
-            response = eve.request(method, f"/v1{path.format_map(PATH)}", **given)
+            body = {"json": body_of(method, path, message["lease"])} if method in ("POST", "PATCH") else {}
+            response = eve.request(method, f"/v1{path.format_map(PATH)}", **body)
             if path.startswith("/subscriptions") and path.endswith(":settle"):
                 assert [result["status"] for result in response.json()["results"]] == [403]
                 continue

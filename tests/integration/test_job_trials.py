@@ -67,8 +67,8 @@ class Jobs:
 
     def runs(self, name: str) -> list[dict[str, Any]]:
         """The runs of a job, the oldest first."""
-        found = self.run("pipeline", "runs", f"{self.topic}-{name}", "--json").document["runs"]
-        return sorted(found, key=lambda run: run["run"])
+        job_runs = self.run("pipeline", "runs", f"{self.topic}-{name}", "--json").document["runs"]
+        return sorted(job_runs, key=lambda run: run["run"])
 
     def copied(self, name: str) -> Counter[int]:
         return Counter(map(int, committed_messages(self.brokers, f"{self.topic}-{name}")))

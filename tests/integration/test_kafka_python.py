@@ -97,9 +97,9 @@ def test_seeking_by_time_and_offset(server: Server, topic: str) -> None:
             producer.send(topic, b"%d" % number, timestamp_ms=start + number * 1000).get(WAIT_S)
     with consumer_of(server) as consumer:
         consumer.assign([place])
-        found = consumer.offsets_for_times({place: start + 4500})[place]
-        assert (found.offset, found.timestamp) == (5, start + 5000)
-        consumer.seek(place, found.offset)
+        offset = consumer.offsets_for_times({place: start + 4500})[place]
+        assert (offset.offset, offset.timestamp) == (5, start + 5000)
+        consumer.seek(place, offset.offset)
         assert receive(consumer, 1)[0].value == b"5"
         assert consumer.beginning_offsets([place]) == {place: 0}
         assert consumer.end_offsets([place]) == {place: 20}

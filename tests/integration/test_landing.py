@@ -380,13 +380,13 @@ def test_files_of_a_failed_batch_are_deleted(setup: LandingSetup, topic: str, mo
         """Of two tasks the second fails when the first has written a file."""
 
         def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
-            given = list(topic_ranges)
+            ranges = list(topic_ranges)
             deadline = time.monotonic() + WAIT_S
-            while given[0].partition and not any(lake.rglob("*.parquet")) and time.monotonic() < deadline:
+            while ranges[0].partition and not any(lake.rglob("*.parquet")) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if given[0].partition:
+            if ranges[0].partition:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return super()._land(topic, given)
+            return super()._land(topic, ranges)
 
     setup.create(topic, partitions=2)
     published = [row for number in (0, 1) for row in setup.publish(topic, numbered(20), partition=number)]
@@ -492,7 +492,7 @@ def test_a_message_deleted_by_retention_hides_no_other_with_its_id(
 ) -> None:
     setup.create(topic)
     setup.publish(topic, [b"first"], headers=[("message-id", b"a")])
-    kept = setup.publish(topic, [b"again"], headers=[("message-id", b"a")])
+    offsets = setup.publish(topic, [b"again"], headers=[("message-id", b"a")])
     job = setup.job(topics=topic, dedupe_ms="3600000")
     write = job._run
 
@@ -504,7 +504,7 @@ def test_a_message_deleted_by_retention_hides_no_other_with_its_id(
     first, second = run(job)
     job.close()
     assert (first.rows, second.rows, second.counts["duplicates"]) == (0, 1, 0)
-    assert setup.landed(topic) == kept
+    assert setup.landed(topic) == offsets
 
 
 def test_only_committed_messages_are_landed(setup: LandingSetup, topic: str) -> None:
@@ -535,25 +535,25 @@ def test_messages_with_an_already_landed_id_are_skipped(setup: LandingSetup, top
         headers = [("message-id", name.encode()), ("message-id", b"second")]
         return setup.publish(topic, [name.encode()], headers=headers, partition=partition)[0]
 
-    kept = [publish("a", 0), publish("b", 1)]
+    offsets = [publish("a", 0), publish("b", 1)]
     publish("a", 0)
     publish("a", 1)
-    kept += setup.publish(topic, [b"without an id"] * 2, partition=0)
+    offsets += setup.publish(topic, [b"without an id"] * 2, partition=0)
     job = setup.job(topics=topic, dedupe_ms="3600000")
     assert run(job)[-1].counts["duplicates"] == 2
-    assert setup.landed(topic) == sorted(kept)
+    assert setup.landed(topic) == sorted(offsets)
     publish("b", 0)
-    kept.append(publish("c", 0))
+    offsets.append(publish("c", 0))
     run(job)
     job.close()
     publish("c", 1)
-    kept.append(publish("d", 1))
+    offsets.append(publish("d", 1))
     # Another run finds the ids in the table.
     assert setup.land(topics=topic, dedupe_ms="3600000")[-1].counts["duplicates"] == 1
-    assert setup.landed(topic) == sorted(kept)
-    kept.append(publish("d", 0))
+    assert setup.landed(topic) == sorted(offsets)
+    offsets.append(publish("d", 0))
     setup.land(topics=topic)
-    assert setup.landed(topic) == sorted(kept)
+    assert setup.landed(topic) == sorted(offsets)
 
 
 def test_small_files_of_past_hours_are_compacted(
@@ -598,8 +598,8 @@ def test_tables_can_be_partitioned_by_event_time(setup: LandingSetup, topic: str
     published = setup.publish(topic, [{"n": number, "created_at": days[number % 4]} for number in range(400)])
     setup.land(**settings, batch_max_messages="150")
     assert setup.landed(topic) == published
-    found = {row["n"]: str(row["event_day"]) for row in setup.rows(topic)}
-    assert [found[number] for number in range(4)] == ["2026-11-14", "2026-11-15", "2026-11-15", "2026-11-16"]
+    found_days = {row["n"]: str(row["event_day"]) for row in setup.rows(topic)}
+    assert [found_days[number] for number in range(4)] == ["2026-11-14", "2026-11-15", "2026-11-15", "2026-11-16"]
     # Late messages, one that widens a column, and some without a time.
     late = setup.publish(topic, [{"n": 0.5, "created_at": "2024-02-29T00:00:00Z"}])
     setup.publish(topic, [{"n": 1}, {"n": 2, "created_at": "soon"}, {"n": 3, "created_at": 17}, None])

@@ -134,7 +134,7 @@ class LongTrial:
     @contextmanager
     def driver(self, fault: str = "") -> Iterator[Popen[bytes]]:
         self._lives += 1
-        given = {
+        arguments = {
             "master": "local[2,8]",
             "brokers": self.server.kafka,
             "lake": str(self.lake),
@@ -145,7 +145,7 @@ class LongTrial:
             "more": [{"topics": ",".join(self.raw)}],
             "until": str(self._until),
         }
-        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
+        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(arguments)]
         with running(command, self.log, environment()) as process:
             yield process
 
@@ -277,8 +277,8 @@ class LongTrial:
         return deltalake.DeltaTable(str(self.lake / name))
 
     def _rows(self, name: str) -> list[Row]:
-        found = pa.table(self._table(name).to_pyarrow_table(columns=["partition", "offset", "value"])).to_pydict()
-        return list(zip(found["partition"], found["offset"], found["value"], strict=True))
+        rows = pa.table(self._table(name).to_pyarrow_table(columns=["partition", "offset", "value"])).to_pydict()
+        return list(zip(rows["partition"], rows["offset"], rows["value"], strict=True))
 
     def _check_columns(self, name: str) -> None:
         """Check that decoded values are as published; fields added later are null."""

@@ -59,8 +59,8 @@ class Keys:
         assert producer.flush(WAIT_S) == 0
 
     def job(self, make: JobKind = make_job, /, window: TimeWindow | None = None, **settings: Any) -> Any:
-        given = {"topics": self.topic, "mode": "upsert", "decode": "json", **settings}
-        return land_job(self.spark, self.server.kafka, self.lake, given, make, window=window)
+        options = {"topics": self.topic, "mode": "upsert", "decode": "json", **settings}
+        return land_job(self.spark, self.server.kafka, self.lake, options, make, window=window)
 
     def land(self, window: TimeWindow | None = None, **settings: Any) -> list[Step]:
         return run_and_close(self.job(window=window, **settings))
@@ -112,17 +112,17 @@ def test_the_newest_change_of_each_key_wins(keys: Keys) -> None:
         steps = keys.land(
             key="id", order_by="at", delete_when="op = 'd'", batch_max_messages="150", bucket_bytes="4096"
         )
-        found = {row["id"]: (row["at"], row["name"]) for row in keys.rows()}
-        assert found == {key: change for key, change in model.items() if key not in deleted}
-        assert len(keys.rows()) == len(found)
+        rows = {row["id"]: (row["at"], row["name"]) for row in keys.rows()}
+        assert rows == {key: change for key, change in model.items() if key not in deleted}
+        assert len(keys.rows()) == len(rows)
         assert sum(step.rows for step in steps) == 400
     assert count_of(steps, "late") > 0
     files = deltalake.DeltaTable(keys.place).file_uris()
     assert len(files) > 1, "buckets are split as they grow"
     landed = deltalake.DeltaTable(keys.place).to_pyarrow_dataset()
     counted = duckdb.from_arrow(landed).aggregate("count(*), count(DISTINCT id)")
-    assert counted.fetchall() == [(len(found), len(found))]
-    assert polars.scan_delta(keys.place).select("id").collect().height == len(found)
+    assert counted.fetchall() == [(len(rows), len(rows))]
+    assert polars.scan_delta(keys.place).select("id").collect().height == len(rows)
     assert keys.land(key="id", order_by="at", delete_when="op = 'd'")[0].rows == 0
 
 
@@ -294,8 +294,8 @@ def test_types_do_not_depend_on_batches_and_changes_are_counted(keys: Keys) -> N
     )
     settings: dict[str, Any] = {"mode": "append", "maps": "tags", "cloudevents": "true", "expect": '["total >= 0"]'}
     (step,) = keys.land(**settings)
-    found = [(row["id"], row["total"], row["tags"], row["ce_type"], row["ce_id"]) for row in keys.rows()]
-    assert found == [(1, 5, [("a", "1"), ("b", "x")], "order", "7")]
+    rows = [(row["id"], row["total"], row["tags"], row["ce_type"], row["ce_id"]) for row in keys.rows()]
+    assert rows == [(1, 5, [("a", "1"), ("b", "x")], "order", "7")]
     assert keys.reasons() == [
         "tags: 3 is not of type map",
         "the message violates the expectation total >= 0",

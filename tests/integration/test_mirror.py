@@ -84,20 +84,20 @@ def read(brokers: str, topic: str, count: int, *, isolation: str = "read_committ
         }
     )
     try:
-        found: list[tuple[int, int, str]] = []
+        records: list[tuple[int, int, str]] = []
         deadline = time.monotonic() + PATIENCE_S
         while not (partitions := consumer.list_topics(topic, PATIENCE_S).topics[topic].partitions):
             assert time.monotonic() < deadline, f"{topic} is not there"
             time.sleep(0.1)
         # Not as a member of a group, which would wait for others.
         consumer.assign([TopicPartition(topic, partition, 0) for partition in partitions])
-        while len(found) < count and time.monotonic() < deadline:
+        while len(records) < count and time.monotonic() < deadline:
             message = consumer.poll(0.5)
             # The client may have requested the topic before it existed, and reports that now.
             if message is not None and message.error() is None:
-                found.append((message.partition() or 0, message.offset() or 0, (message.value() or b"").decode()))
-        assert len(found) >= count, f"{len(found)} of {count} messages"
-        return sorted(found)
+                records.append((message.partition() or 0, message.offset() or 0, (message.value() or b"").decode()))
+        assert len(records) >= count, f"{len(records)} of {count} messages"
+        return sorted(records)
     finally:
         consumer.close()
 
@@ -110,8 +110,8 @@ def commit(brokers: str, group: str, offset: TopicPartition) -> None:
 
 def committed(site: CommandLine, group: str) -> list[int]:
     """Return the committed offsets of a group in the partitions of its only topic."""
-    found = site("group", "describe", group, "--json")
-    offsets = [offset["committed"] for offset in found.document["offsets"]] if found.code == 0 else []
+    result = site("group", "describe", group, "--json")
+    offsets = [offset["committed"] for offset in result.document["offsets"]] if result.code == 0 else []
     return [offset for offset in offsets if offset is not None]
 
 
@@ -136,8 +136,8 @@ def ids_of(site: CommandLine, topics: Iterable[str]) -> list[UUID]:
 
 def cuts_of(site: CommandLine, mirror: str) -> dict[str, dict[int, int]]:
     """Return where copies were cut by a failover."""
-    found = described(site, mirror)["cuts"]
-    return {topic: {int(index): offset for index, offset in offsets.items()} for topic, offsets in found.items()}
+    cuts = described(site, mirror)["cuts"]
+    return {topic: {int(index): offset for index, offset in offsets.items()} for topic, offsets in cuts.items()}
 
 
 def check_repeated(
@@ -145,11 +145,11 @@ def check_repeated(
 ) -> None:
     """Repeat a reverse whose response was lost: it names the same records, and none copied since."""
     settings = described(site, mirror)["overrides"]
-    asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=topic_ids)
-    found = [
-        (removed_range.topic, removed_range.start, removed_range.end) for removed_range in adopt(site, asked).removed
+    request = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=topic_ids)
+    ranges = [
+        (removed_range.topic, removed_range.start, removed_range.end) for removed_range in adopt(site, request).removed
     ]
-    assert found == [
+    assert ranges == [
         (removed_range["topic"], removed_range["start"], removed_range["end"]) for removed_range in removed
     ]
 
@@ -169,9 +169,9 @@ def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
     async def ask() -> AdoptResponse:
         async with Client.connect(request.settings["from"]) as other:
             cluster_id = (await other.metadata([])).cluster_id
-        asked = msgspec.structs.replace(request, cluster_id=cluster_id)
+        changed = msgspec.structs.replace(request, cluster_id=cluster_id)
         async with Client.connect(site.brokers) as client:
-            return decode(await client.private(None, asked.KEY, encode(asked)), AdoptResponse)
+            return decode(await client.private(None, changed.KEY, encode(changed)), AdoptResponse)
 
     return asyncio.run(ask())
 
@@ -268,8 +268,8 @@ def test_a_cutover_of_one_topic_does_not_need_a_copy_that_cannot_be_continued(
 
 def values_in(site: CommandLine, topic: str) -> list[str]:
     """Return all messages of a topic with one partition, which has not been cut."""
-    found = site("topic", "describe", topic, "--json")
-    count = found.document["partitions"][0]["end"] if found.code == 0 else 0
+    result = site("topic", "describe", topic, "--json")
+    count = result.document["partitions"][0]["end"] if result.code == 0 else 0
     return [value for _, _, value in read(site.brokers, topic, count)] if count else []
 
 
@@ -510,20 +510,21 @@ def test_state_is_mirrored_and_failback_names_the_records_it_drops(
 
 def backlog_of(site: CommandLine, name: str) -> int:
     """Return the backlog of a subscription; -1 if listing and description differ."""
-    listed = site("subscription", "list", "--internal", "--json").document["subscriptions"]
+    subscriptions = site("subscription", "list", "--internal", "--json").document["subscriptions"]
     shown = site("subscription", "describe", name, "--json")
     assert shown.code == 0, shown.err
-    found: int = sum(queue["backlog"] for queue in shown.document["queues"])
+    backlog: int = sum(queue["backlog"] for queue in shown.document["queues"])
     return (
-        found
-        if [subscription["backlog"] for subscription in listed if subscription["subscription"] == name] == [found]
+        backlog
+        if [subscription["backlog"] for subscription in subscriptions if subscription["subscription"] == name]
+        == [backlog]
         else -1
     )
 
 
 def letters_in(site: CommandLine, topic: str) -> int:
-    listed = site("dlq", "list", "--json").document["dead_letters"]
-    return sum(entry["letters"] for entry in listed if entry["topic"] == topic)
+    topics = site("dlq", "list", "--json").document["dead_letters"]
+    return sum(entry["letters"] for entry in topics if entry["topic"] == topic)
 
 
 @pytest.mark.parametrize("is_tracked", [True, False], ids=["letters redriven at the source", "letters never looked at"])
@@ -543,7 +544,7 @@ def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failo
         wait_until(lambda name=name: caught_up(berlin, mirror, name, paris))  # type: ignore[misc]
     wait_until(lambda: described(berlin, mirror)["queues"] > 0)
     wait_until(lambda: backlog_of(berlin, workers) == backlog_of(paris, workers) == 2)
-    left = 3
+    remaining = 3
     if is_tracked:
         # Berlin was asked for letters first; what counts is which of them paris has closed.
         refused = berlin("dlq", "show", dead)
@@ -554,14 +555,14 @@ def test_backlogs_and_letters_equal_those_of_the_source_before_and_after_a_failo
             assert "within a minute" not in refused.err
         redriven = paris("dlq", "redrive", workers, "--limit", "1")
         assert redriven.code == 0, redriven.err
-        left = 2
+        remaining = 2
         letters = f"__dlq/{dead}"
         wait_until(lambda: backlog_of(berlin, letters) == backlog_of(paris, letters) == 2)
         wait_until(lambda: backlog_of(berlin, workers) == 3)
     assert berlin("mirror", "failover", mirror, "--topics", topic).code == 0
     assert "here since a failover" in berlin("mirror", "describe", mirror).out
-    assert letters_in(berlin, dead) == left
-    wait_until(lambda: backlog_of(berlin, workers) == 5 - left)
+    assert letters_in(berlin, dead) == remaining
+    wait_until(lambda: backlog_of(berlin, workers) == 5 - remaining)
     redriven = berlin("dlq", "redrive", dead, "--json")
     assert redriven.code == 0, redriven.err
     assert letters_in(berlin, dead) == 0
@@ -595,8 +596,8 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     def is_whole() -> bool:
         if workers not in berlin("subscription", "list").out or committed(berlin, group) != [2]:
             return False
-        found = described(berlin, mirror)
-        return (found["groups"], found["queues"]) == (1, 1) and caught_up(berlin, mirror, topic, paris)
+        document = described(berlin, mirror)
+        return (document["groups"], document["queues"]) == (1, 1) and caught_up(berlin, mirror, topic, paris)
 
     wait_until(is_whole)
     moved = ("group", "reset", group, "--to", "3")
@@ -618,8 +619,8 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     assert [document["value"] for document in pulled.documents] == ["c"], pulled.out
     assert berlin(*moved).code == 0
     assert committed(berlin, group) == [3]
-    kept = berlin("mirror", "delete", mirror, "--yes")
-    assert (kept.code, f"mirror reverse {mirror}" in kept.err) == (5, True), kept.err
+    result = berlin("mirror", "delete", mirror, "--yes")
+    assert (result.code, f"mirror reverse {mirror}" in result.err) == (5, True), result.err
 
     # So does the copy of a mirror that was reversed, although its records came from there.
     publish(berlin.brokers, topic, ["d"])
@@ -630,7 +631,7 @@ def test_a_copy_deleted_here_is_restored_with_its_state(paris: CommandLine, berl
     def is_restored() -> bool:
         if not caught_up(paris, mirror, topic, berlin) or committed(paris, group) != [3]:
             return False
-        return (found := described(paris, mirror))["queues"] == 1 and not found["notes"]
+        return (document := described(paris, mirror))["queues"] == 1 and not document["notes"]
 
     wait_until(is_restored)
     assert paris("mirror", "failover", mirror).code == 0
@@ -795,10 +796,10 @@ def test_an_interrupted_switch_is_reported_on_both_sides_and_can_be_repeated(
     sites.berlin.start()
 
     def reports(site: CommandLine, text: str) -> bool:
-        listed = site("mirror", "list", "--json").document["mirrors"]
-        found = [listed_mirror["error"] for listed_mirror in listed if listed_mirror["mirror"] == mirror]
+        mirrors = site("mirror", "list", "--json").document["mirrors"]
+        errors = [listed_mirror["error"] for listed_mirror in mirrors if listed_mirror["mirror"] == mirror]
         findings = [finding["detail"] for finding in site("doctor", "--json").document["findings"]]
-        return len(found) == 1 and text in found[0] and any(found[0] in detail for detail in findings)
+        return len(errors) == 1 and text in errors[0] and any(errors[0] in detail for detail in findings)
 
     again = f"`millstream mirror switch {mirror}`"
     wait_until(lambda: reports(berlin, f"Run {again} again"))

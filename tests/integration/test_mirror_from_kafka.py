@@ -28,15 +28,15 @@ def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
             "isolation.level": "read_committed",
         }
     )
-    found: list[tuple[Any, ...]] = []
+    records: list[tuple[Any, ...]] = []
     try:
         consumer.subscribe([topic])
         deadline = time.monotonic() + PATIENCE_S
-        while len(found) < count and time.monotonic() < deadline:
+        while len(records) < count and time.monotonic() < deadline:
             message = consumer.poll(0.5)
             if message is not None:
                 assert message.error() is None
-                found.append(
+                records.append(
                     (
                         message.partition(),
                         message.offset(),
@@ -48,8 +48,8 @@ def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
                 )
     finally:
         consumer.close()
-    assert len(found) >= count, f"{len(found)} of {count}"
-    return sorted(found, key=lambda record: record[:2])
+    assert len(records) >= count, f"{len(records)} of {count}"
+    return sorted(records, key=lambda record: record[:2])
 
 
 def fill(peer: Server) -> int:

@@ -101,17 +101,17 @@ def test_a_topic_deleted_at_the_source_stays_known_and_is_named(
     paris("topic", "delete", gone, "--yes")
 
     def is_noted() -> bool:
-        found = described(berlin, mirror)
-        is_named = any("is gone from the source" in note for note in found["notes"])
-        return is_named and (found["state"], found["lag_unknown"]) == ("running", 0)
+        document = described(berlin, mirror)
+        is_named = any("is gone from the source" in note for note in document["notes"])
+        return is_named and (document["state"], document["lag_unknown"]) == ("running", 0)
 
     wait_until(is_noted)
     assert berlin("mirror", "update", mirror, "--set", "rate=100000000").code == 0
     states = set()
 
     def is_noted_again() -> bool:
-        states.add((found := described(berlin, mirror))["state"])
-        return is_noted() and found["settings"]["rate"] == "100000000"
+        states.add((document := described(berlin, mirror))["state"])
+        return is_noted() and document["settings"]["rate"] == "100000000"
 
     wait_until(is_noted_again)
     assert "retrying" not in states
@@ -205,11 +205,11 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         assert berlin("mirror", "update", name, "--set", f"password=@{tmp_path / 'password'}").code == 0
 
         def has_all() -> bool:
-            found = [
+            codes = [
                 berlin("schema", "show", subject, "--json").code,
                 berlin("group", "describe", f"{topic}-group", "--json").code,
             ]
-            return found == [0, 0] and (rules_of("User:mirror"), rules_of("User:guest")) == (len(rules) - 1, 1)
+            return codes == [0, 0] and (rules_of("User:mirror"), rules_of("User:guest")) == (len(rules) - 1, 1)
 
         wait_until(has_all)
         assert "secret" in berlin("tail", topic, "--from", "start").out

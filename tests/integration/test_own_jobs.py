@@ -129,17 +129,17 @@ def test_the_messages_that_a_streaming_query_read_are_counted_with_its_lag(
     api = JobApi(make_surroundings(spark, server, topic, link, tmp_path, []))
     stream = api.read_stream(topic, maxOffsetsPerTrigger=15).select("key", "value")
     query = api.write_stream(stream, f"{topic}-a")
-    found = QueryProgress()
+    progress = QueryProgress()
     try:
         query.processAllAvailable()
-        assert found.take(query.recentProgress) is not None
+        assert progress.take(query.recentProgress) is not None
         publish(server, topic, range(20, 30))
         query.processAllAvailable()
-        found.take(query.recentProgress)
-        found.take(query.recentProgress)
+        progress.take(query.recentProgress)
+        progress.take(query.recentProgress)
     finally:
         query.stop()
-    assert (found.rows, found.lag) == (30, 0)
+    assert (progress.rows, progress.lag) == (30, 0)
 
 
 def test_a_run_whose_messages_were_deleted_by_retention_continues_only_if_configured(

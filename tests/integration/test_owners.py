@@ -90,9 +90,9 @@ async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_dele
             return (await PipelineClient(admin).describe([name]))[0]
 
         async def have_run() -> bool:
-            found = [await described(name) for name in ("olga-route", "olga-land")]
-            assert not any(status["parked"] for status in found), found
-            return all(status["report"] and status["report"]["rows"] for status in found)
+            statuses = [await described(name) for name in ("olga-route", "olga-land")]
+            assert not any(status["parked"] for status in statuses), statuses
+            return all(status["report"] and status["report"]["rows"] for status in statuses)
 
         await until_result(have_run)
         assert (await described())["owner"] == "User:olga"
@@ -139,8 +139,8 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
         await remove_acls(admin, [AclFilter(principal="User:petra", resource_type=ResourceType.TOPIC)])
 
         async def is_parked() -> bool:
-            found = await state()
-            return bool(found) and found["state"] == "parked"
+            found_state = await state()
+            return bool(found_state) and found_state["state"] == "parked"
 
         await until_result(is_parked)
         assert "User:petra may not read topic 'petra-in'" in (await state())["last_error"]
@@ -239,9 +239,9 @@ async def test_push_of_a_deleted_user_is_not_resumed_for_a_new_user_of_that_name
         await delete_user(admin, "rita")
         await put_user(admin, "rita", PASSWORD)
         await until_result(is_parked)
-        found = await described()
-        assert found["owner"] == "User:rita (deleted)"
-        assert found["push"][0]["last_error"].startswith("its owner User:rita was deleted;")
+        document = await described()
+        assert document["owner"] == "User:rita (deleted)"
+        assert document["push"][0]["last_error"].startswith("its owner User:rita was deleted;")
         async with locked.connected("rita") as rita:
             await SubscriptionClient(rita).alter("rita-hook", {URL: hook.url})
         assert (await described())["owner"] == "User:rita"

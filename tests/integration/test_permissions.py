@@ -83,8 +83,8 @@ async def unauthorized(broker: EmbeddedBroker, admin: Client) -> AsyncIterator[C
 
 
 def test_every_api_is_covered() -> None:
-    asked = {int(question.key) for question in permission_table.QUESTIONS}
-    assert asked == (guarded_keys() | AUTHORIZE_THEMSELVES) - OPEN
+    keys = {int(question.key) for question in permission_table.QUESTIONS}
+    assert keys == (guarded_keys() | AUTHORIZE_THEMSELVES) - OPEN
 
 
 def test_denied_requests_get_the_responses_of_kafka(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def topic(server: Server) -> str:
 
 
 async def lags(client: Client, *pipelines: Pipeline) -> dict[str, int]:
-    return await Backlogs(client).lags([found for pipeline in pipelines if (found := reader_of(pipeline)) is not None])
+    return await Backlogs(client).lags(
+        [reader for pipeline in pipelines if (reader := reader_of(pipeline)) is not None]
+    )
 
 
 def of_kinds(topic: str) -> list[Pipeline]:
@@ -63,8 +65,8 @@ async def test_the_lag_is_the_distance_between_the_group_and_the_end(server: Ser
     )
     missing, odd = landing("missing", topics="nowhere"), landing("odd", topics="a", every="x")
     async with Client.connect(server.kafka) as client:
-        found = await lags(client, *kinds, newest, fitting, missing, odd)
-        assert found == {**{kind.name: 3 for kind in kinds}, newest.name: 0, "fit": 3}
+        lag_by_name = await lags(client, *kinds, newest, fitting, missing, odd)
+        assert lag_by_name == {**{kind.name: 3 for kind in kinds}, newest.name: 0, "fit": 3}
         (used,) = [number for number in range(2) if (await client.list_offsets(topic, {number: -1}))[number].offset]
         for pipeline, offset in zip((*kinds, newest), (1, 3, 9, 2), strict=True):
             await commit_offsets(client, pipeline.group, {TopicPartition(topic, PartitionIndex(used)): offset})
@@ -81,19 +83,21 @@ async def test_uncommitted_messages_do_not_count(server: Server, topic: str) -> 
     reader = reader_of(landing("mine", topics=topic))
     assert reader is not None
     async with Client.connect(server.kafka) as client:
-        backlogs, found = Backlogs(client), await find_topic(client, topic)
+        backlogs, topic_entry = Backlogs(client), await find_topic(client, topic)
         assert await backlogs.lags([reader]) == {"mine": 3}
-        assert await backlogs.in_topic([reader], found) == {"mine": (0, 3)}
+        assert await backlogs.in_topic([reader], topic_entry) == {"mine": (0, 3)}
         producer.commit_transaction(WAIT_S)
         # The markers, which have offsets too, may arrive a moment later.
         async with asyncio.timeout(WAIT_S):
             while await backlogs.lags([reader]) != {"mine": 7}:
                 await asyncio.sleep(0.05)
-        listed = await client.list_offsets(topic, {0: -1, 1: -1})
-        ends = {TopicPartition(topic, PartitionIndex(number)): partition.offset for number, partition in listed.items()}
+        offsets = await client.list_offsets(topic, {0: -1, 1: -1})
+        ends = {
+            TopicPartition(topic, PartitionIndex(number)): partition.offset for number, partition in offsets.items()
+        }
         await commit_offsets(client, reader.group, ends)
         assert await backlogs.lags([reader]) == {"mine": 0}
-        assert await backlogs.in_topic([reader], found) == {"mine": (7, 0)}
+        assert await backlogs.in_topic([reader], topic_entry) == {"mine": (7, 0)}
 
 
 class CountingClient(Client):
@@ -123,10 +127,10 @@ def test_a_stopped_pipeline_has_a_lag_in_lists_and_metrics(server: Server, topic
     wait_until(lambda: sample.search(server.metrics()))
     shown = httpx.get(f"http://{server.http}/v1/pipelines/{topic}", timeout=WAIT_S).json()
     assert (shown["state"], shown["lag"], shown["report"]) == ("stopped", 3, None)
-    (listed,) = [
+    (pipeline_row,) = [
         pipeline
         for pipeline in millstream("pipeline", "list", "--json").document["pipelines"]
         if topic in pipeline.values()
     ]
-    assert listed["lag"] == 3
+    assert pipeline_row["lag"] == 3
     assert millstream("pipeline", "delete", topic, "--yes").code == 0

@@ -254,8 +254,8 @@ def test_another_node_takes_over_when_the_owner_dies(
         second = land.report()["node"]
         assert cluster[second].stop() == 0
         cluster[owner].start()
-        left = next(number for number in others if number != second)
-        land.brokers = f"{cluster[left].kafka},{cluster[owner].kafka}"
+        survivor = next(number for number in others if number != second)
+        land.brokers = f"{cluster[survivor].kafka},{cluster[owner].kafka}"
         land.millstream = CommandLine(land.brokers)
         land.publish(1000)
         wait_until(land.is_complete)

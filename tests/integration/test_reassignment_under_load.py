@@ -115,13 +115,13 @@ class Reader(threading.Thread):
 
 def replicas(admin: AdminClient, topic: str) -> list[tuple[list[int], set[int]]]:
     """The replicas of each partition, and those in sync."""
-    found = admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions
-    return [(found[index].replicas, set(found[index].isrs)) for index in sorted(found)]
+    partitions = admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions
+    return [(partitions[index].replicas, set(partitions[index].isrs)) for index in sorted(partitions)]
 
 
 def topic_id(admin: AdminClient, topic: str) -> UUID:
-    found = admin.describe_topics(TopicCollection([topic]))[topic].result(WAIT_S).topic_id
-    return UUID(bytes=urlsafe_b64decode(f"{found}=="))
+    found_topic_id = admin.describe_topics(TopicCollection([topic]))[topic].result(WAIT_S).topic_id
+    return UUID(bytes=urlsafe_b64decode(f"{found_topic_id}=="))
 
 
 def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: str) -> None:

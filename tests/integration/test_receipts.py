@@ -30,15 +30,15 @@ async def test_a_book_reports_messages_that_the_log_has_lost(
         await ms.publish("orders", b"named", id="named")
         await ms.publish("orders", b"named", id="named", deduplicate=True)
     server.restart(clean=False)
-    kept = list(read_book(book))
-    assert [receipt.offset for receipt in kept] == [*range(21), 20]
-    assert kept[-1] == kept[-2]
+    receipts = list(read_book(book))
+    assert [receipt.offset for receipt in receipts] == [*range(21), 20]
+    assert receipts[-1] == receipts[-2]
     assert await millstream.check_receipts(server.kafka, book) == []
 
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     (deleted,) = admin.delete_records([TopicPartition("orders", 0, 3)]).values()
     deleted.result(60)
-    text = book.read_text().replace(kept[7].digest, "0" * 32).replace('"id":"named"', '"id":"other"')
+    text = book.read_text().replace(receipts[7].digest, "0" * 32).replace('"id":"named"', '"id":"other"')
     book.write_text(text)
     findings = await millstream.check_receipts(server.kafka, book)
     assert _found(findings) == [(0, "expired"), (1, "expired"), (2, "expired"), (7, "changed"), (20, "changed")]

@@ -35,11 +35,13 @@ Headers = st.lists(st.tuples(st.sampled_from(["a", "message-id"]), st.none() | s
 @given(st.lists(st.none() | Headers, max_size=5))
 def test_headers_are_kept_and_origin_and_a_missing_id_are_added(given_headers: list[Any]) -> None:
     kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-    listed = [
+    header_lists = [
         None if header is None else [{"key": key, "value": value} for key, value in header] for header in given_headers
     ]
-    names = [f"{at}".encode() for at in range(len(listed))]
-    added = add_headers(pa.array(listed, kind), pa.array(names, pa.binary()), pa.array(names, pa.binary())).to_pylist()
+    names = [f"{at}".encode() for at in range(len(header_lists))]
+    added = add_headers(
+        pa.array(header_lists, kind), pa.array(names, pa.binary()), pa.array(names, pa.binary())
+    ).to_pylist()
     for at, (before, after) in enumerate(zip(given_headers, added, strict=True)):
         name = f"{at}".encode()
         expected = [*(before or []), ("replayed-from", name)]
@@ -80,7 +82,7 @@ def check(server: Server, topics: tuple[str, str], numbers: list[int]) -> None:
         assert (headers["message-id"] or b"").decode().endswith(f"/{original.partition}/{original.offset}")
         assert headers["h"] == str(number_of(record)).encode()
     assert sorted(number_of(record) for record in arrived) == numbers
-    assert all(listed == sorted(listed) for listed in seen.values())
+    assert all(numbers == sorted(numbers) for numbers in seen.values())
 
 
 def number_of(record: Committed) -> int:

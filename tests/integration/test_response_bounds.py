@@ -155,8 +155,8 @@ def _bounds() -> Iterator[str]:
 
 def test_every_bound_of_a_request_has_a_test() -> None:
     assert served_apis  # Imports every API.
-    found = {name for name in _bounds() if BOUND.search(re.split(r"[. ]", name)[-1])}
-    assert found == KEPT.keys() | NO_BOUND.keys()
+    names = {name for name in _bounds() if BOUND.search(re.split(r"[. ]", name)[-1])}
+    assert names == KEPT.keys() | NO_BOUND.keys()
     assert not KEPT.keys() & NO_BOUND.keys()
     for reference in KEPT.values():
         path, _, name = reference.partition("::")
@@ -226,12 +226,12 @@ def test_a_fetch_waits_no_longer_than_it_may(server: Server, filled: tuple[str, 
 
 def _served(response: Any) -> list[int]:
     """The partitions of which a response has records."""
-    found = [
+    partitions = [
         (partition["partition_index"], partition["records"])
         for topic in response["responses"]
         for partition in topic["partitions"]
     ]
-    return [index for index, records in found if records]
+    return [index for index, records in partitions if records]
 
 
 def test_a_session_of_small_fetches_gets_every_partition(server: Server, filled: tuple[str, str]) -> None:
@@ -304,8 +304,8 @@ async def test_small_receives_get_every_partition_whatever_others_ask_for(
         for _ in range(2 * PARTITIONS):
             for _ in range(PARTITIONS - 1):
                 await subscriptions.receive(f"{topic}-2", "w", max_records=1, max_bytes=1, wait_ms=0)
-            (found,) = await subscriptions.receive(topic, "w", max_records=1, max_bytes=1, wait_ms=wait_ms)
-            served.append(found.partition)
+            (message,) = await subscriptions.receive(topic, "w", max_records=1, max_bytes=1, wait_ms=wait_ms)
+            served.append(message.partition)
     assert sorted(served[:PARTITIONS]) == sorted(served[PARTITIONS:]) == [*range(PARTITIONS)]
 
 
@@ -352,8 +352,8 @@ async def test_a_receive_keeps_to_its_records_and_bytes(
         await _publish(client, topic, 10)
         subscriptions = await _subscribe(client, topic, topic)
         for _ in range(3):
-            found = await subscriptions.receive(topic, "w", max_records=max_records, max_bytes=max_bytes)
-            assert len(found) == expected
+            messages = await subscriptions.receive(topic, "w", max_records=max_records, max_bytes=max_bytes)
+            assert len(messages) == expected
 
 
 async def test_a_receive_waits_no_longer_than_it_may(server: Server, topic: str) -> None:
@@ -466,8 +466,8 @@ def test_leases_keep_to_their_limit(http: httpx.Client, topic: str) -> None:
     for worker in range(5):
         assert len(_pull(http, topic, max=1, worker=f"worker-{worker}")) == 1
     for limit in (1, 3, 100):
-        listed = http.get(f"/v1/subscriptions/{topic}/leases", params={"limit": limit}).json()["leases"]
-        assert len(listed) == min(limit, 5)
+        leases = http.get(f"/v1/subscriptions/{topic}/leases", params={"limit": limit}).json()["leases"]
+        assert len(leases) == min(limit, 5)
 
 
 def test_dead_letters_keep_to_their_limit(http: httpx.Client, topic: str) -> None:

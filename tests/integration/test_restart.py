@@ -76,10 +76,10 @@ class Client:
 
 def all_values(server: Server, topic: str) -> list[list[int]]:
     """The content of each partition, as read by another consumer from the start."""
-    found: list[list[int]] = [[] for _ in range(PARTITIONS)]
+    offsets: list[list[int]] = [[] for _ in range(PARTITIONS)]
     for record in committed_records(server.kafka, topic):
-        found[record.partition].append(int(record.value or b""))
-    return found
+        offsets[record.partition].append(int(record.value or b""))
+    return offsets
 
 
 def expected_values(count: int) -> list[list[int]]:

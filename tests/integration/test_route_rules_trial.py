@@ -170,10 +170,10 @@ class Director:
     def wait_for(self, target: str, messages: int) -> list[int]:
         """Wait until so many messages are in a topic; return the numbers of all of them."""
         deadline = time.monotonic() + WAIT_S
-        while len(found := self.records(target)) < messages:
+        while len(found_records := self.records(target)) < messages:
             assert time.monotonic() < deadline, self.report()
             time.sleep(CHECK_INTERVAL_S)
-        return sorted(json.loads(record.value or b"")["id"] for record in found)
+        return sorted(json.loads(record.value or b"")["id"] for record in found_records)
 
     def records(self, target: str) -> list[Committed]:
         return committed_records(self.server.kafka, target)
@@ -203,8 +203,8 @@ class Director:
         return any(what(json.loads(record.value or b"")) for record in self.records(target))
 
     def _processes(self, part: str) -> list[psutil.Process]:
-        found = psutil.Process(self.server.pid).children(recursive=True)
-        return [process for process in found if part in " ".join(process.cmdline()[:3])]
+        children = psutil.Process(self.server.pid).children(recursive=True)
+        return [process for process in children if part in " ".join(process.cmdline()[:3])]
 
     def _ask(self, what: Callable[[Client], Awaitable[T]]) -> T:
         async def ask() -> T:
@@ -231,15 +231,15 @@ class Director:
 
     def _stamps(self) -> dict[Place, int]:
         """The set of rules by which every message was routed."""
-        found: dict[Place, int] = {}
+        versions: dict[Place, int] = {}
         for version in range(len(self.versions)):
             records = self.records(stamp(version))
             mine = {self.source.place_of(record) for record in records}
             assert self.source.faults(records, mine) == []
-            assert not mine & found.keys()
-            found |= dict.fromkeys(mine, version)
-        assert found.keys() == self.source.messages.keys()
-        return found
+            assert not mine & versions.keys()
+            versions |= dict.fromkeys(mine, version)
+        assert versions.keys() == self.source.messages.keys()
+        return versions
 
     def _targets(self, version: int, document: Document) -> set[str]:
         rules = [rule for name, rule in self.versions[version].items() if name not in ("theirs", *self.more)]
@@ -262,28 +262,28 @@ class Director:
     def _check_filters(self) -> None:
         """Check that the messages of the subscription match its filters, one after another."""
         records = self.records("theirs")
-        found = {self.source.place_of(record) for record in records}
-        assert self.source.faults(records, found) == []
+        places = {self.source.place_of(record) for record in records}
+        assert self.source.faults(records, places) == []
         for partition in range(PARTITIONS):
             lane = 0
             for place in sorted(place for place in self.source.messages if place.partition == partition):
                 document = self.source.document(place)
                 in_use = [revision.version for revision in self.filters_seen if document["id"] >= revision.number]
                 lane = max([lane, *in_use])
-                while lane <= self.lane and (document["lane"] == lane) != (place in found):
+                while lane <= self.lane and (document["lane"] == lane) != (place in places):
                     lane += 1
                 assert lane <= self.lane, f"{place} is in line with no filter"
 
     def _check_doomed(self) -> None:
         """Check that a topic deleted meanwhile has everything from some offset on."""
         records = self.records("doomed")
-        found = {self.source.place_of(record) for record in records}
-        assert self.source.faults(records, found) == []
+        places = {self.source.place_of(record) for record in records}
+        assert self.source.faults(records, places) == []
         for partition in range(PARTITIONS):
             mine = sorted(place for place in self.source.messages if place.partition == partition)
-            kept = [place for place in mine if place in found]
-            assert kept
-            assert kept == mine[-len(kept) :]
+            missing = [place for place in mine if place in places]
+            assert missing
+            assert missing == mine[-len(missing) :]
 
 
 def stamp(version: int) -> str:

@@ -245,9 +245,9 @@ def test_a_new_schema_is_tried_on_stored_messages(command: CommandLine, topic: s
     file.write_text(json.dumps(narrow))
     bad = command("schema", "check", subject, file, "--topic", topic, "--json")
     assert bad.code == 5
-    found = bad.document
-    assert (found["compatible"], found["messages"], found["unreadable"]) == (False, 4, 1)
-    assert found["first"][0]["offset"] == 1
+    document = bad.document
+    assert (document["compatible"], document["messages"], document["unreadable"]) == (False, 4, 1)
+    assert document["first"][0]["offset"] == 1
     assert "incompatible" in command("schema", "check", subject, file, "--topic", topic).out
     # A subject that does not exist yet is compatible with anything valid.
     assert ran(command("schema", "check", f"{subject}-new", file, "--json")).document["compatible"] is True

@@ -85,10 +85,10 @@ def test_json_messages_are_validated_with_their_references(registry: Any, topic:
         "id": 1,
         "to": {"city": "Bonn"},
     }
-    found = registry.get_latest_version(f"{topic}-value")
-    assert found.schema.schema_type == "JSON"
-    assert found.schema.references == [reference]
-    assert registry.get_referenced_by(f"{topic}-address", 1) == [found.schema_id]
+    version = registry.get_latest_version(f"{topic}-value")
+    assert version.schema.schema_type == "JSON"
+    assert version.schema.references == [reference]
+    assert registry.get_referenced_by(f"{topic}-address", 1) == [version.schema_id]
 
 
 def test_protobuf_messages_travel_with_imports(registry: Any, rest: httpx.Client, topic: str) -> None:
@@ -99,12 +99,12 @@ def test_protobuf_messages_travel_with_imports(registry: Any, rest: httpx.Client
         value, context_of(topic)
     )
     assert (read.id, read.to.city) == (3, "Bonn")
-    found = registry.get_latest_version(f"{topic}-value")
-    assert found.schema.references == [SchemaReference("shop_address.proto", "shop_address.proto", 1)]
-    assert 'import "shop_address.proto";' in found.schema.schema_str
+    version = registry.get_latest_version(f"{topic}-value")
+    assert version.schema.references == [SchemaReference("shop_address.proto", "shop_address.proto", 1)]
+    assert 'import "shop_address.proto";' in version.schema.schema_str
     # A schema sent as a descriptor is found as text, and the other way round.
-    text = Schema(found.schema.schema_str, "PROTOBUF", found.schema.references)
-    assert registry.lookup_schema(f"{topic}-value", text).schema_id == found.schema_id
+    text = Schema(version.schema.schema_str, "PROTOBUF", version.schema.references)
+    assert registry.lookup_schema(f"{topic}-value", text).schema_id == version.schema_id
     serialized = rest.get(f"/subjects/{topic}-value/versions/1", params={"format": "serialized"}).json()["schema"]
     assert FileDescriptorProto.FromString(b64decode(serialized)).message_type[0].name == "Order"
 
@@ -163,9 +163,9 @@ def test_ids_in_headers_are_guids(registry: Any, topic: str) -> None:
 
 def record(*fields: str, name: str = "R") -> str:
     """An Avro record with int fields; `f=0` has a default."""
-    listed = [field.partition("=") for field in fields]
+    pairs = [field.partition("=") for field in fields]
     texts = [
-        f'{{"name":"{field}","type":"int"{f",{DEFAULT}{value}" if equals else ""}}}' for field, equals, value in listed
+        f'{{"name":"{field}","type":"int"{f",{DEFAULT}{value}" if equals else ""}}}' for field, equals, value in pairs
     ]
     return f'{{"type":"record","name":"{name}","fields":[{",".join(texts)}]}}'
 
@@ -307,8 +307,8 @@ def test_a_referenced_schema_is_not_deleted(rest: httpx.Client, topic: str) -> N
     references = [{"name": "Inner", "subject": f"{topic}-inner", "version": 1}]
     assert refusal(register(rest, topic, outer)) == (422, 42201)
     number = register(rest, topic, outer, references=references).json()["id"]
-    found = rest.get(f"/schemas/ids/{number}").json()
-    assert (found["schema"], found["references"]) == (outer, references)
+    schema = rest.get(f"/schemas/ids/{number}").json()
+    assert (schema["schema"], schema["references"]) == (outer, references)
     assert "Inner" in rest.get(f"/schemas/ids/{number}?format=resolved").json()["schema"].replace('"type":"Inner"', "")
     assert rest.get(f"/subjects/{topic}-inner/versions/1/referencedby").json() == [number]
     assert refusal(rest.delete(f"/subjects/{topic}-inner")) == (422, 42206)
@@ -363,8 +363,8 @@ def test_imported_ids_leave_room_for_others(rest: httpx.Client, topic: str) -> N
     assert register(rest, f"{context}orders", record("a"), id=2**30).status_code == 200
     made = register(rest, f"{context}others", record("b")).json()["id"]
     assert made == 2**30 + 1
-    found = rest.get(f"/schemas/ids/{made}", params={"subject": f"{context}others"})
-    assert found.status_code == 200
+    response = rest.get(f"/schemas/ids/{made}", params={"subject": f"{context}others"})
+    assert response.status_code == 200
     # Numbers of thousands of digits are not converted.
     assert rest.get(f"/schemas/ids/{'9' * 5000}").status_code == 404
     assert refusal(rest.get(f"/subjects/{path}/versions/{'9' * 5000}")) == (422, 42202)
@@ -375,11 +375,11 @@ def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
     rule = {"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}
     rules = {"domainRules": [rule], "enableAt": "CLIENT"}
     register(rest, topic, record("a"), metadata=metadata, ruleSet=rules)
-    found = rest.get(f"/subjects/{topic}/versions/latest").json()
-    assert found["metadata"] == metadata
+    version = rest.get(f"/subjects/{topic}/versions/latest").json()
+    assert version["metadata"] == metadata
     # The defaults of a rule are written out, and sending them is the same as leaving them out.
-    assert found["ruleSet"] == {**rules, "domainRules": [{**rule, "disabled": False}]}
-    assert register(rest, topic, record("a"), metadata=metadata, ruleSet=found["ruleSet"]).json()["version"] == 1
+    assert version["ruleSet"] == {**rules, "domainRules": [{**rule, "disabled": False}]}
+    assert register(rest, topic, record("a"), metadata=metadata, ruleSet=version["ruleSet"]).json()["version"] == 1
     by_metadata = rest.get(f"/subjects/{topic}/metadata", params={"key": "owner", "value": "shop"}).json()
     assert by_metadata["version"] == 1
     assert register(rest, topic, record("a", "b=0")).json()["version"] == 2
@@ -532,9 +532,9 @@ def test_lists_name_aliases_as_what_they_are(rest: httpx.Client, topic: str) -> 
         register(rest, f"{topic}-{subject}", record(subject, name=subject.upper()))
     rest.put(f"/config/{topic}-a", json={"alias": f"{topic}-b"})
     assert rest.get(f"/subjects/{topic}-a/versions/1").json()["subject"] == f"{topic}-b"
-    listed = rest.get("/schemas", params={"subjectPrefix": topic}).json()
-    assert [schema["subject"] for schema in listed] == [f"{topic}-a", f"{topic}-b"]
-    assert rest.get("/schemas", params={"subjectPrefix": topic, "limit": 0}).json() == listed
+    schemas = rest.get("/schemas", params={"subjectPrefix": topic}).json()
+    assert [schema["subject"] for schema in schemas] == [f"{topic}-a", f"{topic}-b"]
+    assert rest.get("/schemas", params={"subjectPrefix": topic, "limit": 0}).json() == schemas
 
 
 def test_a_read_only_subject_keeps_its_settings(rest: httpx.Client, topic: str) -> None:

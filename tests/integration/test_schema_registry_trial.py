@@ -86,8 +86,8 @@ def test_registrations_survive_a_killed_node(nodes: list[Server]) -> None:
     for key, schema_id in acknowledged.items():
         ids.setdefault(key.split()[1], set()).add(schema_id)
     # One id per schema, and no id for two schemas.
-    assert all(len(found) == 1 for found in ids.values())
-    assert len({next(iter(found)) for found in ids.values()}) == len(ids)
+    assert all(len(numbers) == 1 for numbers in ids.values())
+    assert len({next(iter(numbers)) for numbers in ids.values()}) == len(ids)
     for node in nodes[:2]:
         with httpx.Client(base_url=f"http://{node.http}/registry", timeout=60) as client:
             for key, schema_id in acknowledged.items():

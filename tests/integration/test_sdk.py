@@ -74,9 +74,9 @@ async def test_messages_of_a_recreated_topic_have_its_id(ms: millstream.Connecti
     for partitions in ([0], [1, 0]):
         await create_topic(ms.client, topic, partitions=2, replication=-1, settings={})
         receipts += [await ms.publish(topic, "x", partition=partition) for partition in partitions]
-        found = (await ms.client.metadata([topic])).topics[topic]
+        metadata = (await ms.client.metadata([topic])).topics[topic]
         assert {receipt.id for receipt in receipts[-len(partitions) :]} == {
-            f"{found.topic_id}/{at}/0" for at in partitions
+            f"{metadata.topic_id}/{at}/0" for at in partitions
         }
         await delete_topic(ms.client, topic)
 

@@ -12,12 +12,12 @@ async def test_leaving_repeatedly_uses_up_no_attempts(server: Server, topic: str
         seen: list[tuple[int, int]] = []
         while len(seen) < 120:
             async with ms.subscription(topic, name=topic, start="earliest", attempts=2) as stream:
-                left = 10
+                remaining = 10
                 async for message in stream:
                     await message.ack()
                     seen.append((message.json()["number"], message.attempt))
-                    left -= 1
-                    if not left:
+                    remaining -= 1
+                    if not remaining:
                         break
         assert sorted(seen) == [(number, 1) for number in range(120)]
     async with millstream.connect(server.kafka) as ms:

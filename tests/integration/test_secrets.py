@@ -74,9 +74,9 @@ class PushingServer:
 
 @asynccontextmanager
 async def pushing(folder: Path, **settings: object) -> AsyncIterator[PushingServer]:
-    given = {"push-private-addresses": "true", "pipelines-enabled": "false"} | settings
+    options = {"push-private-addresses": "true", "pipelines-enabled": "false"} | settings
     async with Webhook() as hook:
-        with Server(folder / "data", settings=given) as server:
+        with Server(folder / "data", settings=options) as server:
             yield PushingServer(folder, server, hook)
 
 
@@ -132,8 +132,8 @@ async def test_a_missing_key_parks_only_push_with_that_secret(tmp_path: Path) ->
         await node.publish("lost", "before")
         await node.arrived("before")
         node.server.stop()
-        kept = node.keys.rename(node.keys.with_name("elsewhere"))
-        key_id = kept.read_text().splitlines()[-1].split()[0]
+        key_file = node.keys.rename(node.keys.with_name("elsewhere"))
+        key_id = key_file.read_text().splitlines()[-1].split()[0]
         assert call_command(["secrets", "init", "--file", str(node.keys)]).code == 0
         node.server.start()
         reason = await node.parked("lost")
@@ -150,11 +150,11 @@ async def test_a_missing_key_parks_only_push_with_that_secret(tmp_path: Path) ->
         await node.publish("lost", "after")
         assert b"after" not in node.hook.bodies
         # The key is restored beside the new one, without a restart.
-        node.keys.write_bytes(kept.read_bytes() + node.keys.read_bytes())
+        node.keys.write_bytes(key_file.read_bytes() + node.keys.read_bytes())
         await node.arrived("after")
-        listed = (await node.run("secrets", "list", "--json")).document
-        assert {(secret["name"], secret["problem"]) for secret in listed["secrets"]} == {("lost", ""), ("other", "")}
-        assert key_id in {secret["key"] for secret in listed["secrets"]}
+        document = (await node.run("secrets", "list", "--json")).document
+        assert {(secret["name"], secret["problem"]) for secret in document["secrets"]} == {("lost", ""), ("other", "")}
+        assert key_id in {secret["key"] for secret in document["secrets"]}
 
 
 async def test_keys_are_rotated_while_messages_are_pushed(tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ async def test_keys_are_rotated_while_messages_are_pushed(tmp_path: Path) -> Non
 def test_a_secret_is_never_a_process_argument(server: Server) -> None:
     command = CommandLine(server.kafka)
     create = ("subscription", "create", "argued", "--topic", "argued", "--push", "https://example.com")
-    for given in (
+    for flags in (
         ("--push-secret", WORD),
         ("--push-header", f"Authorization=Bearer {BEARER}"),
         ("--push-header", f"X-Api-Key={BEARER}"),
         ("--set", f"{SECRET}={WORD}"),
         ("--set", f"{HEADERS}={{}}"),
     ):
-        refused = command(*create, *given)
+        refused = command(*create, *flags)
         assert refused.code == 2
         assert "@FILE" in refused.err
         assert WORD not in refused.err

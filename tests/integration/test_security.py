@@ -275,8 +275,8 @@ async def test_a_user_with_a_name_in_another_script(locked: Locked, tmp_path: Pa
         "script-sdk",
     }
     admin = AdminClient(confluent(locked, ADMIN))
-    asked: Any = admin.describe_user_scram_credentials([who[0]])
-    assert len(asked[who[0]].result(WAIT_S).scram_credential_infos) == 2
+    described: Any = admin.describe_user_scram_credentials([who[0]])
+    assert len(described[who[0]].result(WAIT_S).scram_credential_infos) == 2
 
 
 async def test_an_api_token_acts_as_its_owner_within_its_scope_until_revoked(locked: Locked) -> None:
@@ -288,9 +288,9 @@ async def test_an_api_token_acts_as_its_owner_within_its_scope_until_revoked(loc
         error = await asyncio.to_thread(send, settings, topic, b"x")
         assert error is not None
         assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
-    listed = await asyncio.to_thread(run_cli, locked, ALICE, "token", "list")
-    assert [token["owner"] for token in listed["tokens"] if token["id"] == made["id"]] == ["User:alice"]
-    assert made["secret"] not in json.dumps(listed)
+    result = await asyncio.to_thread(run_cli, locked, ALICE, "token", "list")
+    assert [token["owner"] for token in result["tokens"] if token["id"] == made["id"]] == ["User:alice"]
+    assert made["secret"] not in json.dumps(result)
     assert (await asyncio.to_thread(run_cli, locked, MALLORY, "token", "list"))["tokens"] == []
     await asyncio.to_thread(run_cli, locked, MALLORY, "token", "revoke", made["id"], exit_code=3)
 
@@ -467,8 +467,8 @@ def test_a_command_explains_how_to_authenticate(locked: Locked, tmp_path: Path) 
     assert "if it uses TLS, pass the authority of its certificate with --tls-ca" in millstream(*soon).err
     assert "if it requires authentication, pass a user" in millstream(*soon, *tls).err
     assert "authentication failed" in millstream("topic", "list", *wrong).err
-    found = millstream("doctor", *wrong)
-    assert (found.code, "check --user, --password-file" in found.out) == (2, True)
+    result = millstream("doctor", *wrong)
+    assert (result.code, "check --user, --password-file" in result.out) == (2, True)
 
 
 def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:
@@ -574,12 +574,12 @@ def test_no_other_request_is_served_during_and_after_a_failed_reauthentication(t
 
         def codes(*frames: bytes) -> list[int]:
             """Return the error codes of the responses, -1 for that of Metadata."""
-            response, found = send_plain_text(server.kafka, handshake, plain(*ADMIN), *frames), []
+            response, found_codes = send_plain_text(server.kafka, handshake, plain(*ADMIN), *frames), []
             while response:
                 (size,) = struct.unpack_from(">i", response)
                 body, response = response[8 : 4 + size], response[4 + size :]
-                found.append(-1 if port in body else struct.unpack_from(">h", body)[0])
-            return found
+                found_codes.append(-1 if port in body else struct.unpack_from(">h", body)[0])
+            return found_codes
 
         # The last request closes the connection.
         assert codes(metadata, request(32767, 0)) == [0, 0, -1]
@@ -722,8 +722,8 @@ async def test_a_profile_signs_in(locked: Locked, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MILLSTREAM_PROFILES", str(tmp_path / "profiles.toml"))
     async with millstream.connect(profile="locked") as ms:
         await ms.publish("alice-by-profile", b"one", key="k")
-    listed = await asyncio.to_thread(call_command, ["topic", "list", "--json", "--profile", "locked"])
-    assert "alice-by-profile" in {topic["topic"] for topic in listed.document["topics"]}
+    result = await asyncio.to_thread(call_command, ["topic", "list", "--json", "--profile", "locked"])
+    assert "alice-by-profile" in {topic["topic"] for topic in result.document["topics"]}
     monkeypatch.setenv("MILLSTREAM_PROFILE", "wrong")
     refused = await asyncio.to_thread(call_command, ["topic", "list"])
     assert refused.code != 0

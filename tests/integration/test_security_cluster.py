@@ -244,15 +244,15 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
                 assert stored.status_code == 201, stored.text
         made = await http.post(f"{first}/subscriptions", json={"name": name, "topics": [topic], "start": "start"})
         assert made.status_code == 201, made.text
-        found = 0
+        count = 0
         async with asyncio.timeout(WAIT_S):
-            while found < 8:
+            while count < 8:
                 pulled = await http.post(f"{second}/subscriptions/{name}/messages:pull", json={"wait_ms": 1000})
                 assert pulled.status_code == 200, pulled.text
                 leases = [message["lease"] for message in pulled.json()["messages"]]
                 settled = await http.post(f"{first}/subscriptions/{name}/messages:settle", json={"accept": leases})
                 assert settled.json()["failed"] == 0, "a lease of one gateway is settled through any other"
-                found += len(leases)
+                count += len(leases)
         refused = await http.post(f"{first}/topics/orders/messages", content=b"x")
         assert refused.status_code == 403
 
@@ -277,13 +277,13 @@ async def test_assertions_not_signed_by_a_node_are_refused(locked: Locked, tmp_p
 
 
 async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
-    asked = encode(AuthenticateRequest(scheme="basic", host="10.9.9.9", user=ADMIN[0], secret=ADMIN[1]))
+    frame = encode(AuthenticateRequest(scheme="basic", host="10.9.9.9", user=ADMIN[0], secret=ADMIN[1]))
     folder = locked.certificates
     node = node_by_certificate(str(folder / "node.pem"), str(folder / "node.key"), str(locked.ca), CLUSTER)
     async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as admin:
         await put_user(admin, "dave", "dave-password")
     async with Client.connect(locked.nodes[0].kafka, credentials=node) as client:
-        response = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
+        response = decode(await client.private(None, AuthenticateRequest.KEY, frame), AuthenticateResponse)
         assert response.principal == "User:admin"
     for target in locked.nodes:
         # Signed by the first, accepted by both.
@@ -294,7 +294,7 @@ async def test_only_nodes_may_authenticate_callers(locked: Locked) -> None:
             await open_with(locked, target, response.assertion)
     dave = locked.credentials(("dave", "dave-password"))
     async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
-        refused = decode(await client.private(None, AuthenticateRequest.KEY, asked), AuthenticateResponse)
+        refused = decode(await client.private(None, AuthenticateRequest.KEY, frame), AuthenticateResponse)
     assert (refused.error, refused.assertion) == (31, "")
 
 

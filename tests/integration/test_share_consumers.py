@@ -205,9 +205,9 @@ def test_several_consumers_of_one_partition_share_its_messages(server: Server) -
                 work.publish(*numbers(published, published + 20))
                 published += 20
             for number, consumer in enumerate(consumers):
-                found = texts(poll(consumer, 0.1))
-                seen.update(found)
-                busy |= {number} if found else set()
+                values = texts(poll(consumer, 0.1))
+                seen.update(values)
+                busy |= {number} if values else set()
     assert seen == Counter(numbers(0, published))
 
 
@@ -243,10 +243,10 @@ def test_expired_leases_and_exhausted_deliveries(server: Server) -> None:
         other.acknowledge(again, AcknowledgeType.RELEASE)
         committed(other)
         work.publish("fine")
-        found = [*poll(slow), *poll(other)]
-        while not found:
-            found = [*poll(slow), *poll(other)]
-        assert texts(found) == ["fine"]
+        messages = [*poll(slow), *poll(other)]
+        while not messages:
+            messages = [*poll(slow), *poll(other)]
+        assert texts(messages) == ["fine"]
 
 
 def test_invalid_settings_are_refused(server: Server) -> None:
@@ -330,12 +330,12 @@ def test_commands_and_pages_about_groups_include_share_groups(server: Server) ->
         until_at(server.kafka, work.name, 1)
         reported = millstream("group", "list", "--json")
         assert reported.code == 0, reported.err
-        (listed,) = [group for group in reported.document["groups"] if group["group"] == work.name]
-        assert (listed["type"], listed["state"], listed["members"], listed["lag"]) == ("share", "Stable", 1, 4)
+        (group,) = [group for group in reported.document["groups"] if group["group"] == work.name]
+        assert (group["type"], group["state"], group["members"], group["lag"]) == ("share", "Stable", 1, 4)
         described = millstream("group", "describe", work.name, "--json").document
         assert (described["type"], [offset["committed"] for offset in described["offsets"]]) == ("share", [1])
         pages = httpx.get(f"http://{server.http}/v1/groups", timeout=WAIT_S).json()["groups"]
-        assert listed in pages
+        assert group in pages
     refused = millstream("group", "reset", work.name, "--to", "start")
     assert (refused.code, "millstream subscription seek" in refused.err) == (2, True)
     deleted = millstream("group", "delete", work.name, "--yes")

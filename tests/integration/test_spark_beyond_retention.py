@@ -77,19 +77,19 @@ class Landed:
     def stream(self, folder: Path, **options: str) -> list[Any]:
         """Everything that a bounded stream reads, in as many batches as it wants."""
         frame = self._options(self.spark.readStream, **options).load()
-        found: list[Any] = []
+        found_rows: list[Any] = []
         query = (
-            frame.writeStream.foreachBatch(lambda rows, _batch: found.extend(rows.collect()))
+            frame.writeStream.foreachBatch(lambda rows, _batch: found_rows.extend(rows.collect()))
             .option("checkpointLocation", str(folder))
             .trigger(availableNow=True)
             .start()
         )
         query.awaitTermination()
-        return found
+        return found_rows
 
     def _options(self, reader: Any, **options: str) -> Any:
-        given = {"kafka.bootstrap.servers": self.server.kafka, "subscribe": self.topic, **options}
-        return reader.format("millstream").options(**given)
+        given_options = {"kafka.bootstrap.servers": self.server.kafka, "subscribe": self.topic, **options}
+        return reader.format("millstream").options(**given_options)
 
 
 def places(rows: list[Any]) -> list[tuple[Place, bytes]]:

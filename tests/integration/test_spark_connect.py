@@ -64,7 +64,7 @@ def client_packages(tmp_path: Path) -> str:
 
 @pytest.fixture
 def connect_server(tmp_path: Path) -> Iterator[str]:
-    found = environment()
+    variables = environment()
     held = ReservedPort()
     settings = {
         "spark.connect.grpc.binding.address": "127.0.0.1",
@@ -72,11 +72,11 @@ def connect_server(tmp_path: Path) -> Iterator[str]:
         "spark.sql.warehouse.dir": str(tmp_path / "warehouse"),
         "spark.ui.enabled": "false",
     }
-    submit = [str(Path(found["SPARK_HOME"], "bin", "spark-submit")), "--master", "local[2]"]
+    submit = [str(Path(variables["SPARK_HOME"], "bin", "spark-submit")), "--master", "local[2]"]
     flags = [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
     server = ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
     log = tmp_path / "server.log"
-    with running([*submit, *flags, *server], log, found | {"SPARK_LOCAL_IP": "127.0.0.1"}) as process:
+    with running([*submit, *flags, *server], log, variables | {"SPARK_LOCAL_IP": "127.0.0.1"}) as process:
         wait_until(lambda: "Spark Connect server started" in log.read_text(errors="replace"), process, log)
         yield f"sc://{held.address}"
 

@@ -58,9 +58,11 @@ def topics(server: Server) -> Topics:
 
 @pytest.fixture
 def reader(server: Server, topic: str) -> MakeReader:
-    def make(**given: str) -> TopicStreamReader:
-        what = {} if "subscribePattern" in given else {"subscribe": topic}
-        options = read_options({"kafka.bootstrap.servers": server.kafka, "columns": "value,offset", **what, **given})
+    def make(**given_options: str) -> TopicStreamReader:
+        what = {} if "subscribePattern" in given_options else {"subscribe": topic}
+        options = read_options(
+            {"kafka.bootstrap.servers": server.kafka, "columns": "value,offset", **what, **given_options}
+        )
         return TopicStreamReader(options, shape_of(default_schema(options), options))
 
     return make
@@ -71,11 +73,11 @@ def at(topic: str, offset: int) -> dict[str, Any]:
 
 
 def offsets(reader: TopicStreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
-    found: list[int] = []
+    found_offsets: list[int] = []
     for partition in reader.partitions(start, end):
         for batch in reader.read(partition):
-            found += batch.column("offset").to_pylist()
-    return found
+            found_offsets += batch.column("offset").to_pylist()
+    return found_offsets
 
 
 def test_records_deleted_by_retention_from_a_running_stream_are_reported_once(
@@ -110,8 +112,10 @@ def test_records_deleted_between_plan_and_task_are_reported_too(
         list(strict.read(planned[strict][0]))
     assert reported.value.lost == [(topic, 0, 10, 17)]
     with caplog.at_level(logging.WARNING):
-        found = [number for batch in lenient.read(planned[lenient][0]) for number in batch.column("offset").to_pylist()]
-    assert found == list(range(17, 30))
+        found_offsets = [
+            number for batch in lenient.read(planned[lenient][0]) for number in batch.column("offset").to_pylist()
+        ]
+    assert found_offsets == list(range(17, 30))
     assert f"{topic}-0: offsets 10 to 16" in caplog.text
 
 

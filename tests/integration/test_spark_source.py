@@ -260,12 +260,12 @@ def test_a_session_keeps_what_spark_submit_was_given(tmp_path: Path) -> None:
         "spark.conf.set('spark.sql.python.filterPushdown.enabled', 'false')\n"
         "print(session('again').conf.get('spark.sql.python.filterPushdown.enabled'))\n"
     )
-    given = ["spark.sql.execution.arrow.pyspark.enabled=false", "spark.sql.shuffle.partitions=7"]
+    settings = ["spark.sql.execution.arrow.pyspark.enabled=false", "spark.sql.shuffle.partitions=7"]
     ran = subprocess.run(
         [
             str(Path(pyspark.__file__).parent / "bin" / "spark-submit"),
             *("--master", "local[3]", "--name", "nightly"),
-            *(word for setting in given for word in ("--conf", setting)),
+            *(word for setting in settings for word in ("--conf", setting)),
             str(script),
         ],
         env={**os.environ, "JAVA_HOME": use_fitting_java({**os.environ}), "PYSPARK_PYTHON": sys.executable},
@@ -466,10 +466,10 @@ def test_records_deleted_by_retention_from_a_running_stream(bench: Bench, is_str
     bench.create()
     bench.produce(numbered(40))
     admin = AdminClient({"bootstrap.servers": bench.server.kafka, "log_level": 0})
-    found: list[int] = []
+    numbers: list[int] = []
 
     def seen(frame: DataFrame, number: int) -> None:
-        found.extend(row.offset for row in frame.select("offset").collect())
+        numbers.extend(row.offset for row in frame.select("offset").collect())
         if number == 0:
             (deleted,) = admin.delete_records([TopicPartition(bench.topic, 0, 25)]).values()
             deleted.result(WAIT_S)
@@ -480,10 +480,10 @@ def test_records_deleted_by_retention_from_a_running_stream(bench: Bench, is_str
     if is_strict:
         with pytest.raises(StreamingQueryException, match=f"{bench.topic}-0: offsets 10 to 19"):
             query.awaitTermination()
-        assert found == list(range(10))
+        assert numbers == list(range(10))
     else:
         query.awaitTermination()
-        assert found == [*range(10), *range(25, 40)]
+        assert numbers == [*range(10), *range(25, 40)]
 
 
 def test_rows_of_a_catalog_table_are_written_to_the_given_topic(bench: Bench) -> None:
@@ -518,8 +518,8 @@ def test_rows_of_a_catalog_table_are_written_to_the_given_topic(bench: Bench) ->
             sql(f"CREATE TABLE {first}_b USING millstream OPTIONS ({brokers}, subscribe '{other}', columns 'value')")
         # A schema taken from a table does not decide what is read.
         read = bench.spark.read.format("millstream").schema(rows.schema)
-        found = read.options(**there, subscribePattern=f"{third}|none").load().collect()
-        assert {row.topic for row in found} == {third}
+        found_rows = read.options(**there, subscribePattern=f"{third}|none").load().collect()
+        assert {row.topic for row in found_rows} == {third}
     finally:
         sql(f"DROP TABLE {first}")
         sql(f"DROP TABLE {second}")

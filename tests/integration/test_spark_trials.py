@@ -63,7 +63,7 @@ class Trial:
     @contextmanager
     def driver(self, master: str, fault: str, **settings: str) -> Iterator[Popen[bytes]]:
         """The program, started."""
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "master": master,
             "brokers": self.server.kafka,
             "source": self.source,
@@ -78,7 +78,7 @@ class Trial:
                 **settings,
             },
         }
-        command = [sys.executable, str(Path(__file__).with_name("spark_driver.py")), json.dumps(given)]
+        command = [sys.executable, str(Path(__file__).with_name("spark_driver.py")), json.dumps(arguments)]
         with running(command, self.log, environment()) as process:
             yield process
 
@@ -111,19 +111,19 @@ class Trial:
         settings = {"bootstrap.servers": self.server.kafka, "group.id": "trial", "log_level": 0}
         consumer = Consumer({**settings, "enable.partition.eof": True, "isolation.level": isolation})
         consumer.assign([TopicPartition(self.target, number, 0) for number in range(PARTITIONS)])
-        found: list[bytes] = []
+        found_values: list[bytes] = []
         ended = 0
         while ended < PARTITIONS:
             message = consumer.poll(60)
             assert message is not None
             error = message.error()
             if error is None:
-                found.append(message.value() or b"")
+                found_values.append(message.value() or b"")
             else:
                 assert error.code() == KafkaError._PARTITION_EOF
                 ended += 1
         consumer.close()
-        return sorted(found)
+        return sorted(found_values)
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ async def test_a_failing_stream_blocks_nothing_and_resumes(trial: Trial) -> None
         assert process.wait(WAIT_S) != 0
     assert trial.happened("struck-.*") == ["struck-writer"]
     async with Client.connect(trial.server.kafka) as client:
-        found = await list_transactions(client, states=(ONGOING, PREPARED))
-    assert found == []
+        transactions = await list_transactions(client, states=(ONGOING, PREPARED))
+    assert transactions == []
     assert len(trial.values()) == ROWS_PER_BATCH
     trial.copy("local[2]", "no-commit")
     assert trial.values() == trial.expected

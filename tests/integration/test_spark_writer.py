@@ -41,8 +41,12 @@ SCHEMA = StructType([StructField("value", StringType())])
 def options(server: Server, topic: str) -> WriteOptions:
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(WAIT_S)
-    given = {"kafka.bootstrap.servers": server.kafka, "topic": topic, "checkpointLocation": f"checkpoints/{topic}"}
-    return write_options(given)
+    given_options = {
+        "kafka.bootstrap.servers": server.kafka,
+        "topic": topic,
+        "checkpointLocation": f"checkpoints/{topic}",
+    }
+    return write_options(given_options)
 
 
 @pytest.fixture
@@ -79,8 +83,10 @@ def _link(options: WriteOptions) -> Link:
 def open_transactions(options: WriteOptions, query: str) -> list[str]:
     async def find() -> list[str]:
         async with Client.connect(options.brokers) as client:
-            found = await list_transactions(client, matching=f"spark/{query}/.*")
-            return [transaction.transactional_id for transaction in found if transaction.state in (ONGOING, PREPARED)]
+            transactions = await list_transactions(client, matching=f"spark/{query}/.*")
+            return [
+                transaction.transactional_id for transaction in transactions if transaction.state in (ONGOING, PREPARED)
+            ]
 
     return asyncio.run(find())
 
@@ -88,9 +94,9 @@ def open_transactions(options: WriteOptions, query: str) -> list[str]:
 def values(options: WriteOptions, count: int) -> list[bytes]:
     consumer = Consumer({"bootstrap.servers": options.brokers, "group.id": "g", "log_level": 0})
     consumer.assign([TopicPartition(options.topic or "", 0, 0)])
-    found = consumer.consume(count, WAIT_S)
+    messages = consumer.consume(count, WAIT_S)
     consumer.close()
-    return [message.value() or b"" for message in found]
+    return [message.value() or b"" for message in messages]
 
 
 @pytest.mark.parametrize("is_returned", [False, True])
@@ -175,9 +181,9 @@ def test_a_task_starts_when_the_broker_is_available_again(
         if away:
             away.pop()
             raise BrokerUnreachable("it is just started again")
-        return await found(self, node)
+        return await found_reach(self, node)
 
-    found = Client._reach
+    found_reach = Client._reach
     link = _link(options)
     monkeypatch.setattr(Client, "_reach", reach)
     assert target_topic.supports_batch_commit(link)

@@ -118,8 +118,8 @@ def test_passwords_are_reloaded_and_never_shown(stores: Stores, node: Server) ->
         gone = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'keeper'"
         assert connection.execute(gone.encode()).fetchall()
     create_topic(node, "after")
-    listed = CommandLine(node.kafka)("topic", "list", "--json").document["topics"]
-    assert {"before", "after"} <= {topic["topic"] for topic in listed}
+    topics = CommandLine(node.kafka)("topic", "list", "--json").document["topics"]
+    assert {"before", "after"} <= {topic["topic"] for topic in topics}
     main = psutil.Process(node.pid)
     seen = " ".join(part for process in (main, *main.children(recursive=True)) for part in process.cmdline())
     resource = ConfigResource(ConfigResource.Type.BROKER, "1")
@@ -161,8 +161,8 @@ def test_an_invalid_configuration_is_refused_at_once_without_revealing_passwords
 ) -> None:
     (tmp_path / "exposed").write_text(ETCD_WORD)
     (tmp_path / "exposed").chmod(0o644)
-    given = str(tmp_path / value) if name.endswith("-file") else value
-    settings = stores.settings() | {"data": tmp_path / "data", "kafka": "127.0.0.1:0", "http": "", name: given}
+    argument = str(tmp_path / value) if name.endswith("-file") else value
+    settings = stores.settings() | {"data": tmp_path / "data", "kafka": "127.0.0.1:0", "http": "", name: argument}
     refused = call_command(["serve", *(f"--{key}={setting}" for key, setting in settings.items())])
     assert refused.code == 2, refused.err
     assert reason in refused.err

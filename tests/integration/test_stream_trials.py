@@ -126,7 +126,7 @@ class StreamTrial:
         """The program, as a separate process group."""
         marks = self.folder / f"run-{len(self._runs)}"
         marks.mkdir()
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "brokers": self.server.kafka,
             "folder": str(self.folder),
             "marks": str(marks),
@@ -140,7 +140,7 @@ class StreamTrial:
         program = str(Path(__file__).with_name("pipeline_driver.py"))
         with self.log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, program, json.dumps(given)],
+                [sys.executable, program, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -195,21 +195,21 @@ def check_windows(trial: StreamTrial) -> None:
     for first in range(0, ROWS - LATE_S - WINDOW_S, WINDOW_S):
         at = f"{FIRST + timedelta(seconds=first):%Y-%m-%dT%H:%M:%S}.000Z"
         expected.append({"at": at, "n": WINDOW_S, "total": sum(range(first, first + WINDOW_S))})
-    found = trial.finish(len(expected))
-    assert sorted(found, key=lambda row: str(row["at"])) == expected
+    rows = trial.finish(len(expected))
+    assert sorted(rows, key=lambda row: str(row["at"])) == expected
 
 
 def check_totals(trial: StreamTrial) -> None:
     """Check that every region has a row of every batch, and that the last one counts everything."""
     batches = ROWS // BATCH
-    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    rows_by_region: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for row in trial.finish(batches * REGIONS):
-        found[row["region"]].append((row["n"], row["total"]))
-    assert sorted(found) == [f"region-{number}" for number in range(REGIONS)]
+        rows_by_region[row["region"]].append((row["n"], row["total"]))
+    assert sorted(rows_by_region) == [f"region-{number}" for number in range(REGIONS)]
     for number in range(REGIONS):
         of_region = range(number, ROWS, REGIONS)
         counts = [BATCH // REGIONS * (batch + 1) for batch in range(batches)]
-        assert found[f"region-{number}"] == [(count, sum(of_region[:count])) for count in counts]
+        assert rows_by_region[f"region-{number}"] == [(count, sum(of_region[:count])) for count in counts]
 
 
 CHECKS = {WINDOWS: check_windows, TOTALS: check_totals}
@@ -292,7 +292,7 @@ def test_a_changed_statement_starts_where_the_rows_of_the_previous_one_end(
         *((n, 2000, 2000 + n * BATCH) for n in range(1, 5)),
     ]
     for number in range(REGIONS):
-        found = [(row["n"], row["total"]) for row in rows if row["region"] == f"region-{number}"]
-        assert found == [
+        totals = [(row["n"], row["total"]) for row in rows if row["region"] == f"region-{number}"]
+        assert totals == [
             (BATCH // REGIONS * batches, sum(range(first + number, end, REGIONS))) for batches, first, end in expected
         ]

@@ -78,16 +78,18 @@ class SubscribedTopic:
 
     async def receive(self, count: int, worker: str = "one", *, wait_ms: int = WAIT_MS) -> list[LeasedMessage]:
         """Receive exactly so many messages; the server may send them in several responses."""
-        found: list[LeasedMessage] = []
-        while len(found) < count:
-            more = await self.subscriptions.receive(self.name, worker, max_records=count - len(found), wait_ms=wait_ms)
-            assert more, f"only {[message.record.value for message in found]} came"
-            found += more
-        return found
+        messages: list[LeasedMessage] = []
+        while len(messages) < count:
+            more = await self.subscriptions.receive(
+                self.name, worker, max_records=count - len(messages), wait_ms=wait_ms
+            )
+            assert more, f"only {[message.record.value for message in messages]} came"
+            messages += more
+        return messages
 
     async def nothing(self, worker: str = "one", *, wait_ms: int = 0) -> None:
-        found = await self.subscriptions.receive(self.name, worker, max_records=10, wait_ms=wait_ms)
-        assert [message.record.value for message in found] == []
+        messages = await self.subscriptions.receive(self.name, worker, max_records=10, wait_ms=wait_ms)
+        assert [message.record.value for message in messages] == []
 
     async def settle(
         self, messages: list[LeasedMessage], verb: int, worker: str = "one", *, delay_ms: int | None = None
@@ -98,17 +100,17 @@ class SubscribedTopic:
         assert results == [None] * len(messages)
 
     async def letters(self, count: int) -> list[Record]:
-        found: list[Record] = []
+        records: list[Record] = []
         async with asyncio.timeout(60):
             # The topic is created for the first letter.
             while f"{self.topic}-dead" not in (await self.client.metadata()).topics:
                 await asyncio.sleep(0.05)
-        while len(found) < count:
-            response = await self.client.fetch(f"{self.topic}-dead", 0, len(found), max_wait_ms=WAIT_MS)
+        while len(records) < count:
+            response = await self.client.fetch(f"{self.topic}-dead", 0, len(records), max_wait_ms=WAIT_MS)
             more = list(decode_records(response.records))
             assert more
-            found += [record for record in more if record.offset >= len(found)]
-        return found
+            records += [record for record in more if record.offset >= len(records)]
+        return records
 
 
 def values(messages: list[LeasedMessage]) -> list[str]:
@@ -231,9 +233,9 @@ async def test_a_filter_selects_matching_messages(server: Server) -> None:
         await work.publish('{"total": 1}', '{"total": 1500}', "no json", headers=(("region", b"eu"),))
         await work.publish('{"total": 2000}', headers=(("region", b"us"),))
         await work.publish('{"total": 3000}', headers=(("region", b"eu"),))
-        found = await work.receive(2)
-        assert values(found) == ['{"total": 1500}', '{"total": 3000}']
-        await work.settle(found, Verb.ACCEPT)
+        messages = await work.receive(2)
+        assert values(messages) == ['{"total": 1500}', '{"total": 3000}']
+        await work.settle(messages, Verb.ACCEPT)
         await work.nothing()
 
 
@@ -359,9 +361,10 @@ async def test_dropping_is_explicit_counted_listed_logged_and_alerted_on(server:
         await work.publish("a", "b", "c")
         await work.settle(await work.receive(3), Verb.RELEASE)
         command = CommandLine(server.kafka)
-        listed = (await asyncio.to_thread(command, "subscription", "list", "--json")).document["subscriptions"]
+        subscriptions = (await asyncio.to_thread(command, "subscription", "list", "--json")).document["subscriptions"]
         assert (
-            next(subscription["dropped"] for subscription in listed if subscription["subscription"] == work.name) == 3
+            next(subscription["dropped"] for subscription in subscriptions if subscription["subscription"] == work.name)
+            == 3
         )
         assert " DROPPED " in (await asyncio.to_thread(command, "subscription", "list")).out
         assert "messages were dropped: they exhausted their attempts or were rejected" in server.log.read_text()

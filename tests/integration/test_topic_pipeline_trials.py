@@ -107,7 +107,7 @@ class Trial:
         self._runs += 1
         marks = self.folder / f"run-{self._runs}"
         marks.mkdir()
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "brokers": self.server.kafka,
             "folder": str(self.folder),
             "marks": str(marks),
@@ -115,7 +115,7 @@ class Trial:
             "pause": pause,
             "batch": batch,
         }
-        command = [sys.executable, str(Path(__file__).with_name("pipeline_driver.py")), json.dumps(given)]
+        command = [sys.executable, str(Path(__file__).with_name("pipeline_driver.py")), json.dumps(arguments)]
         with running(command, self.log, environment()) as process:
             yield Run(process, marks, self.log)
 

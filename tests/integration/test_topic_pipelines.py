@@ -130,9 +130,9 @@ def test_small_batches_are_evaluated_in_the_driver_like_in_a_job(
     evaluate = LocalPlan.evaluate
 
     def counted(plan: LocalPlan, batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
-        found = evaluate(plan, batches)
-        evaluated.append(-1 if found is None else sum(map(len, found)))
-        return found
+        results = evaluate(plan, batches)
+        evaluated.append(-1 if results is None else sum(map(len, results)))
+        return results
 
     monkeypatch.setattr(LocalPlan, "evaluate", counted)
     assert shop.run(sql) == len(rows)
@@ -263,10 +263,10 @@ def test_all_columns_of_a_topic_are_its_messages_unchanged(shop: Shop) -> None:
     shop.create(shop.into)
     shop.publish(shop.orders, [{"id": number, "total": number * 10} for number in range(4)])
     assert shop.run("SELECT * FROM orders WHERE total > 10") == 4
-    found = {record[2:] for record in committed_records(shop.server.kafka, shop.into)}
+    records = {record[2:] for record in committed_records(shop.server.kafka, shop.into)}
     published = committed_records(shop.server.kafka, shop.orders)
-    assert found == {record[2:] for record in published if json.loads(record.value or b"")["total"] > 10}
-    assert len(found) == 2
+    assert records == {record[2:] for record in published if json.loads(record.value or b"")["total"] > 10}
+    assert len(records) == 2
 
 
 RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, payload, payload_error"
@@ -369,8 +369,8 @@ def test_a_backfill_uses_the_columns_of_its_pipeline(shop: Shop) -> None:
         job = TransformJob(past, context)
         job.step()
         job.close()
-    found = [message.value or b"" for message in committed_records(shop.server.kafka, shop.into)]
-    assert sorted(found) == [b'{"id":1,"n":2}', b'{"id":1,"n":2}', b'{"id":2}']
+    values = [message.value or b"" for message in committed_records(shop.server.kafka, shop.into)]
+    assert sorted(values) == [b'{"id":1,"n":2}', b'{"id":1,"n":2}', b'{"id":2}']
 
 
 def test_unreadable_messages_and_values_of_another_type_are_counted(shop: Shop) -> None:
@@ -403,10 +403,10 @@ def test_messages_joined_with_a_table_keep_the_order_of_their_keys(shop: Shop) -
     shop.publish(source, rows, partitions=3)
     sql = f"SELECT e.key, e.n, c.segment FROM `{source}` e JOIN customers c ON e.customer = c.customer"
     assert shop.run(sql, tables=json.dumps({"customers": table})) == 3000
-    found: dict[bytes, list[int]] = {}
+    numbers: dict[bytes, list[int]] = {}
     for row in shop.read():
-        found.setdefault(row["key"], []).append(row["n"])
-    assert found == {b"key-%d" % key: list(range(key, 3000, 300)) for key in range(300)}
+        numbers.setdefault(row["key"], []).append(row["n"])
+    assert numbers == {b"key-%d" % key: list(range(key, 3000, 300)) for key in range(300)}
 
 
 @pytest.mark.trial
@@ -433,8 +433,8 @@ def test_windows_are_written_once_when_they_are_finished(shop: Shop) -> None:
     # A new job continues with the state of the previous one.
     shop.publish(shop.orders, [{"at": "2026-11-15 12:01:59"}, {"at": "2026-11-15 12:10:00"}])
     run(rows=2, windows=3)
-    found = sorted((row["at"], row["n"]) for row in shop.read())
-    assert found == [(f"2026-11-15T12:0{minute}:00.000Z", 2 + (minute == 5)) for minute in range(3)]
+    found_rows = sorted((row["at"], row["n"]) for row in shop.read())
+    assert found_rows == [(f"2026-11-15T12:0{minute}:00.000Z", 2 + (minute == 5)) for minute in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -507,10 +507,10 @@ BROKEN_STATEMENTS = (
 def test_nodes_find_the_relations_that_spark_finds(spark: SparkSession, sql: str) -> None:
     parser: Any = spark._jsparkSession.sessionState().sqlParser()
     own: set[str] = set()
-    found = {name for name, _ in relations(parser.parseQuery(sql), own, is_hidden=False)}
+    names = {name for name, _ in relations(parser.parseQuery(sql), own, is_hidden=False)}
     statement = read_select(sql)
     assert statement.is_complete
-    assert set(statement.reads) == {name for name in found if name.lower() not in own}
+    assert set(statement.reads) == {name for name in names if name.lower() not in own}
 
 
 @pytest.mark.parametrize("sql", BROKEN_STATEMENTS)
@@ -550,9 +550,9 @@ async def test_rows_and_offsets_are_committed_together(shop: Shop) -> None:
     sql = "SELECT key, id, total * 2 AS double, customer.tier AS tier, payload_key FROM orders WHERE id % 2 = 0;"
     shop.publish(shop.orders, orders(0, 100))
     assert shop.run(sql) == 100
-    found = sorted(shop.read(), key=lambda row: row["id"])
-    assert [row["id"] for row in found] == list(range(0, 100, 2))
-    assert found[1] == {"key": b"2", "id": 2, "double": 6.0, "tier": "gold", "payload_key": "own"}
+    rows = sorted(shop.read(), key=lambda row: row["id"])
+    assert [row["id"] for row in rows] == list(range(0, 100, 2))
+    assert rows[1] == {"key": b"2", "id": 2, "double": 6.0, "tier": "gold", "payload_key": "own"}
     shop.publish(shop.orders, orders(100, 50))
     # A new job, as after a crash: it continues where the previous one ended.
     assert shop.run(sql, steps=2) == 50

@@ -89,8 +89,8 @@ def publish(server: Server, topic: str, *values: bytes | None, key: bytes = b"k"
 
 
 def land(spark: SparkSession, server: Server, lake: Path, *topics: str, **settings: str) -> None:
-    given = {"topics": ",".join(topics), "decode": "schema", **settings}
-    run_and_close(land_job(spark, server.kafka, lake, given))
+    options = {"topics": ",".join(topics), "decode": "schema", **settings}
+    run_and_close(land_job(spark, server.kafka, lake, options))
 
 
 def rows_of(place: Path) -> list[dict[str, Any]]:
@@ -233,8 +233,8 @@ def test_the_data_source_reads_a_protobuf_message_that_is_not_the_first_of_its_f
     assert (second["a"], second["payload_error"]) == (1, None)
     assert "it is a shop.Bill, but the columns are those of shop.Skip" in first["payload_error"]
     assert "schemaMessage=shop.Bill" in first["payload_error"]
-    given = source.schema("id long, a long").load().orderBy("id").collect()
-    assert [(row["id"], row["a"]) for row in given] == [(None, 1), (7, None)]
+    rows = source.schema("id long, a long").load().orderBy("id").collect()
+    assert [(row["id"], row["a"]) for row in rows] == [(None, 1), (7, None)]
     named = spark.read.format("millstream").option("kafka.bootstrap.servers", server.kafka).option("subscribe", topic)
     named = named.option("decode", "schema")
     bills = named.option("schemaMessage", "shop.Bill").load().where("payload_error is null").collect()

@@ -76,9 +76,9 @@ class Trial(LandProgram):
 
     def check(self) -> None:
         rows = deltalake.DeltaTable(str(self.folder / "lake" / self.topic)).to_pyarrow_table().to_pylist()
-        found = {row["id"]: {name: row[name] for name in ("id", "name", "amount")} for row in rows}
-        assert len(found) == len(rows)
-        assert found == {key: row for key, (_lsn, row) in self._best.items() if row is not None}
+        rows_by_id = {row["id"]: {name: row[name] for name in ("id", "name", "amount")} for row in rows}
+        assert len(rows_by_id) == len(rows)
+        assert rows_by_id == {key: row for key, (_lsn, row) in self._best.items() if row is not None}
         quarantine = deltalake.DeltaTable(str(self.folder / "lake" / f"{self.topic}__quarantine"))
         assert quarantine.to_pyarrow_table().num_rows == self.refused
 

@@ -42,8 +42,8 @@ def test_the_service_starts_a_node_of_a_cluster() -> None:
 
 
 def test_the_composed_nodes_differ_where_they_must() -> None:
-    given = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
-    nodes = [Config.load(environment=environment, file=None) for environment in given]
+    environments = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
+    nodes = [Config.load(environment=environment, file=None) for environment in environments]
     assert len(nodes) == 3
     for node in nodes:
         Listeners(node).check()

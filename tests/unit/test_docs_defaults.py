@@ -21,11 +21,11 @@ def section(title: str) -> str:
 def reported(title: str) -> dict[str, str]:
     """The first column of a table: `name=value`, or that `name` is empty."""
     cells = [line.split(" | ")[0] for line in section(title).splitlines() if line.startswith("| `")]
-    found = {}
+    defaults = {}
     for name, value in re.findall(r"`([\w.-]+)(?:=([^`]*))?`", " ".join(cells)):
-        assert name not in found, f"{name} is listed twice"
-        found[name] = value
-    return found
+        assert name not in defaults, f"{name} is listed twice"
+        defaults[name] = value
+    return defaults
 
 
 def text(value: object) -> str:
@@ -47,9 +47,9 @@ def text(value: object) -> str:
     ],
 )
 def test_every_default_is_documented_with_its_value(title: str, declared: dict[str, str]) -> None:
-    found = reported(title)
-    found.pop("NAME-dlq", None)
-    assert found == declared
+    defaults = reported(title)
+    defaults.pop("NAME-dlq", None)
+    assert defaults == declared
 
 
 def test_the_dead_letter_topic_defaults_to_a_separate_one() -> None:

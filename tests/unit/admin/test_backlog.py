@@ -50,8 +50,8 @@ class Cluster:
 
     async def metadata(self, topics: Sequence[str] | None) -> ClusterMetadata:
         names = self.bounds if topics is None else [name for name in topics if name in self.bounds]
-        found = {name: self.topic(name) for name in names}
-        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found, errors={})
+        found_topics = {name: self.topic(name) for name in names}
+        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found_topics, errors={})
 
     async def list_offsets_of(self, times_ms: Mapping[TopicPartition, int], *, isolation: int) -> Listed:
         if times_ms:

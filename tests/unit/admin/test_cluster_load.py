@@ -32,8 +32,8 @@ async def test_an_unavailable_node_keeps_its_machine_and_rack(monkeypatch: pytes
     monkeypatch.setattr(cluster_plans, "_disks", disks)
     client: Any = SimpleNamespace(metadata=metadata)
     nodes = (await cluster_plans.measure_load(client, interval_s=0)).nodes
-    found = {node: (load.is_live, load.machine, load.rack) for node, load in nodes.items()}
-    assert found == {here: (True, None, "a"), away: (False, away, "b")}
+    states = {node: (load.is_live, load.machine, load.rack) for node, load in nodes.items()}
+    assert states == {here: (True, None, "a"), away: (False, away, "b")}
 
 
 async def test_progress_includes_bytes_copied_by_unfinished_moves(monkeypatch: pytest.MonkeyPatch) -> None:

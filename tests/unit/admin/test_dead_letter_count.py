@@ -54,8 +54,8 @@ class Cluster(Client):
             self.away_for -= 1
             raise BrokerUnreachable("node 2 is away")
         if api_key == ListTopicsRequest.KEY:
-            listed = ListedTopic(DEAD, str(UUID(int=1)), 2, 1, False, 0, 0, 0, 0, 0)
-            return memoryview(encode(ListTopicsResponse(topics=[listed], total=1)))
+            topic = ListedTopic(DEAD, str(UUID(int=1)), 2, 1, False, 0, 0, 0, 0, 0)
+            return memoryview(encode(ListTopicsResponse(topics=[topic], total=1)))
         queue = {"topic": DEAD, "partition": 0 if node == ONE else 1, "backlog": 3, "refused_letters": 0}
         letters = _declared(LETTERS_PREFIX + DEAD, NO_DEAD_LETTERS, [queue])
         return memoryview(encode(ListSubscriptionsResponse(subscriptions=[_declared("billing", DEAD, []), letters])))
@@ -80,13 +80,13 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_partitions_without_a_response_are_named() -> None:
-    (found,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
-    assert (found.subscriptions, found.letters, found.unreachable) == (["billing"], 3, [1])
+    (topic,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
+    assert (topic.subscriptions, topic.letters, topic.unreachable) == (["billing"], 3, [1])
 
 
 async def test_the_count_waits_for_a_failover() -> None:
-    (found,) = await dead_letter_topics(Cluster(away_for=3), patience_s=60.0)
-    assert (found.letters, found.unreachable) == (6, [])
+    (topic,) = await dead_letter_topics(Cluster(away_for=3), patience_s=60.0)
+    assert (topic.letters, topic.unreachable) == (6, [])
 
 
 async def test_a_topic_whose_letters_cannot_be_counted_is_kept() -> None:

@@ -42,9 +42,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 async def test_tables_are_located_by_the_node_that_runs_the_pipeline(asked: list[int | None]) -> None:
     client: Any = None
-    found = await tables_of(client, reported(topics="a,b", format="parquet"))
-    assert [table.location for table in found.tables] == ["/data/lake/a", "/data/lake/b"]
-    assert (found.tables[0].read, found.notes) == ("pandas.read_parquet('/data/lake/a')", [])
+    tables = await tables_of(client, reported(topics="a,b", format="parquet"))
+    assert [table.location for table in tables.tables] == ["/data/lake/a", "/data/lake/b"]
+    assert (tables.tables[0].read, tables.notes) == ("pandas.read_parquet('/data/lake/a')", [])
     (table,) = (await tables_of(client, reported(topics="a", lake="s3://lake/x"))).tables
     assert (table.location, asked) == ("s3://lake/x/a", [2])
     assert await tables_of(client, reported("route")) == ([], [])
@@ -52,11 +52,11 @@ async def test_tables_are_located_by_the_node_that_runs_the_pipeline(asked: list
 
 async def test_tables_of_one_node_in_a_cluster_have_a_note(asked: list[int | None]) -> None:
     client: Any = None
-    found = await tables_of(client, {**reported(topics="a"), "local_tables": True})
-    assert [table.location for table in found.tables] == ["/data/lake/a"]
-    assert "Set pipelines-lake on all nodes" in found.notes[0]
+    tables = await tables_of(client, {**reported(topics="a"), "local_tables": True})
+    assert [table.location for table in tables.tables] == ["/data/lake/a"]
+    assert "Set pipelines-lake on all nodes" in tables.notes[0]
     (note,) = (await tables_of(client, {**reported("ledger"), "local_tables": True})).notes
-    assert note == found.notes[0]
+    assert note == tables.notes[0]
 
 
 async def test_the_error_names_the_obstacle(asked: list[int | None]) -> None:

@@ -61,12 +61,12 @@ class Cluster(Client):
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchedPartition]:
         """Respond as a node that leads all of them; partitions that have moved away are missing from the response."""
-        asked = {where: self.leaders[where.partition] for where in positions}
+        leaders = {where: self.leaders[where.partition] for where in positions}
         self.polls += 1
         try:
             async with self.changed:
                 while True:
-                    led = [where for where in positions if self.leaders[where.partition] == asked[where]]
+                    led = [where for where in positions if self.leaders[where.partition] == leaders[where]]
                     responses = {where: self._read(where, positions[where]) for where in led}
                     if len(responses) < len(positions) or any(len(response.records) for response in responses.values()):
                         return responses

@@ -30,12 +30,12 @@ def test_a_pattern_is_counted_as_it_comes_from_a_connection() -> None:
     server, client = socket.socketpair()
     connection = Connection.__new__(Connection)
     connection.socket = client
-    tally, found = Tally(MARK), 0
+    tally, count = Tally(MARK), 0
     with server, client:
         for part in (b"~ma", b"rk~x~mark", b"~~mark~", b"~mark", b"ing"):
             server.sendall(part)
-            found += tally.take(connection)
-    assert found == 3
+            count += tally.take(connection)
+    assert count == 3
 
 
 def test_an_error_among_the_responses_is_raised() -> None:
@@ -56,8 +56,8 @@ def test_frames_are_split_at_their_ends(size: int) -> None:
     confirm = rabbitmq.frame(3, b"\x01" + struct.pack(">I", 2) + bytes(16))
     data = rabbitmq.frame(0x8001, b"abc") + confirm
     frames = rabbitmq.Frames()
-    found = [frame for at in range(0, len(data), size) for frame in frames.feed(data[at : at + size])]
-    assert found == [(0x8001, b"abc"), (3, confirm[8:])]
+    received_frames = [frame for at in range(0, len(data), size) for frame in frames.feed(data[at : at + size])]
+    assert received_frames == [(0x8001, b"abc"), (3, confirm[8:])]
 
 
 def test_commands_are_encoded_as_redis_expects() -> None:
@@ -76,9 +76,9 @@ def test_a_closed_connection_fails_the_pending_sends() -> None:
 def test_the_bare_client_produces_and_consumes(case: Case) -> None:
     with Limit().topic(case) as target, closing(Connection(target.address)) as connection:
         topic = Topic(connection, target.topic, case.size_bytes)
-        found = measure([topic], case, target.pid, 0.3, 1000, 100)
-    assert all(numbers.get("messages/s", numbers.get("requests/s", 0)) > 0 for numbers in found.values())
-    assert len(found) == 2
+        flow = measure([topic], case, target.pid, 0.3, 1000, 100)
+    assert all(numbers.get("messages/s", numbers.get("requests/s", 0)) > 0 for numbers in flow.values())
+    assert len(flow) == 2
 
 
 def test_several_bare_clients_produce_concurrently() -> None:
@@ -86,8 +86,8 @@ def test_several_bare_clients_produce_concurrently() -> None:
     with Limit().topic(case) as target, ExitStack() as stack:
         connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(3)]
         topics = [Topic(connection, target.topic, case.size_bytes, at) for at, connection in enumerate(connections)]
-        found = measure(topics, case, target.pid, 0.3, 300, 10)
-    assert found["produce"]["messages/s"] > 0
+        flow = measure(topics, case, target.pid, 0.3, 300, 10)
+    assert flow["produce"]["messages/s"] > 0
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,10 @@ def test_an_empty_sample_has_no_percentile() -> None:
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=200), st.sampled_from((50, 90, 99, 99.9)))
 def test_at_most_the_stated_share_exceeds_a_percentile(values: list[float], percent: float) -> None:
-    found = percentile(values, percent)
-    assert found in values
-    assert sum(value <= found for value in values) >= len(values) * percent / 100 - 1e-6
-    assert sum(value < found for value in values) < max(len(values) * percent / 100, 1) + 1e-6
+    found_value = percentile(values, percent)
+    assert found_value in values
+    assert sum(value <= found_value for value in values) >= len(values) * percent / 100 - 1e-6
+    assert sum(value < found_value for value in values) < max(len(values) * percent / 100, 1) + 1e-6
 
 
 @given(st.integers(1, 200_000), st.integers(1, 500), st.integers(0, 2**40))

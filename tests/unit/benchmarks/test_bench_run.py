@@ -20,11 +20,11 @@ def test_a_run_records_its_measurements(
     monkeypatch.setattr(reader, "KEPT_BYTES", 1 << 20)
     code = run.main(["--quick", "--subjects", "limit", "--only", "produce", "--seconds", "0.2", "--out", str(tmp_path)])
     assert code == 0
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert found["failures"] == []
-    assert found["machine"]["cores"]
-    assert {line["direction"] for line in found["lines"]} == {"produce", "consume"}
-    assert all(line["subjects"]["limit"]["median"]["messages/s"] > 0 for line in found["lines"])
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert document["failures"] == []
+    assert document["machine"]["cores"]
+    assert {line["direction"] for line in document["lines"]} == {"produce", "consume"}
+    assert all(line["subjects"]["limit"]["median"]["messages/s"] > 0 for line in document["lines"])
     assert "Maximum produce rate" in (tmp_path / "bench.md").read_text()
     assert (tmp_path / "produce.png").exists()
     assert "Targets" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_the_first_server_alternates_between_rounds() -> None:
 
 
 def test_every_line_is_in_a_table() -> None:
-    found = {MILLSTREAM: server(), KAFKA: server()}
-    shown = [row[:2] for table in transactions._tables(found) for row in table.rows]
-    assert shown == [[name, line] for lines in (PRODUCE, CONSUME) for name in found for line in lines]
-    assert next(iter(transactions._tables(found))).rows[1][2:] == ["100", "0.50", "200", "1.00", "1.00"]
+    results = {MILLSTREAM: server(), KAFKA: server()}
+    shown = [row[:2] for table in transactions._tables(results) for row in table.rows]
+    assert shown == [[name, line] for lines in (PRODUCE, CONSUME) for name in results for line in lines]
+    assert next(iter(transactions._tables(results))).rows[1][2:] == ["100", "0.50", "200", "1.00", "1.00"]

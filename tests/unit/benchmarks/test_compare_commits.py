@@ -15,10 +15,10 @@ ROUNDS = (1.0, 1.1, 0.9, 1.05, 0.95, 1.0)
 @pytest.mark.parametrize(("factor", "verdict"), [(1.3, "worse"), (0.8, "better"), (1.0, "same")])
 def test_a_line_is_worse_if_the_whole_interval_is_above_one(factor: float, verdict: str) -> None:
     noise = (1.02, 0.99, 1.0, 0.98, 1.01, 1.0)
-    found = ratio(ROUNDS, [before * factor * deviation for before, deviation in zip(ROUNDS, noise, strict=True)])
-    assert found.low <= found.mean <= found.high
-    assert found.mean == pytest.approx(factor, rel=0.02)
-    assert found.verdict == verdict
+    estimate = ratio(ROUNDS, [before * factor * deviation for before, deviation in zip(ROUNDS, noise, strict=True)])
+    assert estimate.low <= estimate.mean <= estimate.high
+    assert estimate.mean == pytest.approx(factor, rel=0.02)
+    assert estimate.verdict == verdict
 
 
 def test_a_difference_below_the_variation_of_the_rounds_counts_as_equal() -> None:

@@ -309,8 +309,8 @@ def test_a_catalog_of_another_version_is_not_opened(postgres: PostgresServer) ->
     url = postgres.new_database()
     Catalog.open_shared(url).close()
     with psycopg.connect(url) as connection:
-        found = connection.execute("UPDATE about SET value = '99' WHERE name = 'schema-version' RETURNING value")
-        assert found.fetchone() == ("99",)
+        row = connection.execute("UPDATE about SET value = '99' WHERE name = 'schema-version' RETURNING value")
+        assert row.fetchone() == ("99",)
     with pytest.raises(DataFolderInvalid, match=f"schema 99, and this Millstream reads schema {SCHEMA_VERSION}"):
         Catalog.open_shared(url)
 

@@ -74,12 +74,12 @@ def test_without_the_key_a_secret_stays_sealed_and_survives_changes(tmp_path: Pa
     subscription = pushed("billing")
     opened(tmp_path / "data", key_file).add_subscription(subscription)
     stranger = opened(tmp_path / "data", None)
-    (found,) = stranger.subscriptions()
-    assert found.overrides == {URL: "https://example.com/hook"}
-    assert set(found.sealed) == {SECRET, HEADERS}
-    assert "--secrets-key-file" in found.sealed[SECRET].problem
-    assert found.shown_overrides()[SECRET] == "(hidden)"
-    stranger.alter_subscription(found.subscription_id, lambda now: dataclasses.replace(now, used_ms=7))
+    (found_subscription,) = stranger.subscriptions()
+    assert found_subscription.overrides == {URL: "https://example.com/hook"}
+    assert set(found_subscription.sealed) == {SECRET, HEADERS}
+    assert "--secrets-key-file" in found_subscription.sealed[SECRET].problem
+    assert found_subscription.shown_overrides()[SECRET] == "(hidden)"
+    stranger.alter_subscription(found_subscription.subscription_id, lambda now: dataclasses.replace(now, used_ms=7))
     (back,) = opened(tmp_path / "data", key_file).subscriptions()
     assert back == dataclasses.replace(subscription, used_ms=7)
 
@@ -97,9 +97,9 @@ def test_another_key_is_named_by_its_id(tmp_path: Path, key_file: Path) -> None:
     opened(tmp_path / "data", key_file).add_subscription(pushed("billing"))
     (key,) = read_keys(key_file)
     write_keys(key_file, [SecretKey.new()], replace=True)
-    (found,) = opened(tmp_path / "data", key_file).subscriptions()
-    assert key.key_id in found.sealed[SECRET].problem
-    assert str(key_file) in found.sealed[SECRET].problem
+    (subscription,) = opened(tmp_path / "data", key_file).subscriptions()
+    assert key.key_id in subscription.sealed[SECRET].problem
+    assert str(key_file) in subscription.sealed[SECRET].problem
 
 
 @pytest.mark.parametrize("store", ["sqlite", "postgresql"])

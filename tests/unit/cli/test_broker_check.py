@@ -59,26 +59,26 @@ async def test_an_unreachable_broker_is_the_only_finding() -> None:
 
 def test_differing_versions_are_a_warning() -> None:
     assert broker_check._check_versions([status()]).severity is Severity.OK
-    found = broker_check._check_versions([status(), status(node_id=2, version="9.9.9")])
-    assert (found.severity, "node 2 runs 9.9.9" in found.detail) == (Severity.WARNING, True)
+    findings = broker_check._check_versions([status(), status(node_id=2, version="9.9.9")])
+    assert (findings.severity, "node 2 runs 9.9.9" in findings.detail) == (Severity.WARNING, True)
 
 
 def test_a_broker_that_is_not_ready_is_a_problem() -> None:
-    (found,) = broker_check._check_readiness({1: status(), 1001: status()})
-    assert (found.severity, found.detail) == (Severity.OK, "nodes 1, 1001 are ready")
+    (finding,) = broker_check._check_readiness({1: status(), 1001: status()})
+    assert (finding.severity, finding.detail) == (Severity.OK, "nodes 1, 1001 are ready")
     full, silent = broker_check._check_readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
     assert (full.severity, "the disk is full" in full.detail) == (Severity.PROBLEM, True)
     assert (silent.severity, silent.detail) == (Severity.PROBLEM, "node 1001 does not respond")
     away = "node 1001 of this machine is not running"
-    (found,) = broker_check._check_readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
-    assert (found.severity, away in found.detail) == (Severity.PROBLEM, True)
+    (finding,) = broker_check._check_readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
+    assert (finding.severity, away in finding.detail) == (Severity.PROBLEM, True)
 
 
 def test_clock_skew_is_a_warning() -> None:
     assert broker_check._check_clock(status()).severity is Severity.OK
-    found = broker_check._check_clock(status(now_ms=status()["now_ms"] - 60_000))
-    assert found.severity is Severity.WARNING
-    assert "-60" in found.detail or "-59.9" in found.detail
+    finding = broker_check._check_clock(status(now_ms=status()["now_ms"] - 60_000))
+    assert finding.severity is Severity.WARNING
+    assert "-60" in finding.detail or "-59.9" in finding.detail
 
 
 def test_partitions_without_a_leader_are_a_problem() -> None:
@@ -88,34 +88,34 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
         return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
 
     assert [finding.severity for finding in broker_check._check_leaders(metadata(1), {})] == [Severity.OK]
-    (found,) = broker_check._check_leaders(metadata(-1), {})
-    assert (found.severity, "orders-0" in found.detail) == (Severity.PROBLEM, True)
-    (found,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 1})
-    assert (found.severity, "orders-0" in found.detail) == (Severity.WARNING, True)
-    (found,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 2})
-    assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.FAILED)
-    assert "orders-0" in found.detail
-    assert "acks=all is refused" in found.detail
+    (finding,) = broker_check._check_leaders(metadata(-1), {})
+    assert (finding.severity, "orders-0" in finding.detail) == (Severity.PROBLEM, True)
+    (finding,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 1})
+    assert (finding.severity, "orders-0" in finding.detail) == (Severity.WARNING, True)
+    (finding,) = broker_check._check_leaders(metadata(1, in_sync=(1,)), {"orders": 2})
+    assert (finding.severity, finding.exit_code) == (Severity.PROBLEM, ExitCode.FAILED)
+    assert "orders-0" in finding.detail
+    assert "acks=all is refused" in finding.detail
 
 
 def test_a_node_that_is_down_is_a_problem() -> None:
     partition = SimpleNamespace(partition=0, leader_id=1, replicas=(1, 2), in_sync=(1,))
     topics = {"orders": SimpleNamespace(name="orders", partitions={0: partition})}
     metadata = cast("ClusterMetadata", SimpleNamespace(topics=topics, nodes={1: None}))
-    (found,) = broker_check._check_nodes(broker_check._missing_nodes(metadata))
-    assert (found.severity, found.detail) == (Severity.PROBLEM, "node 2 is down")
+    (finding,) = broker_check._check_nodes(broker_check._missing_nodes(metadata))
+    assert (finding.severity, finding.detail) == (Severity.PROBLEM, "node 2 is down")
 
 
 async def test_an_endpoint_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"node": 1, "state": "down", "last_error": "the endpoint cannot be reached"}
     described = [{"name": "hook", "push": [row]}, {"name": "billing"}]
     monkeypatch.setattr(SubscriptionClient, "describe", AsyncMock(return_value=described))
-    (found,) = await broker_check.check_push(cast("Client", None))
-    assert (found.severity, found.check) == (Severity.WARNING, "push")
-    assert found.detail == "Push of subscription hook is down (node 1): the endpoint cannot be reached"
+    (finding,) = await broker_check.check_push(cast("Client", None))
+    assert (finding.severity, finding.check) == (Severity.WARNING, "push")
+    assert finding.detail == "Push of subscription hook is down (node 1): the endpoint cannot be reached"
     row["state"] = "up"
-    (found,) = await broker_check.check_push(cast("Client", None))
-    assert (found.severity, found.detail) == (Severity.OK, "1 endpoint, none failing")
+    (finding,) = await broker_check.check_push(cast("Client", None))
+    assert (finding.severity, finding.detail) == (Severity.OK, "1 endpoint, none failing")
 
 
 def test_a_slow_response_is_a_warning() -> None:
@@ -129,20 +129,20 @@ async def test_a_gateway_that_responds_is_fine_even_if_not_ready(gateway: str) -
 
 
 async def test_an_unreachable_gateway_is_a_problem() -> None:
-    found = await broker_check._check_http(status())
-    assert (found.severity, "does not respond" in found.detail) == (Severity.PROBLEM, True)
+    finding = await broker_check._check_http(status())
+    assert (finding.severity, "does not respond" in finding.detail) == (Severity.PROBLEM, True)
 
 
 async def test_a_gateway_on_all_addresses_is_shown_at_that_of_the_broker(gateway: str) -> None:
     everywhere = status(http=gateway.replace("127.0.0.1", "0.0.0.0"))
-    found = await broker_check._check_http(everywhere, host="127.0.0.1")
-    assert (found.severity, found.detail) == (Severity.OK, f"the gateway at {gateway} responds")
+    finding = await broker_check._check_http(everywhere, host="127.0.0.1")
+    assert (finding.severity, finding.detail) == (Severity.OK, f"the gateway at {gateway} responds")
 
 
 async def test_a_silent_gateway_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
-    found = await broker_check._check_http(status(http=gateway))
-    assert found.detail.endswith("does not respond: no response in time")
+    finding = await broker_check._check_http(status(http=gateway))
+    assert finding.detail.endswith("does not respond: no response in time")
 
 
 def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: Path) -> None:
@@ -172,17 +172,20 @@ def test_the_check_does_not_wait_for_the_tls_shutdown_of_the_gateway(tmp_path: P
 
 def test_lost_offsets_are_problems_with_a_remedy() -> None:
     assert [finding.severity for finding in broker_check._check_damage([])] == [Severity.OK]
-    found = list(broker_check._check_damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
-    assert {finding.severity for finding in found} == {Severity.PROBLEM}
-    assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
-    assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
-    assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")
+    findings = list(broker_check._check_damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
+    assert {finding.severity for finding in findings} == {Severity.PROBLEM}
+    assert findings[0].detail == "orders-0: the disk lost the offsets 3 to 9"
+    assert "group reset GROUP --topic orders --partition 0 --to 10" in findings[0].advice
+    assert (len(findings), findings[-1].detail) == (6, "2 more ranges that the disk lost")
 
 
 def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
-    (found,) = broker_check._check_damage([("node 2: ", DamagedOffsets("orders", 0, 3, 10, True))])
-    assert (found.severity, found.detail) == (Severity.WARNING, "node 2: orders-0: the disk lost the offsets 3 to 9")
-    assert "fetched from another replica" in found.advice
+    (finding,) = broker_check._check_damage([("node 2: ", DamagedOffsets("orders", 0, 3, 10, True))])
+    assert (finding.severity, finding.detail) == (
+        Severity.WARNING,
+        "node 2: orders-0: the disk lost the offsets 3 to 9",
+    )
+    assert "fetched from another replica" in finding.advice
 
 
 def test_a_backlog_beyond_the_retention_is_a_warning() -> None:
@@ -191,12 +194,12 @@ def test_a_backlog_beyond_the_retention_is_a_warning() -> None:
         return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
 
     assert list(broker_check._check_retained([status()])) == []
-    (found,) = broker_check._check_retained([reported(12345.0)])
-    assert found.severity is Severity.WARNING
-    assert found.detail.startswith("topic orders keeps 12,346 bytes past")
+    (finding,) = broker_check._check_retained([reported(12345.0)])
+    assert finding.severity is Severity.WARNING
+    assert finding.detail.startswith("topic orders keeps 12,346 bytes past")
 
 
 def test_advice_about_lost_transaction_states_is_not_about_groups() -> None:
-    (found,) = broker_check._check_damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
-    assert "millstream transaction list --hanging" in found.advice
-    assert "group reset" not in found.advice
+    (finding,) = broker_check._check_damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
+    assert "millstream transaction list --hanging" in finding.advice
+    assert "group reset" not in finding.advice

@@ -289,11 +289,11 @@ async def _calm_down(machine: SimulatedMachine) -> None:
             broker.process.exit(-9)
     await asyncio.sleep(CALM_S)
     states = {broker.node_id: broker.state for broker in machine.all}
-    kept = {broker.node_id for broker in machine.brokers}
-    assert kept
-    assert len(machine.all) - len(kept) == machine.moves
+    node_ids = {broker.node_id for broker in machine.brokers}
+    assert node_ids
+    assert len(machine.all) - len(node_ids) == machine.moves
     for node, state in states.items():
-        assert state is (BrokerState.SERVING if node in kept else BrokerState.RETIRED), states
+        assert state is (BrokerState.SERVING if node in node_ids else BrokerState.RETIRED), states
 
 
 def test_brokers_lost_at_the_same_time_all_hand_over_their_logs(tmp_path: Path) -> None:

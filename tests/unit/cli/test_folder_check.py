@@ -60,7 +60,9 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def severities(findings: dict[str, list[Finding]], *, but: str = "space") -> set[Severity]:
-    return {finding.severity for check, found in findings.items() if check != but for finding in found}
+    return {
+        finding.severity for check, check_findings in findings.items() if check != but for finding in check_findings
+    }
 
 
 def test_a_healthy_folder_has_no_findings(folder: Folder) -> None:
@@ -158,8 +160,8 @@ def test_another_format_version_is_a_problem(folder: Folder) -> None:
 
 def test_an_unclean_stop_is_reported_but_needs_no_action(folder: Folder) -> None:
     (folder.path / "clean-stop").unlink()
-    (found,) = folder.check()["last stop"]
-    assert (found.severity, found.detail[:9]) == (Severity.OK, "not clean")
+    (finding,) = folder.check()["last stop"]
+    assert (finding.severity, finding.detail[:9]) == (Severity.OK, "not clean")
 
 
 def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
@@ -174,16 +176,16 @@ def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
 
 def test_a_torn_tail_after_a_clean_stop_is_a_problem(folder: Folder) -> None:
     folder.segment(0, 1, tail=b"torn")
-    (found, _) = folder.check()["segments"]
-    assert found.severity is Severity.PROBLEM
-    assert "although the last stop was clean" in found.detail
+    (finding, _) = folder.check()["segments"]
+    assert finding.severity is Severity.PROBLEM
+    assert "although the last stop was clean" in finding.detail
 
 
 def test_a_torn_tail_after_a_crash_is_a_warning(folder: Folder) -> None:
     (folder.path / "clean-stop").unlink()
     path = folder.segment(0, 1, tail=b"torn")
-    (found, _) = folder.check()["segments"]
-    assert (found.severity, found.detail) == (
+    (finding, _) = folder.check()["segments"]
+    assert (finding.severity, finding.detail) == (
         Severity.WARNING,
         f"orders-0: no whole batch in the last 4 bytes of {path}",
     )
@@ -192,15 +194,15 @@ def test_a_torn_tail_after_a_crash_is_a_warning(folder: Folder) -> None:
 def test_a_missing_segment_is_a_problem(folder: Folder) -> None:
     folder.segment(0, 3)
     folder.segment(5, 2)
-    (found, _) = folder.check()["segments"]
-    assert found.severity is Severity.PROBLEM
-    assert "orders-0: offsets 3 to 4 are missing" in found.detail
+    (finding, _) = folder.check()["segments"]
+    assert finding.severity is Severity.PROBLEM
+    assert "orders-0: offsets 3 to 4 are missing" in finding.detail
 
 
 def test_a_quick_check_reads_no_segment(folder: Folder) -> None:
     folder.segment(0, 1, tail=b"torn")
-    (found,) = folder.check(deep=False)["segments"]
-    assert (found.severity, "--quick" in found.detail) == (Severity.OK, True)
+    (finding,) = folder.check(deep=False)["segments"]
+    assert (finding.severity, "--quick" in finding.detail) == (Severity.OK, True)
 
 
 def test_a_segment_that_cannot_be_read_is_a_problem(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,20 +217,20 @@ def test_a_segment_that_cannot_be_read_is_a_problem(folder: Folder, monkeypatch:
 
 def test_a_missing_catalog_is_a_problem(folder: Folder) -> None:
     (folder.path / "catalog.sqlite").unlink()
-    (found,) = folder.check()["catalog"]
-    assert (found.severity, "is missing" in found.detail) == (Severity.PROBLEM, True)
+    (finding,) = folder.check()["catalog"]
+    assert (finding.severity, "is missing" in finding.detail) == (Severity.PROBLEM, True)
 
 
 def test_a_damaged_catalog_is_a_problem(folder: Folder) -> None:
     (folder.path / "catalog.sqlite").write_bytes(b"this is no database" * 100)
-    (found,) = folder.check()["catalog"]
-    assert (found.severity, "cannot be read" in found.detail) == (Severity.PROBLEM, True)
+    (finding,) = folder.check()["catalog"]
+    assert (finding.severity, "cannot be read" in finding.detail) == (Severity.PROBLEM, True)
 
 
 def test_data_of_unknown_topics_is_a_warning(folder: Folder) -> None:
     (folder.path / "partitions" / "stranger").mkdir()
-    (_, found) = folder.check()["catalog"]
-    assert (found.severity, "stranger" in found.detail) == (Severity.WARNING, True)
+    (_, finding) = folder.check()["catalog"]
+    assert (finding.severity, "stranger" in finding.detail) == (Severity.WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -243,5 +245,5 @@ def test_low_disk_space_is_reported(
 
 def test_a_folder_without_data_is_not_found(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
-        (found,) = check_folder(path, deep=True, show_progress=False)
-        assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.NOT_FOUND)
+        (finding,) = check_folder(path, deep=True, show_progress=False)
+        assert (finding.severity, finding.exit_code) == (Severity.PROBLEM, ExitCode.NOT_FOUND)

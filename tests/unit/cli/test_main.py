@@ -60,13 +60,13 @@ def test_the_version_is_reported() -> None:
 
 
 def test_every_command_has_help() -> None:
-    listed = call_command(["--help"])
-    assert listed.code == 0
+    result = call_command(["--help"])
+    assert result.code == 0
     for command in app.ORDER:
         helped = call_command([command, "-h"])
         assert (helped.code, helped.err) == (0, "")
         assert helped.out.startswith(f"Usage: millstream {command}")
-        assert (f"\n  {command} " in listed.out) == (not command.endswith("-reference"))
+        assert (f"\n  {command} " in result.out) == (not command.endswith("-reference"))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_usage_errors_are_one_sentence(arguments: list[str], output: str) -> Non
 def test_shared_options_may_precede_the_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def note(*given: object) -> list[object]:
-        asked.append(given[0])
+    def note(*values: object) -> list[object]:
+        asked.append(values[0])
         return []
 
     monkeypatch.setattr(topic, "call_broker", note)
@@ -247,9 +247,9 @@ def test_shell_completion_is_offered() -> None:
 
 
 def test_shell_completion_knows_the_commands() -> None:
-    asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "millstream topic cr", "COMP_CWORD": "2"}
+    environment = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "millstream topic cr", "COMP_CWORD": "2"}
     program = [sys.executable, "-m", "millstream.cli.main"]
-    reported = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    reported = subprocess.run(program, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
     assert reported.stdout.split() == ["create"]
 
 
@@ -263,16 +263,18 @@ def test_an_invalid_inventory_file_is_named(tmp_path: Path) -> None:
 
 def test_the_help_of_every_command_describes_the_command() -> None:
     """It must not show the docstring of an imported constant of the same name."""
-    listed = call_command(["--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
-    summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
+    commands = call_command(["--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
+    summaries = [
+        line.split(maxsplit=1)[1] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "
+    ]
     assert len(summaries) > 10
     assert [summary for summary in summaries if not summary[0].isupper()] == []
 
 
 def test_the_summaries_of_commands_are_whole_sentences() -> None:
     def summaries(*command: str) -> list[str]:
-        listed = call_command([*command, "--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
-        return [line for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
+        commands = call_command([*command, "--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
+        return [line for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
 
     nouns = [line.split()[0] for line in summaries()]
     shown = [*summaries(), *(line for noun in nouns for line in summaries(noun))]

@@ -36,9 +36,9 @@ def since(seconds: float) -> int:
     ],
 )
 def test_a_failing_pipeline_is_a_warning(pipeline: dict[str, Any], message: str) -> None:
-    (found,) = findings_of([pipeline, reported("running")], now_ms=NOW_MS)
-    assert found.severity is Severity.WARNING
-    assert message in found.detail
+    (finding,) = findings_of([pipeline, reported("running")], now_ms=NOW_MS)
+    assert finding.severity is Severity.WARNING
+    assert message in finding.detail
 
 
 def test_a_transient_failure_is_not_a_warning() -> None:
@@ -47,8 +47,8 @@ def test_a_transient_failure_is_not_a_warning() -> None:
         reported("stopped"),
         reported("starting"),
     ]
-    (found,) = findings_of([*well, reported("retrying", failing_ms=since(1))], now_ms=NOW_MS)
-    assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, all healthy")
+    (finding,) = findings_of([*well, reported("retrying", failing_ms=since(1))], now_ms=NOW_MS)
+    assert (finding.severity, finding.detail) == (Severity.OK, "4 pipelines, all healthy")
 
 
 async def test_without_declared_pipelines_no_node_is_asked() -> None:

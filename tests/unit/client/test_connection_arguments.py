@@ -252,9 +252,9 @@ async def test_an_invalid_subscription_names_the_wrong_argument(ms: Any, given: 
 
 async def test_a_receipt_must_come_from_a_publish(ms: Any) -> None:
     receipt = millstream.Receipt("orders", 0, 0, 0, "")
-    for given in (("orders", 0, 0), None):
+    for start in (("orders", 0, 0), None):
         with pytest.raises(InvalidRequest, match="receipt must be a receipt that publish returned"):
-            await ms.delivery(given, subscription="billing")
+            await ms.delivery(start, subscription="billing")
     with pytest.raises(InvalidRequest, match="subscription must be a string"):
         await ms.delivery(receipt, subscription=5)
     for wait in ("5", math.inf):

@@ -234,8 +234,8 @@ async def test_an_effect_in_the_transaction_happens_exactly_once(plans: list[tup
                 pass
             await worker.close()
             with engine.connect() as connection:
-                found = connection.execute(text("SELECT id FROM effects ORDER BY id")).scalars().all()
-            assert found == sorted(handled)
+                ids = connection.execute(text("SELECT id FROM effects ORDER BY id")).scalars().all()
+            assert ids == sorted(handled)
         engine.dispose()
 
 
@@ -316,9 +316,9 @@ async def test_in_postgresql_the_second_transaction_waits_for_the_first(postgres
     ):
         await asyncio.gather(*(worker(Taken(str(number % 5))) for worker in (one, two) for number in range(15)))
     with engine.connect() as connection:
-        found = connection.execute(text("SELECT id FROM effects ORDER BY id")).scalars().all()
+        ids = connection.execute(text("SELECT id FROM effects ORDER BY id")).scalars().all()
     engine.dispose()
-    assert found == ["0", "1", "2", "3", "4"]
+    assert ids == ["0", "1", "2", "3", "4"]
 
 
 def test_old_ids_are_removed_in_chunks(tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def test_only_leased_messages_are_read(parts: list[list[NewRecord]], data: st.Da
         else:
             leases.append(LeasedRange(offset, offset + 1, 1, 0))
     log = log_of(parts, data.draw(st.sampled_from([0, 1, 4])), data.draw(st.sampled_from([0, LOG_APPEND_TIME])))
-    found = read_leased(log, leases, lease())
+    messages = read_leased(log, leases, lease())
     truth = [record for record in decode_records(log) if record.offset in set(chosen)]
     assert [
-        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in found
+        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in messages
     ] == truth
-    assert {message.attempt for message in found} == {3}
+    assert {message.attempt for message in messages} == {3}
 
 
 @settings(max_examples=20, deadline=None)
@@ -71,15 +71,17 @@ def test_compacted_batches_are_read(part: list[NewRecord], data: st.DataObject) 
     whole = encode_batch(part, base_offset=100)
     header = read_header(whole)
     section = records_section(whole, header)
-    kept = data.draw(st.sets(st.integers(0, len(part) - 1), min_size=1))
+    positions = data.draw(st.sets(st.integers(0, len(part) - 1), min_size=1))
     log = bytes(
-        rebuild_batch(header, section, [record for at, record in enumerate(raw_records(section, header)) if at in kept])
+        rebuild_batch(
+            header, section, [record for at, record in enumerate(raw_records(section, header)) if at in positions]
+        )
     )
     first, last = sorted((data.draw(st.integers(95, 112)), data.draw(st.integers(95, 112))))
-    found = read_leased(log, [LeasedRange(first, last + 1, 1, 0)], lease())
+    messages = read_leased(log, [LeasedRange(first, last + 1, 1, 0)], lease())
     truth = [record for record in decode_records(log) if first <= record.offset <= last]
     assert [
-        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in found
+        (message.offset, message.timestamp_ms, message.key, message.value, message.all_headers) for message in messages
     ] == truth
 
 

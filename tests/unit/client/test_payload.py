@@ -46,8 +46,8 @@ def test_a_value_that_cannot_be_encoded_is_refused() -> None:
         encoded(object())
     with pytest.raises(InvalidRequest, match="key"):
         key_bytes(7)  # type: ignore[arg-type]
-    given: list[Any] = [object(), 5, 1.5, True]
-    for value in given:
+    values: list[Any] = [object(), 5, 1.5, True]
+    for value in values:
         with pytest.raises(InvalidRequest, match="header 'a' must be a string, bytes or None, not"):
             headers_of({"a": value}, ())
     with pytest.raises(InvalidRequest, match="empty"):
@@ -107,8 +107,8 @@ def test_headers_carry_the_type_and_the_due_time() -> None:
 
 def test_requested_settings_have_their_configuration_names() -> None:
     assert requested_settings({}) == {}
-    asked: SubscriptionOptions = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
-    assert requested_settings(asked) == {
+    options: SubscriptionOptions = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
+    assert requested_settings(options) == {
         "millstream.ordered": "true",
         "share.record.lock.duration.ms": "1500",
         "millstream.backoff.min.ms": "1000",
@@ -128,12 +128,12 @@ def test_a_message_has_only_one_id() -> None:
     for headers in both:
         with pytest.raises(InvalidRequest, match="one id"):
             headers_of(headers, (), "b")
-    given = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
-    written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
+    given_headers = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
+    written = encode_batch([NewRecord(None, b"", given_headers)], base_offset=0)
     no_one: Any = None
     lease = Lease("orders", UUID(int=7).bytes, 3, settler=no_one)
     (message,) = read_leased(bytes(written), [LeasedRange(0, 1, 1, 0)], lease)
-    assert message.id == message_id(lease.topic_id, 3, 0, given) == "a"
+    assert message.id == message_id(lease.topic_id, 3, 0, given_headers) == "a"
     (message,) = read_leased(
         bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 1, 1, 0)], lease
     )

@@ -21,10 +21,10 @@ def test_stored_receipts_are_read_back_and_a_book_is_continued(tmp_path: Path) -
     for offset in range(3):
         with ReceiptBook(path) as book:
             book.keep([receipt(offset)], [b"value %d" % offset])
-    kept = list(read_book(path))
-    assert [receipt.offset for receipt in kept] == [0, 1, 2]
-    assert kept[1].id == "topic-id/0/1"
-    assert kept[1].digest == digest_of(b"value 1") != digest_of(b"value 2")
+    receipts = list(read_book(path))
+    assert [receipt.offset for receipt in receipts] == [0, 1, 2]
+    assert receipts[1].id == "topic-id/0/1"
+    assert receipts[1].digest == digest_of(b"value 1") != digest_of(b"value 2")
     assert digest_of(None) == ""
 
 

@@ -67,13 +67,13 @@ class Cluster:
     async def ask(self, node: NodeId, count: int) -> LeaseResponse:
         self.requested.setdefault(node, []).append(count)
         sent_at = monotonic()
-        given = asyncio.ensure_future(self._queue(node).get())
-        ends: list[asyncio.Future[Any]] = [given, self._hung_up]
+        waiting = asyncio.ensure_future(self._queue(node).get())
+        ends: list[asyncio.Future[Any]] = [waiting, self._hung_up]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not given.done():
-            given.cancel()
+        if not waiting.done():
+            waiting.cancel()
             raise BrokerUnreachable("closed by the broker")
-        return LeaseResponse(ReceiveResponse(0, None, given.result()), sent_at)
+        return LeaseResponse(ReceiveResponse(0, None, waiting.result()), sent_at)
 
     def hang_up(self) -> None:
         if not self._hung_up.done():
@@ -155,11 +155,11 @@ async def test_every_node_is_polled_even_with_little_credit(credit: int, ahead: 
         assert sum(map(sum, cluster.requested.values())) <= ahead + 2
         for _ in range(5):
             # An empty response is followed by another poll, and no node waits for ever behind another.
-            asked = sum(map(len, cluster.requested.values()))
+            count = sum(map(len, cluster.requested.values()))
             for node in cluster.nodes:
                 cluster.deliver(node, 0)
-            await until(lambda asked=asked: sum(map(len, cluster.requested.values())) == asked + 3)  # type: ignore[misc]
-        assert len({len(asked) for asked in cluster.requested.values()}) == 1
+            await until(lambda asked=count: sum(map(len, cluster.requested.values())) == asked + 3)  # type: ignore[misc]
+        assert len({len(requests) for requests in cluster.requested.values()}) == 1
         cluster.deliver(3, 1)
         await waiting
         message = receiver.take()
@@ -591,11 +591,11 @@ def test_messages_accepted_during_an_open_poll_are_known_or_in_doubt(
                 assert len(ranges) <= ranges_max
             elif (asked := polls.pop(rest[0], None)) is not None:
                 for where in (HERE, THERE):
-                    found = ranges.since(asked, where, range(50))
-                    assert {offset for time, place, offset in accepted if place == where and time >= asked} <= found
-                    if found != {*range(50)}:
+                    offsets = ranges.since(asked, where, range(50))
+                    assert {offset for time, place, offset in accepted if place == where and time >= asked} <= offsets
+                    if offsets != {*range(50)}:
                         # A message right before a range accepted since is in doubt too.
-                        assert found <= {offset for _, place, offset in accepted if place == where}
+                        assert offsets <= {offset for _, place, offset in accepted if place == where}
 
 
 def test_ranges_that_no_open_poll_needs_are_dropped_first() -> None:

@@ -75,18 +75,18 @@ def test_the_first_message_of_a_chain_provides_the_correlation_id() -> None:
 
 
 def test_an_explicit_value_precedes_the_context() -> None:
-    given = ((TRACEPARENT, b"mine"), (CORRELATION_ID, b"mine too"))
+    headers = ((TRACEPARENT, b"mine"), (CORRELATION_ID, b"mine too"))
     with tracing.handling(taken({TRACEPARENT: PARENT, TRACESTATE: "a=b"})):
-        assert tracing.outgoing(given) == given
+        assert tracing.outgoing(headers) == headers
 
 
 def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", client_id="me", correlation="c-1") as span:
         headers = dict(tracing.outgoing((), "c-1"))
         span.record_receipts([receipt()])
-    (found,) = spans.get_finished_spans()
-    assert (found.name, found.kind) == ("publish orders", trace.SpanKind.PRODUCER)
-    assert attributes_of(found) == {
+    (found_span,) = spans.get_finished_spans()
+    assert (found_span.name, found_span.kind) == ("publish orders", trace.SpanKind.PRODUCER)
+    assert attributes_of(found_span) == {
         "messaging.system": "millstream",
         "messaging.operation.name": "publish",
         "messaging.operation.type": "send",
@@ -97,7 +97,7 @@ def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExport
         "messaging.message.conversation_id": "c-1",
         "millstream.offset": 12,
     }
-    context = found.get_span_context()
+    context = found_span.get_span_context()
     assert context is not None
     assert f"00-{context.trace_id:032x}-{context.span_id:016x}-".encode() in (headers[TRACEPARENT] or b"")
 
@@ -105,9 +105,9 @@ def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExport
 def test_many_messages_are_one_span(spans: InMemorySpanExporter) -> None:
     with tracing.publish_span("orders", count=3) as span:
         span.record_receipts([receipt()] * 3)
-    (found,) = spans.get_finished_spans()
-    assert attributes_of(found)["messaging.batch.message_count"] == 3
-    assert "messaging.message.id" not in attributes_of(found)
+    (found_span,) = spans.get_finished_spans()
+    assert attributes_of(found_span)["messaging.batch.message_count"] == 3
+    assert "messaging.message.id" not in attributes_of(found_span)
 
 
 def test_handling_is_a_child_of_the_publish(spans: InMemorySpanExporter) -> None:
@@ -131,9 +131,9 @@ def fail() -> None:
 def test_a_failure_is_recorded_on_the_span(spans: InMemorySpanExporter) -> None:
     with pytest.raises(ValueError, match="no such customer"), tracing.handling(taken()):
         fail()
-    (found,) = spans.get_finished_spans()
-    assert attributes_of(found)["error.type"] == "ValueError"
-    assert found.status.status_code is trace.StatusCode.ERROR
+    (span,) = spans.get_finished_spans()
+    assert attributes_of(span)["error.type"] == "ValueError"
+    assert span.status.status_code is trace.StatusCode.ERROR
     assert tracing.correlation_id() is None
 
 

@@ -34,5 +34,5 @@ async def test_a_plan_continues_where_it_was(tmp_path: Path) -> None:
     with closing(Catalog(f"sqlite:///{tmp_path}/cluster.sqlite", cluster="c")) as catalog:
         catalog.prepare()
         await Adoption(str(data), "c", store, catalog, clock, flush="always").run()
-    found = (await store.read("")).entries
-    assert {key: found[key].value for key in under_way} == under_way
+    entries = (await store.read("")).entries
+    assert {key: entries[key].value for key in under_way} == under_way

@@ -96,12 +96,12 @@ def test_a_drained_node_keeps_only_replicas_without_another_place(load: ClusterL
     plan = plan_drain(load, node)
     check(load, plan)
     after = replicas_after(load, plan)
-    left = [index for index, replicas in after.items() if node in replicas]
-    assert len(left) == len(plan.staying)
+    indexes = [index for index, replicas in after.items() if node in replicas]
+    assert len(indexes) == len(plan.staying)
     takers = [
         other for other in load.nodes.values() if other.is_live and not other.is_drained and other.node_id != node
     ]
-    for index in left:
+    for index in indexes:
         used = {load.nodes[replica].failure_domain for replica in after[index] if replica != node}
         assert all(taker.failure_domain in used for taker in takers)
     assert all(len(after[partition.index]) == len(partition.replicas) for partition in load.partitions)

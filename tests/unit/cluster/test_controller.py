@@ -43,9 +43,9 @@ ALL = (NodeId(1), NodeId(2), NodeId(3))
 
 
 def states(node: GroupNode, topic: Topic) -> list[PartitionState]:
-    found = [state for state in node.topics.states_of(topic) if state is not None]
-    assert len(found) == topic.partitions
-    return found
+    found_states = [state for state in node.topics.states_of(topic) if state is not None]
+    assert len(found_states) == topic.partitions
+    return found_states
 
 
 def leads(node: GroupNode, topic: Topic) -> set[int]:
@@ -343,8 +343,8 @@ async def test_quotas_apply_on_every_node(tmp_path: Path) -> None:
 
 
 def number(node: GroupNode, name: str) -> float:
-    found = {metric.name: [sample.value for sample in metric.samples] for metric in node.cluster.metrics()}
-    (value,) = found[name]
+    values = {metric.name: [sample.value for sample in metric.samples] for metric in node.cluster.metrics()}
+    (value,) = values[name]
     assert isinstance(value, int | float)
     return value
 

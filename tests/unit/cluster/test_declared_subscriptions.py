@@ -187,8 +187,8 @@ async def test_a_subscription_just_declared_on_another_node_is_found_with_few_ca
     here = Subscriptions(counted, ManualClock())
     await here.load()
     billing = await make(catalog).create("billing", ["orders"], {})
-    *found, missing = await find(here, *["billing"] * 50, "none")
-    assert found == [billing] * 50
+    *subscriptions, missing = await find(here, *["billing"] * 50, "none")
+    assert subscriptions == [billing] * 50
     assert isinstance(missing, UnknownSubscription)
     assert len(counted.asked) == 2
     await here.find("billing")
@@ -209,8 +209,8 @@ async def test_a_look_up_does_not_use_the_result_of_an_earlier_one(catalog: Cata
 async def test_waiting_look_ups_share_a_call_to_an_unavailable_catalog(counted: Counted) -> None:
     here = Subscriptions(counted, ManualClock())
     counted.is_away = True
-    found = await find(here, *"abcdefgh")
-    assert {type(error) for error in found} == {CatalogUnavailable}
+    results = await find(here, *"abcdefgh")
+    assert {type(error) for error in results} == {CatalogUnavailable}
     assert counted.asked == [["a"], [*"bcdefgh"]]
     counted.is_away = False
     with pytest.raises(UnknownSubscription):

@@ -67,11 +67,11 @@ async def test_sessions_end_with_the_process_and_revisions_continue() -> None:
     again = opened(files)
     assert (list(again.read("").entries), again.revision >= revision) == (["kept"], True)
     again.change([Put("nodes/1", "x", leased=True)], [], again.grant(float("inf")))
-    given = again.revision
-    assert given > revision
+    given_revision = again.revision
+    assert given_revision > revision
     files.kill()
     # Only a session key was changed at that revision, and the revision is not reused.
-    assert opened(files).revision >= given
+    assert opened(files).revision >= given_revision
 
 
 def test_a_torn_record_is_ignored_and_a_damaged_one_is_refused() -> None:
@@ -190,10 +190,10 @@ async def moving(tmp_path: Path) -> tuple[Path, PartitionKey]:
 
 def states(data: Path) -> dict[PartitionKey, PartitionState]:
     with closing(open_coordination(DiskFiles(), str(data), SystemClock())) as service:
-        found = service.read(keys.PARTITIONS).entries.items()
+        entries = service.read(keys.PARTITIONS).entries.items()
     return {
         parse_partition(key.removeprefix(keys.PARTITIONS)): PartitionState.from_json(entry.value)
-        for key, entry in found
+        for key, entry in entries
     }
 
 
@@ -204,7 +204,7 @@ def change(data: Path, key: PartitionKey, **fields: Any) -> None:
 
 
 def folders_of(data: Path, key: PartitionKey) -> list[str]:
-    return sorted(found.parent.parent.parent.name for found in data.glob(f"**/partitions/{key[0]}/{key[1]}"))
+    return sorted(path.parent.parent.parent.name for path in data.glob(f"**/partitions/{key[0]}/{key[1]}"))
 
 
 @pytest.mark.parametrize("cores", [1, 2])

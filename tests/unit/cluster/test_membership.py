@@ -61,6 +61,6 @@ async def test_each_node_reaches_others_at_its_own_node_listener(listener: str, 
     await store.change([Put(keys.node_key(OTHER.node_id), encode_value(registered))])
     view = ClusterView(store, Backoff(first_s=1, max_s=1), node_listener=listener)
     view.apply_snapshot(await store.read(""))
-    found = view.nodes[OTHER.node_id].node
-    assert (found.host, found.port) == ("two", port)
-    assert found.endpoints == other.endpoints
+    node = view.nodes[OTHER.node_id].node
+    assert (node.host, node.port) == ("two", port)
+    assert node.endpoints == other.endpoints

@@ -17,18 +17,18 @@ from millstream_testing.node_group import NodeGroup
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of opens that fail from now on; the pauses are short."""
-    left = [0]
+    countdown = [0]
     opened = LogStore.open_log
 
     def open_log(store: LogStore, *arguments: object) -> Log:
-        if left[0]:
-            left[0] -= 1
+        if countdown[0]:
+            countdown[0] -= 1
             raise StorageFailure("opening failed: no space left on device")
         return opened(store, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LogStore, "open_log", open_log)
     monkeypatch.setattr(cluster_topics, "REOPEN_S", 0.01)
-    return left
+    return countdown
 
 
 async def test_the_log_is_opened_when_the_disk_works_again(
@@ -49,8 +49,8 @@ async def test_opening_the_log_of_a_deleted_topic_is_not_retried(tmp_path: Path,
         failures[0] = 10**6
         await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
         await group[1].topics.delete("orders")
-        left = failures[0]
+        remaining = failures[0]
         other = await group[1].topics.create("other", replication=1, placement={0: (NodeId(1),)})
-        await group.until(lambda: failures[0] < left - 3)
+        await group.until(lambda: failures[0] < remaining - 3)
         failures[0] = 0
         await group.until(lambda: len(group[1].topics.partitions_of(other)) == 1)

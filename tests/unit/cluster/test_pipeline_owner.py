@@ -28,9 +28,9 @@ async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(t
         assert first in reported
 
         await group[first].kill()
-        left = {number: candidate for number, candidate in candidates.items() if number != first}
-        await group.until(lambda: len(owners(left)) == 1)
-        (second,) = owners(left)
+        remaining = {number: candidate for number, candidate in candidates.items() if number != first}
+        await group.until(lambda: len(owners(remaining)) == 1)
+        (second,) = owners(remaining)
         assert second in reported
 
 

@@ -61,9 +61,9 @@ def test_a_move_ends_at_its_target_with_in_sync_replicas_only(
 
 
 def state(group: NodeGroup, topic: Topic, node: int = 1) -> PartitionState:
-    found = group[node].topics.state_of(topic, 0)
-    assert found is not None
-    return found
+    found_state = group[node].topics.state_of(topic, 0)
+    assert found_state is not None
+    return found_state
 
 
 async def catch_up(group: NodeGroup, topic: Topic) -> None:

@@ -118,20 +118,20 @@ def test_missing_logs_are_reported() -> None:
 
 def test_replacement_nodes_get_replicas_that_are_out_of_sync() -> None:
     gone, also_gone = NodeId(3), NodeId(4)
-    left = [node(node_id, *(log(0, 5, partition=index) for index in range(4))) for node_id in (1, 2)]
-    fewer = derive_states(left, [topic(partitions=4)], set())
+    survivors = [node(node_id, *(log(0, 5, partition=index) for index in range(4))) for node_id in (1, 2)]
+    fewer = derive_states(survivors, [topic(partitions=4)], set())
     assert fewer.fewer == fewer.short == [f"orders-{index}" for index in range(4)]
-    rebuilt = derive_states(left, [topic(partitions=4)], set(), [gone])
+    rebuilt = derive_states(survivors, [topic(partitions=4)], set(), [gone])
     assert (rebuilt.short, rebuilt.fewer, rebuilt.is_safe) == (fewer.short, [], False)
     # It is not admitted as a node with data.
     assert set(rebuilt.admitted) == {1, 2}
     states = list(rebuilt.states.values())
     assert all((sorted(state.replicas), sorted(state.in_sync)) == ([1, 2, 3], [1, 2]) for state in states)
     assert [state.preferred for state in states] == [1, 2, 3, 1]
-    shared = derive_states(left, [topic(partitions=4)], set(), [gone, also_gone])
+    shared = derive_states(survivors, [topic(partitions=4)], set(), [gone, also_gone])
     assert [gone in state.replicas for state in shared.states.values()] == [True, False, True, False]
     with pytest.raises(ClusterMismatch, match="node 2 is to be replaced"):
-        derive_states(left, [topic(partitions=4)], set(), [NodeId(2)])
+        derive_states(survivors, [topic(partitions=4)], set(), [NodeId(2)])
 
 
 def test_folders_must_belong_to_one_cluster_and_be_given_once() -> None:

@@ -193,9 +193,9 @@ async def test_a_log_is_truncated_beside_the_loop_and_refuses_appends_until_then
     end = 70 if restarted else 1
     assert cut is not None
     assert partition.log.end_offset == end
-    given = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
+    given_batch = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
     with pytest.raises(StorageFailure, match="truncation is on disk"):
-        partition.append_fetched(given, leader_epoch=Epoch(1), high_watermark=Offset(0), log_start=Offset(0))
+        partition.append_fetched(given_batch, leader_epoch=Epoch(1), high_watermark=Offset(0), log_start=Offset(0))
     # Even if it becomes the leader meanwhile.
     partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
     with pytest.raises(StorageFailure, match="truncation is on disk"):

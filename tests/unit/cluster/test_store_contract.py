@@ -189,8 +189,8 @@ async def test_a_key_belongs_to_the_last_session_that_put_it(open_store: OpenSto
     await successor.open_session(LONG_S, lambda: None)
     await successor.change([Put("nodes/1", "second", leased=True)])
     await first.close()
-    left = {key: entry.value for key, entry in (await node.read("")).entries.items()}
-    assert left == {"nodes/1": "second", "nodes/2": "free now"}
+    values = {key: entry.value for key, entry in (await node.read("")).entries.items()}
+    assert values == {"nodes/1": "second", "nodes/2": "free now"}
 
 
 async def test_closing_the_store_ends_its_session(open_store: OpenStore) -> None:

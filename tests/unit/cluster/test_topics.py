@@ -191,8 +191,8 @@ async def test_the_brokers_own_topics_stay_compacted(tmp_path: Path) -> None:
 
 async def test_concurrent_requests_for_a_missing_topic_create_one(tmp_path: Path) -> None:
     async with single_node(tmp_path) as topics:
-        found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
-        assert len({topic.topic_id for topic in found}) == 1
+        topic_list = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
+        assert len({topic.topic_id for topic in topic_list}) == 1
         with pytest.raises(TopicExists):
             await topics.create("wanted")
 

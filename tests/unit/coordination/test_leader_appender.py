@@ -55,10 +55,10 @@ async def test_a_refusal_counts_only_if_no_other_node_leads(
 
             async def read_late(prefix: str) -> Snapshot:
                 """Read what this node has not been notified of yet."""
-                found = await read(prefix)
-                entry = found.entries[partition_key((topic.topic_id, topics.partition("dead", 0).index))]
+                records = await read(prefix)
+                entry = records.entries[partition_key((topic.topic_id, topics.partition("dead", 0).index))]
                 state = PartitionState.from_json(entry.value).elected(NodeId(2))
-                return found._replace(entries={entry.key: entry._replace(value=encode_value(state))})
+                return records._replace(entries={entry.key: entry._replace(value=encode_value(state))})
 
             monkeypatch.setattr(topics._coordination, "read", read_late)
             assert await appender.append("dead", 0, letter(3)) == SUCCESSOR_OFFSET

@@ -109,10 +109,10 @@ async def test_a_response_is_sent_as_soon_as_the_log_acknowledges() -> None:
     """Turns of a busy loop are long, so a response must not wait for an extra one."""
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
-    kept, read = shard.submit(put(b"a", b"1")), shard.submit(get(b"a"))
-    assert (kept.done(), read.done()) == (False, False)
+    write, read = shard.submit(put(b"a", b"1")), shard.submit(get(b"a"))
+    assert (write.done(), read.done()) == (False, False)
     partition.acknowledge()
-    assert (kept.result(), read.result()) == ("kept", b"1")
+    assert (write.result(), read.result()) == ("kept", b"1")
 
 
 async def test_an_operation_is_durable_and_gets_a_response() -> None:
@@ -129,24 +129,24 @@ async def test_an_operation_is_durable_and_gets_a_response() -> None:
 async def test_a_response_waits_for_its_append() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
-    kept = shard.submit(put(b"a", b"1"))
+    write = shard.submit(put(b"a", b"1"))
     await settle()
-    assert not kept.done()
+    assert not write.done()
 
     partition.acknowledge()
 
-    assert await kept == "kept"
+    assert await write == "kept"
 
 
 async def test_a_read_of_an_unacknowledged_write_waits_for_it() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     before = shard.submit(get(b"a"))
-    kept = shard.submit(put(b"a", b"1"))
+    write = shard.submit(put(b"a", b"1"))
     after = shard.submit(get(b"a"))
     await settle()
     assert before.done()
-    assert not kept.done()
+    assert not write.done()
     assert not after.done()
 
     partition.acknowledge()
@@ -243,9 +243,9 @@ async def test_loading_yields_to_the_loop() -> None:
 async def test_a_failed_acknowledgement_reverts_the_memory_state() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
-    kept = shard.submit(put(b"a", b"1"))
+    write = shard.submit(put(b"a", b"1"))
     partition.acknowledge()
-    await kept
+    await write
     lost = shard.submit(put(b"a", b"2"))
     seen = shard.submit(get(b"a"))
     parked = shard.submit(park(b"b"))
@@ -442,7 +442,7 @@ async def test_closing_refuses_parked_requests_and_waits_for_appends() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     parked = shard.submit(park(b"b"))
-    kept = shard.submit(put(b"a", b"1"))
+    write = shard.submit(put(b"a", b"1"))
     closing = asyncio.create_task(shard.close())
     await settle()
     assert not closing.done()
@@ -450,7 +450,7 @@ async def test_closing_refuses_parked_requests_and_waits_for_appends() -> None:
     partition.acknowledge()
     await closing
 
-    assert await kept == "kept"
+    assert await write == "kept"
     with pytest.raises(NotCoordinator):
         await parked
     with pytest.raises(NotCoordinator):
@@ -473,12 +473,12 @@ async def test_a_disconnected_client_affects_nothing_else() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     gone = shard.submit(put(b"a", b"1"))
-    kept = shard.submit(put(b"b", b"2"))
+    write = shard.submit(put(b"b", b"2"))
     gone.cancel()
 
     partition.acknowledge()
 
-    assert await kept == "kept"
+    assert await write == "kept"
 
 
 async def test_loading_a_closed_partition_gives_up() -> None:
@@ -518,8 +518,8 @@ class KeepFrom:
         self.offset = offset
 
     def keep_from(self, _state: Texts, _partition: object, rewritten: Offset) -> tuple[Offset, list[StateRecord]]:
-        kept = min(Offset(self.offset), rewritten)
-        return kept, [StateRecord(b"noted", b"kept")]
+        keep_from_offset = min(Offset(self.offset), rewritten)
+        return keep_from_offset, [StateRecord(b"noted", b"kept")]
 
 
 async def test_superseded_records_may_be_kept_but_are_not_loaded() -> None:

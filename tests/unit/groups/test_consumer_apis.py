@@ -51,28 +51,28 @@ class Broker:
         self.commit = OffsetCommit(self.groups, known)
         self.fetch = OffsetFetch(self.groups, known)
 
-    async def send(self, version: int, **given: Any) -> Any:
+    async def send(self, version: int, **arguments: Any) -> Any:
         """Send a heartbeat of some version; by default one that joins."""
         values = {"group_id": GROUP, "member_id": "m0", "member_epoch": 0}
-        if given.get("member_epoch", 0) == 0:
+        if arguments.get("member_epoch", 0) == 0:
             values |= {
                 "rebalance_timeout": 60_000,
                 "subscribed_topic_names": ("orders",),
                 "topic_partitions": (),
             }
-        return await send_request(self.beat, message(self.beat, version, **{**values, **given}))
+        return await send_request(self.beat, message(self.beat, version, **{**values, **arguments}))
 
 
-def message(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
+def message(api: Api[Any, Any] | RawApi, version: int, **arguments: Any) -> Any:
     """Build a request of one version; missing fields have their default, or null where there is none."""
     kind = load_request_class(api.key, version)
     values = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     if "topic_partitions" in values:
         values["topic_partitions"] = None
-    given = {name: value for name, value in given.items() if name in values}
-    if isinstance(given.get("rebalance_timeout"), int):
-        given["rebalance_timeout"] = i32Timedelta.parse(timedelta(milliseconds=given["rebalance_timeout"]))
-    return kind(**{**values, **given})
+    arguments = {name: value for name, value in arguments.items() if name in values}
+    if isinstance(arguments.get("rebalance_timeout"), int):
+        arguments["rebalance_timeout"] = i32Timedelta.parse(timedelta(milliseconds=arguments["rebalance_timeout"]))
+    return kind(**{**values, **arguments})
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ async def test_a_member_joins_lives_and_leaves(broker: Broker, version: int) -> 
     assert assigned(joined) == {broker.orders: (0, 1)}
     lives = await broker.send(version, member_epoch=1)
     assert (lives.error_code, lives.member_epoch, lives.assignment) == (ErrorCode.none, 1, None)
-    left = await broker.send(version, member_epoch=-1)
-    assert (left.error_code, left.member_id, left.member_epoch) == (ErrorCode.none, "m0", -1)
-    assert left.heartbeat_interval == timedelta(0)
+    response = await broker.send(version, member_epoch=-1)
+    assert (response.error_code, response.member_id, response.member_epoch) == (ErrorCode.none, "m0", -1)
+    assert response.heartbeat_interval == timedelta(0)
     gone = await broker.send(version, member_epoch=1)
     assert gone.error_code == ErrorCode.unknown_member_id
     assert "m0" in gone.error_message
@@ -111,8 +111,8 @@ async def test_owned_partitions_are_reported_back(broker: Broker) -> None:
     module: Any = importlib.import_module(request.__module__)
     partitions = (module.TopicPartitions(topic_id=broker.orders, partitions=(0, 1)),)
     await broker.send(1, member_id="m1")
-    kept = await broker.send(1, member_epoch=1, topic_partitions=partitions)
-    assert assigned(kept) == {broker.orders: (0,)}
+    response = await broker.send(1, member_epoch=1, topic_partitions=partitions)
+    assert assigned(response) == {broker.orders: (0,)}
     given_up = (module.TopicPartitions(topic_id=broker.orders, partitions=(0,)),)
     done = await broker.send(1, member_epoch=1, topic_partitions=given_up)
     assert (done.member_epoch, done.assignment) == (2, None)
@@ -213,17 +213,17 @@ async def test_groups_are_described(broker: Broker, version: int) -> None:
 
 async def test_other_apis_report_the_group_type(broker: Broker) -> None:
     await broker.send(1)
-    for types, found in (
+    for types, groups in (
         (("consumer",), [GROUP]),
         (("Consumer", "classic"), [GROUP]),
         (("classic",), []),
         ((), [GROUP]),
     ):
-        listed = await send_request(broker.list, message(broker.list, 5, types_filter=types))
-        assert [group.group_id for group in listed.groups] == found
-    for states, found in ((("stable",), [GROUP]), (("Empty",), [])):
-        listed = await send_request(broker.list, message(broker.list, 5, states_filter=states))
-        assert [group.group_id for group in listed.groups] == found
+        response = await send_request(broker.list, message(broker.list, 5, types_filter=types))
+        assert [group.group_id for group in response.groups] == groups
+    for states, groups in ((("stable",), [GROUP]), (("Empty",), [])):
+        response = await send_request(broker.list, message(broker.list, 5, states_filter=states))
+        assert [group.group_id for group in response.groups] == groups
     (group,) = (await send_request(broker.list, message(broker.list, 5))).groups
     assert (group.group_type, group.protocol_type, group.group_state) == ("consumer", "consumer", "Stable")
     for version, code in ((5, ErrorCode.none), (6, ErrorCode.group_id_not_found)):

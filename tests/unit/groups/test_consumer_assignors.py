@@ -63,22 +63,22 @@ def again(subscriptions_of_members: list[MemberSubscription], given: Given) -> l
 def test_uniform_assigns_every_partition_to_one_subscriber(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
-    found, partitions = situation
-    check_everything_is_given_once(found, partitions, assign_uniformly(found, partitions))
+    members, partitions = situation
+    check_everything_is_given_once(members, partitions, assign_uniformly(members, partitions))
 
 
 @given(situations())
 def test_range_assigns_every_partition_to_one_subscriber(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
-    found, partitions = situation
-    check_everything_is_given_once(found, partitions, assign_ranges(found, partitions))
+    members, partitions = situation
+    check_everything_is_given_once(members, partitions, assign_ranges(members, partitions))
 
 
 @given(situations(same=True))
 def test_uniform_is_even_for_equal_subscriptions(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
-    found, partitions = situation
-    counts = [size_of(assignment) for assignment in assign_uniformly(found, partitions).values()]
+    members, partitions = situation
+    counts = [size_of(assignment) for assignment in assign_uniformly(members, partitions).values()]
     assert max(counts) - min(counts) <= 1
 
 
@@ -86,10 +86,10 @@ def test_uniform_is_even_for_equal_subscriptions(situation: tuple[list[MemberSub
 def test_uniform_leaves_no_move_that_would_improve_the_balance(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
-    found, partitions = situation
-    given_now = assign_uniformly(found, partitions)
+    members, partitions = situation
+    given_now = assign_uniformly(members, partitions)
     loads = {member_id: size_of(assignment) for member_id, assignment in given_now.items()}
-    for wish in found:
+    for wish in members:
         for topic_id in wish.topics:
             for member_id, assignment in given_now.items():
                 if topic_id in assignment:
@@ -100,10 +100,10 @@ def test_uniform_leaves_no_move_that_would_improve_the_balance(
 def test_a_correct_assignment_is_unchanged(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], random: object
 ) -> None:
-    found, partitions = situation
+    members, partitions = situation
     for assign in (assign_uniformly, assign_ranges):
-        before = assign(found, partitions)
-        shuffled = again(found, before)
+        before = assign(members, partitions)
+        shuffled = again(members, before)
         random.shuffle(shuffled)  # type: ignore[attr-defined]
         assert assign(shuffled, partitions) == before
 
@@ -112,11 +112,11 @@ def test_a_correct_assignment_is_unchanged(
 def test_a_new_member_gets_its_share_and_nothing_else_moves(
     situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
-    found, partitions = situation
-    before = assign_uniformly(found, partitions)
-    newcomer = MemberSubscription(member_id="newcomer", topics=found[0].topics)
-    after = assign_uniformly([*again(found, before), newcomer], partitions)
-    check_everything_is_given_once([*found, newcomer], partitions, after)
+    members, partitions = situation
+    before = assign_uniformly(members, partitions)
+    newcomer = MemberSubscription(member_id="newcomer", topics=members[0].topics)
+    after = assign_uniformly([*again(members, before), newcomer], partitions)
+    check_everything_is_given_once([*members, newcomer], partitions, after)
     assert moves(before, after) == size_of(after["newcomer"])
 
 
@@ -124,10 +124,10 @@ def test_a_new_member_gets_its_share_and_nothing_else_moves(
 def test_when_a_member_leaves_the_others_keep_their_partitions(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], which: int
 ) -> None:
-    found, partitions = situation
-    before = assign_uniformly(found, partitions)
-    gone = found[which % len(found)]
-    remaining = [wish for wish in found if wish is not gone]
+    members, partitions = situation
+    before = assign_uniformly(members, partitions)
+    gone = members[which % len(members)]
+    remaining = [wish for wish in members if wish is not gone]
     after = assign_uniformly(again(remaining, before), partitions)
     assert moves({key: value for key, value in before.items() if key != gone.member_id}, after) == 0
     if remaining:
@@ -138,11 +138,11 @@ def test_when_a_member_leaves_the_others_keep_their_partitions(
 def test_new_partitions_move_no_old_ones_without_need(
     situation: tuple[list[MemberSubscription], dict[UUID, int]], added: int
 ) -> None:
-    found, partitions = situation
-    before = assign_uniformly(found, partitions)
+    members, partitions = situation
+    before = assign_uniformly(members, partitions)
     grown = {topic_id: number + added for topic_id, number in partitions.items()}
-    after = assign_uniformly(again(found, before), grown)
-    check_everything_is_given_once(found, grown, after)
+    after = assign_uniformly(again(members, before), grown)
+    check_everything_is_given_once(members, grown, after)
     assert moves(before, after) == 0
 
 
@@ -151,9 +151,9 @@ def test_new_partitions_move_no_old_ones_without_need(
 def test_uniform_holds_over_any_history(history: list[tuple[list[MemberSubscription], dict[UUID, int]]]) -> None:
     """Members, topics and sizes change all at once, and members may have owned partitions of deleted topics."""
     given_now: Given = {}
-    for found, partitions in history:
-        given_now = assign_uniformly(again(found, given_now), partitions)
-        check_everything_is_given_once(found, partitions, given_now)
+    for members, partitions in history:
+        given_now = assign_uniformly(again(members, given_now), partitions)
+        check_everything_is_given_once(members, partitions, given_now)
 
 
 def test_an_overlapping_assignment_is_corrected() -> None:
@@ -167,12 +167,12 @@ def test_an_overlapping_assignment_is_corrected() -> None:
 
 def test_uniform_spreads_each_topic() -> None:
     everything = frozenset(TOPICS[:3])
-    found = [MemberSubscription(member_id=f"m{number}", topics=everything) for number in range(3)]
+    members = [MemberSubscription(member_id=f"m{number}", topics=everything) for number in range(3)]
     partitions = dict.fromkeys(everything, 3)
-    for assignment in assign_uniformly(found, partitions).values():
+    for assignment in assign_uniformly(members, partitions).values():
         assert {topic_id: len(numbers) for topic_id, numbers in assignment.items()} == dict.fromkeys(everything, 1)
-    alone = assign_uniformly(found[:1], partitions)
-    joined = assign_uniformly(again(found, alone), partitions)
+    alone = assign_uniformly(members[:1], partitions)
+    joined = assign_uniformly(again(members, alone), partitions)
     assert {len(numbers) for assignment in joined.values() for numbers in assignment.values()} == {1}
 
 
@@ -202,14 +202,14 @@ def test_ranges_are_contiguous_and_aligned_across_topics() -> None:
 
 @given(situations())
 def test_ranges_have_no_gaps(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
-    found, partitions = situation
-    for assignment in assign_ranges(found, partitions).values():
+    members, partitions = situation
+    for assignment in assign_ranges(members, partitions).values():
         for numbers in assignment.values():
             assert all(after - before == 1 for before, after in pairwise(sorted(numbers)))
 
 
 def test_more_members_than_partitions() -> None:
-    found = [MemberSubscription(member_id=f"m{number}", topics=frozenset({TOPICS[0]})) for number in range(5)]
+    members = [MemberSubscription(member_id=f"m{number}", topics=frozenset({TOPICS[0]})) for number in range(5)]
     for assign in (assign_uniformly, assign_ranges):
-        given_now = assign(found, {TOPICS[0]: 2})
+        given_now = assign(members, {TOPICS[0]: 2})
         assert sorted(map(size_of, given_now.values())) == [0, 0, 0, 1, 1]

@@ -12,10 +12,10 @@ from millstream_testing.state_log import MemoryTopics
 
 @pytest.fixture
 def topics() -> MemoryTopics:
-    found = MemoryTopics()
+    found_topics = MemoryTopics()
     for name in ("orders", "orders.eu", "bills", "__consumer_offsets"):
-        found.add(name)
-    return found
+        found_topics.add(name)
+    return found_topics
 
 
 @pytest.mark.parametrize(

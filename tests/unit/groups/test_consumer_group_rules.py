@@ -567,9 +567,9 @@ def test_offsets_of_subscribed_topics_are_not_deleted(harness: ConsumerHarness) 
 def test_groups_are_listed_with_their_type(harness: ConsumerHarness) -> None:
     harness.send_heartbeat(SimulatedConsumer("m0", "orders"))
     harness.commit(1, group_id="simple")
-    listed = harness.run(lambda shard: shard.list_groups()).result()
-    found = {group.group_id: (group.group_type, group.state, group.protocol_type) for group in listed}
-    assert found == {GROUP: ("consumer", "Stable", "consumer"), "simple": ("classic", "Empty", "")}
+    groups = harness.run(lambda shard: shard.list_groups()).result()
+    group_types = {group.group_id: (group.group_type, group.state, group.protocol_type) for group in groups}
+    assert group_types == {GROUP: ("consumer", "Stable", "consumer"), "simple": ("classic", "Empty", "")}
 
 
 def test_a_group_is_described(harness: ConsumerHarness) -> None:

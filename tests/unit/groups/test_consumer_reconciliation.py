@@ -49,19 +49,19 @@ def test_a_new_member_gets_unowned_partitions() -> None:
 
 def test_a_member_revokes_before_it_is_assigned_more() -> None:
     before = Position(epoch=4, previous_epoch=3, assigned=of(1, 2))
-    asked = next_position(before, goal(of(2, 7)), of(1, 2))
-    assert asked == Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
+    position = next_position(before, goal(of(2, 7)), of(1, 2))
+    assert position == Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
     for still in (of(1, 2), None):
-        assert next_position(asked, goal(of(2, 7)), still) == asked
-    done = next_position(asked, goal(of(2, 7)), of(2))
+        assert next_position(position, goal(of(2, 7)), still) == position
+    done = next_position(position, goal(of(2, 7)), of(2))
     assert done == Position(epoch=5, previous_epoch=4, state=MemberState.STABLE, assigned=of(2, 7))
 
 
 def test_a_changed_target_applies_once_the_old_partitions_are_revoked() -> None:
-    asked = Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
-    back = next_position(asked, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
+    position = Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
+    back = next_position(position, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
     assert back == Position(epoch=6, previous_epoch=4, state=MemberState.STABLE, assigned=of(1, 2))
-    more = next_position(asked, goal(of(1), epoch=6), of(2))
+    more = next_position(position, goal(of(1), epoch=6), of(2))
     assert more.state is MemberState.UNREVOKED
     assert (more.epoch, more.assigned, more.pending) == (4, NOTHING, of(2))
 
@@ -82,17 +82,17 @@ def test_unsubscribed_topics_are_revoked_at_once() -> None:
     there = Position(epoch=5, assigned=union(of(1), of(3, topic=TWO)))
     only_one = goal(of(1), topics=frozenset({ONE}))
     assert next_position(there, only_one, None) is there
-    asked = next_position(there, only_one, None, topics_changed=True)
-    assert (asked.state, asked.epoch, asked.assigned) == (MemberState.UNREVOKED, 5, of(1))
-    assert asked.pending == of(3, topic=TWO)
+    position = next_position(there, only_one, None, topics_changed=True)
+    assert (position.state, position.epoch, position.assigned) == (MemberState.UNREVOKED, 5, of(1))
+    assert position.pending == of(3, topic=TWO)
     given_up_already = next_position(there, only_one, of(1), topics_changed=True)
     assert given_up_already == Position(epoch=5, assigned=of(1))
     assert next_position(there, goal(there.assigned), None, topics_changed=True) is there
 
 
 def test_a_revoking_member_may_unsubscribe_further() -> None:
-    asked = Position(epoch=5, state=MemberState.UNREVOKED, assigned=union(of(1), of(3, topic=TWO)), pending=of(2))
-    less = next_position(asked, goal(of(1), epoch=6, topics=frozenset({ONE})), None, topics_changed=True)
+    position = Position(epoch=5, state=MemberState.UNREVOKED, assigned=union(of(1), of(3, topic=TWO)), pending=of(2))
+    less = next_position(position, goal(of(1), epoch=6, topics=frozenset({ONE})), None, topics_changed=True)
     assert (less.state, less.assigned, less.pending) == (
         MemberState.UNREVOKED,
         of(1),

@@ -146,7 +146,7 @@ def test_an_operator_removes_a_static_member_by_instance_id(harness: ConsumerHar
     results = harness.leave(
         LeavingMember("", "one"), LeavingMember("", "nobody"), LeavingMember("m9"), LeavingMember("m9", "one")
     )
-    errors = [type(left.error) for left in results]
+    errors = [type(result.error) for result in results]
     assert errors == [type(None), UnknownMember, UnknownMember, FencedInstance]
     harness.settle(other)
     assert size_of(other.owned) == 4

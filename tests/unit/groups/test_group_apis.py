@@ -57,17 +57,17 @@ from millstream_testing.state_log import MemoryPartition, MemoryTopics
 CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
 
 
-def build(kind: Any, given: dict[str, Any]) -> Any:
+def build(kind: Any, arguments: dict[str, Any]) -> Any:
     """Build a message of some version from plain values.
 
     Fields the version lacks are dropped; missing ones have their default.
     """
     values = {}
     for field in dataclasses.fields(kind):
-        if field.name not in given:
+        if field.name not in arguments:
             values[field.name] = default_of(field)
             continue
-        value = given[field.name]
+        value = arguments[field.name]
         nested = nested_class(field.type)
         if nested is not None and value is not None:
             value = tuple(build(nested, item) for item in value)
@@ -88,9 +88,9 @@ def nested_class(annotation: Any) -> Any:
     return None
 
 
-async def send(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
+async def send(api: Api[Any, Any] | RawApi, version: int, **arguments: Any) -> Any:
     """Send a request of one version over the wire format, and read the response back from it."""
-    request = build(load_request_class(api.key, version), given)
+    request = build(load_request_class(api.key, version), arguments)
     if not isinstance(api, Api):
         return await api_requests.send_request(api, request, client=CLIENT)
     received = read_request(api.key, version, write_entity(request), 0)
@@ -137,7 +137,7 @@ class Broker:
 
     async def member(self, group_id: str, version: int = 9, **more: Any) -> Any:
         """Join a group alone, as a client of this version does."""
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             "group_id": group_id,
             "session_timeout": 10_000,
             "rebalance_timeout": 10_000,
@@ -146,10 +146,10 @@ class Broker:
             "protocols": [{"name": "range", "metadata": b"\0\0\0\0\0\0"}],
             **more,
         }
-        response = await send(self.join, version, **given)
+        response = await send(self.join, version, **values)
         if response.error_code is ErrorCode.member_id_required:
-            given["member_id"] = response.member_id
-            response = await send(self.join, version, **given)
+            values["member_id"] = response.member_id
+            response = await send(self.join, version, **values)
         return response
 
     async def committed(self, group_id: str, offset: int) -> None:
@@ -175,9 +175,10 @@ async def broker() -> AsyncIterator[Broker]:
 async def test_find_coordinator(broker: Broker, version: int) -> None:
     response = await send(broker.find, version, key="g", coordinator_keys=("g", "h"), key_type=0)
 
-    found = response.coordinators if version >= 4 else [response]
+    coordinators = response.coordinators if version >= 4 else [response]
     assert [
-        (coordinator.error_code, coordinator.node_id, coordinator.host, coordinator.port) for coordinator in found
+        (coordinator.error_code, coordinator.node_id, coordinator.host, coordinator.port)
+        for coordinator in coordinators
     ] == [(ErrorCode.none, 7, "broker", 9092)] * (2 if version >= 4 else 1)
     assert broker.topics.get(CONSUMER_OFFSETS) is not None
 
@@ -220,13 +221,13 @@ async def test_join_group(broker: Broker, version: int) -> None:
 
 @pytest.mark.parametrize("version", versions_of(JoinGroup))
 async def test_join_group_refused(broker: Broker, version: int) -> None:
-    for given, code in (
+    for values, code in (
         ({"group_id": ""}, ErrorCode.invalid_group_id),
         ({"session_timeout": 1}, ErrorCode.invalid_session_timeout),
         ({"protocols": []}, ErrorCode.inconsistent_group_protocol),
         ({"member_id": "nobody"}, ErrorCode.unknown_member_id),
     ):
-        response = await broker.member(given.pop("group_id", "g"), version, **given)  # type: ignore[arg-type]
+        response = await broker.member(values.pop("group_id", "g"), version, **values)  # type: ignore[arg-type]
         assert response.error_code is code
         assert response.generation_id == -1
         assert response.protocol_name == (None if version >= 7 else "")
@@ -269,7 +270,7 @@ async def test_join_group_as_a_static_member(broker: Broker, version: int) -> No
 @pytest.mark.parametrize("version", versions_of(SyncGroup))
 async def test_sync_group(broker: Broker, version: int) -> None:
     member = await broker.member("g")
-    given = {
+    values = {
         "group_id": "g",
         "generation_id": 1,
         "member_id": member.member_id,
@@ -278,29 +279,29 @@ async def test_sync_group(broker: Broker, version: int) -> None:
         "assignments": [{"member_id": member.member_id, "assignment": b"mine"}],
     }
 
-    response = await send(broker.sync, version, **given)
+    response = await send(broker.sync, version, **values)
 
     assert (response.error_code, response.assignment) == (ErrorCode.none, b"mine")
     if version >= 5:
         assert (response.protocol_type, response.protocol_name) == ("consumer", "range")
-        nameless = await send(broker.sync, version, **{**given, "protocol_name": None})
+        nameless = await send(broker.sync, version, **{**values, "protocol_name": None})
         assert nameless.error_code is ErrorCode.inconsistent_group_protocol
-    stale = await send(broker.sync, version, **{**given, "generation_id": 0})
+    stale = await send(broker.sync, version, **{**values, "generation_id": 0})
     assert (stale.error_code, stale.assignment) == (ErrorCode.illegal_generation, b"")
 
 
 @pytest.mark.parametrize("version", versions_of(Heartbeat))
 async def test_heartbeat(broker: Broker, version: int) -> None:
     member = await broker.member("g")
-    given = {"group_id": "g", "generation_id": 1, "member_id": member.member_id}
+    values = {"group_id": "g", "generation_id": 1, "member_id": member.member_id}
 
-    assert (await send(broker.beat, version, **given)).error_code is ErrorCode.none
+    assert (await send(broker.beat, version, **values)).error_code is ErrorCode.none
     for more, code in (
         ({"member_id": "nobody"}, ErrorCode.unknown_member_id),
         ({"generation_id": 9}, ErrorCode.illegal_generation),
         ({"group_id": ""}, ErrorCode.invalid_group_id),
     ):
-        assert (await send(broker.beat, version, **{**given, **more})).error_code is code
+        assert (await send(broker.beat, version, **{**values, **more})).error_code is code
 
 
 async def test_a_heartbeat_while_loading_succeeds(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,8 +482,8 @@ def hold_acknowledgements(broker: Broker) -> MemoryPartition:
 
 
 def commit_frame(broker: Broker, *, version: int, offset: int) -> tuple[memoryview, RequestHeader]:
-    given = {"group_id": "g", "member_id": "", "topics": commit_topics(broker, version, 0, offset)}
-    request = build(load_request_class(8, version), given)
+    values = {"group_id": "g", "member_id": "", "topics": commit_topics(broker, version, 0, offset)}
+    request = build(load_request_class(8, version), values)
     frame = memoryview(bytearray(write_request(7, "app", request)[4:]))
     return frame, read_request_header(frame)
 
@@ -538,9 +539,9 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
 
     response = await send(broker.fetch, version, group_id="g", topics=topics, groups=groups)
 
-    found = response.groups if version >= 8 else [response]
-    assert len(found) == (2 if version >= 8 else 1)
-    topic = found[0].topics[0]
+    found_groups = response.groups if version >= 8 else [response]
+    assert len(found_groups) == (2 if version >= 8 else 1)
+    topic = found_groups[0].topics[0]
     assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
     offsets = [
         (partition.partition_index, partition.committed_offset, partition.metadata, partition.error_code)
@@ -548,7 +549,7 @@ async def test_offset_fetch(broker: Broker, version: int) -> None:
     ]
     assert offsets == [(0, 42, "note", ErrorCode.none), (1, -1, "", ErrorCode.none)]
     if version >= 8:
-        assert [partition.committed_offset for partition in found[1].topics[0].partitions] == [-1, -1]
+        assert [partition.committed_offset for partition in found_groups[1].topics[0].partitions] == [-1, -1]
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
@@ -630,14 +631,14 @@ async def test_list_groups(broker: Broker, version: int) -> None:
     filtered = await send(broker.list, version, states_filter=("empty",))
     other_type = await send(broker.list, version, types_filter=("share",))
 
-    listed = {group.group_id: group for group in everything.groups}
-    assert {name: group.protocol_type for name, group in listed.items()} == {"alone": "", "together": "consumer"}
+    groups = {group.group_id: group for group in everything.groups}
+    assert {name: group.protocol_type for name, group in groups.items()} == {"alone": "", "together": "consumer"}
     assert everything.error_code is ErrorCode.none
     if version >= 4:
-        assert listed["together"].group_state == "CompletingRebalance"
+        assert groups["together"].group_state == "CompletingRebalance"
         assert [group.group_id for group in filtered.groups] == ["alone"]
     if version >= 5:
-        assert listed["alone"].group_type == "classic"
+        assert groups["alone"].group_type == "classic"
         assert other_type.groups == ()
     await broker.groups.close()
     assert (await send(broker.list, version)).error_code is ErrorCode.not_coordinator
@@ -657,18 +658,18 @@ async def test_describe_groups(broker: Broker, version: int) -> None:
 
     response = await send(broker.describe, version, groups=("g", "missing"), include_authorized_operations=True)
 
-    found, missing = response.groups
-    assert (found.error_code, found.group_state, found.protocol_type, found.protocol_data) == (
+    group, missing = response.groups
+    assert (group.error_code, group.group_state, group.protocol_type, group.protocol_data) == (
         ErrorCode.none,
         "Stable",
         "consumer",
         "range",
     )
-    assert [(member.client_id, member.client_host, member.member_assignment) for member in found.members] == [
+    assert [(member.client_id, member.client_host, member.member_assignment) for member in group.members] == [
         ("app", "/10.0.0.7", b"mine")
     ]
     if version >= 3:
-        assert found.authorized_operations > 0
+        assert group.authorized_operations > 0
     assert missing.group_state == "Dead"
     assert missing.error_code is (ErrorCode.group_id_not_found if version >= 6 else ErrorCode.none)
     await broker.groups.close()

@@ -104,8 +104,8 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
     described = await groups.describe("g")
     assert (described.state, len(described.members)) == ("Stable", 2)
     await groups.heartbeat(MemberRef(group_id="g", member_id=first.member_id, generation=first.generation))
-    left = await groups.leave("g", [LeavingMember(first.member_id), LeavingMember(second.member_id)])
-    assert [result.error for result in left] == [None, None]
+    results = await groups.leave("g", [LeavingMember(first.member_id), LeavingMember(second.member_id)])
+    assert [result.error for result in results] == [None, None]
     assert (await groups.describe("g")).state == "Empty"
 
 
@@ -271,8 +271,12 @@ async def test_consumers_cannot_join_the_group_of_a_pipeline(topics: MemoryTopic
         session_ms=10_000,
         heartbeat_ms=1000,
     )
-    asked = (groups.join(join_request("pipeline-mine")), groups.consumer_heartbeat(beat), groups.share_heartbeat(share))
-    for refused in asked:
+    requests = (
+        groups.join(join_request("pipeline-mine")),
+        groups.consumer_heartbeat(beat),
+        groups.share_heartbeat(share),
+    )
+    for refused in requests:
         with pytest.raises(InvalidGroupId, match="belongs to pipeline 'mine'"):
             await refused
     await groups.start()

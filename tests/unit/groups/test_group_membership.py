@@ -367,9 +367,9 @@ def test_a_leave_starts_a_rebalance_at_once() -> None:
     harness = GroupHarness()
     leader, follower = harness.stable_group()
 
-    (left,) = harness.leave(LeavingMember(leader, reason="stopping"))
+    (result,) = harness.leave(LeavingMember(leader, reason="stopping"))
 
-    assert left.error is None
+    assert result.error is None
     refused(harness.heartbeat(follower), RebalanceInProgress)
     assert harness.join(follower).result().leader_id == follower
 
@@ -380,15 +380,15 @@ def test_several_members_leave_in_one_request_with_a_result_each() -> None:
 
     results = harness.leave(LeavingMember(leader), LeavingMember("nobody"), LeavingMember(follower))
 
-    assert [type(left.error) for left in results] == [type(None), UnknownMember, type(None)]
+    assert [type(result.error) for result in results] == [type(None), UnknownMember, type(None)]
     assert harness.group().state is GroupState.EMPTY
     assert harness.group().generation == 2
 
 
 def test_leaving_a_missing_group_is_refused() -> None:
-    (left,) = GroupHarness().leave(LeavingMember("nobody"))
+    (result,) = GroupHarness().leave(LeavingMember("nobody"))
 
-    assert isinstance(left.error, UnknownMember)
+    assert isinstance(result.error, UnknownMember)
 
 
 def test_a_parked_join_of_a_leaving_member_is_refused() -> None:
@@ -419,9 +419,9 @@ def test_a_pending_member_can_leave() -> None:
     error = harness.join().error
     assert isinstance(error, MemberIdRequired)
 
-    (left,) = harness.leave(LeavingMember(error.member_id))
+    (result,) = harness.leave(LeavingMember(error.member_id))
 
-    assert left.error is None
+    assert result.error is None
     assert len(harness.shard.groups) == 0
 
 

@@ -94,8 +94,8 @@ def test_the_replaced_process_of_a_static_member_is_fenced() -> None:
     refused(harness.sync(ids["a"], instance_id="a"), FencedInstance)
     refused(harness.join(ids["a"], instance_id="a"), FencedInstance)
     refused(harness.commit(member_id=ids["a"], instance_id="a", generation=1), FencedInstance)
-    (left,) = harness.leave(LeavingMember(ids["a"], "a"))
-    assert isinstance(left.error, FencedInstance)
+    (result,) = harness.leave(LeavingMember(ids["a"], "a"))
+    assert isinstance(result.error, FencedInstance)
     refused(harness.heartbeat("x", instance_id="unknown"), UnknownMember)
 
 
@@ -195,7 +195,7 @@ def test_an_operator_removes_a_static_member_by_instance_id() -> None:
 
     results = harness.leave(LeavingMember("", "b"), LeavingMember("", "c"))
 
-    assert [type(left.error) for left in results] == [type(None), UnknownMember]
+    assert [type(result.error) for result in results] == [type(None), UnknownMember]
     assert list(harness.group().members) == [ids["a"]]
 
 

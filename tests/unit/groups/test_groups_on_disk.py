@@ -82,10 +82,10 @@ async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) 
         await groups.close()
         records = everything_in(topics)
 
-    kept = {read_key(record.key or b""): StateRecord(record.key or b"", record.value) for record in records}
-    assert set(kept) == {GroupKey("g"), OffsetKey("g", "orders", 0)}
-    assert read_group(kept[GroupKey("g")]).members[0].member_id == member_id
-    assert read_offset(kept[OffsetKey("g", "orders", 0)]).offset == 42
+    kept_records = {read_key(record.key or b""): StateRecord(record.key or b"", record.value) for record in records}
+    assert set(kept_records) == {GroupKey("g"), OffsetKey("g", "orders", 0)}
+    assert read_group(kept_records[GroupKey("g")]).members[0].member_id == member_id
+    assert read_offset(kept_records[OffsetKey("g", "orders", 0)]).offset == 42
 
 
 async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:

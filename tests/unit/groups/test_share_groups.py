@@ -52,19 +52,25 @@ class Sharer:
     epoch: int = 0
     assigned: Any = field(default_factory=dict)
 
-    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[HeartbeatResult]:
+    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **arguments: Any) -> Deferred[HeartbeatResult]:
         sent = self.epoch if epoch is None else epoch
         values: dict[str, Any] = {"topics": self.topics if sent == 0 else None, "rack_id": None, "client_id": "client"}
         request = ShareHeartbeat(
             group_id=group_id,
             member_id=self.member_id,
             epoch=sent,
-            **{**values, "client_host": "/127.0.0.1", "session_ms": SESSION_MS, "heartbeat_ms": HEARTBEAT_MS, **given},
+            **{
+                **values,
+                "client_host": "/127.0.0.1",
+                "session_ms": SESSION_MS,
+                "heartbeat_ms": HEARTBEAT_MS,
+                **arguments,
+            },
         )
         return self.harness.run(lambda shard: shard.shares.heartbeat(request))
 
-    def send_heartbeat(self, **given: Any) -> HeartbeatResult:
-        response = self.send(**given).result()
+    def send_heartbeat(self, **arguments: Any) -> HeartbeatResult:
+        response = self.send(**arguments).result()
         self.epoch = response.epoch
         if response.assignment is not None:
             self.assigned = response.assignment
@@ -157,8 +163,8 @@ def test_the_last_member_leaves_an_empty_group(harness: ConsumerHarness) -> None
     one.send_heartbeat()
     two.send_heartbeat()
     one.send_heartbeat()
-    left = two.send_heartbeat(epoch=-1)
-    assert (left.member_id, left.epoch, left.assignment) == ("two", -1, None)
+    response = two.send_heartbeat(epoch=-1)
+    assert (response.member_id, response.epoch, response.assignment) == ("two", -1, None)
     assert one.send_heartbeat().assignment == harness.partitions(orders={0, 1, 2, 3})
     one.send_heartbeat(epoch=-1)
     assert described(harness).state == ShareGroupState.EMPTY.value
@@ -305,17 +311,17 @@ def test_the_durable_records_are_those_that_were_written(harness: ConsumerHarnes
         Sharer(harness, name).send_heartbeat()
     Sharer(harness, "one").send_heartbeat(group_id="other")
     shares = harness.shard.shares
-    kept = [shares.durable_record(key) for key in shares.durable_keys()]
+    records = [shares.durable_record(key) for key in shares.durable_keys()]
     fresh = new_trial()
     fresh.cluster, fresh.topics = harness.cluster, harness.topics
-    fresh.log = [record for record in kept if record is not None]
-    assert len(fresh.log) == len(kept) == 5
+    fresh.log = [record for record in records if record is not None]
+    assert len(fresh.log) == len(records) == 5
     fresh.reload()
     for group_id in (GROUP, "other"):
-        found, expected = fresh.shard.shares.get(group_id), shares.get(group_id)
-        assert found is not None
+        group, expected = fresh.shard.shares.get(group_id), shares.get(group_id)
+        assert group is not None
         assert expected is not None
-        assert (found.epoch, found.metadata_hash, found.members) == (
+        assert (group.epoch, group.metadata_hash, group.members) == (
             expected.epoch,
             expected.metadata_hash,
             expected.members,

@@ -43,18 +43,18 @@ class ScriptedRoutes:
         self.error: Exception | None = None
         self.responses = 0
 
-    async def respond(self, services: Services, asked: Request[Any, Any]) -> ExampleResponse:
+    async def respond(self, services: Services, request: Request[Any, Any]) -> ExampleResponse:
         self.responses += 1
         if self.error is not None:
             raise self.error
-        return ExampleResponse(asked.query.number)
+        return ExampleResponse(request.query.number)
 
-    async def take(self, services: Services, asked: Request[Any, Any]) -> ExampleResponse:
+    async def take(self, services: Services, request: Request[Any, Any]) -> ExampleResponse:
         self.begun.set()
         await self.go_on.wait()
-        return asked.body if isinstance(asked.body, ExampleResponse) else ExampleResponse(len(asked.body))
+        return request.body if isinstance(request.body, ExampleResponse) else ExampleResponse(len(request.body))
 
-    async def stream(self, services: Services, asked: Request[Any, Any]) -> StreamResponse:
+    async def stream(self, services: Services, request: Request[Any, Any]) -> StreamResponse:
         return StreamResponse(self._pieces())
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:

@@ -213,10 +213,10 @@ async def test_unused_responses_are_forgotten() -> None:
 
 def browser(*messages: str) -> _Exchange:
     """A browser that sends these messages, and nothing more."""
-    left = list(messages)
+    remaining = list(messages)
 
     async def receive() -> Any:
-        return {"type": left.pop(0)} if left else await asyncio.Future()
+        return {"type": remaining.pop(0)} if remaining else await asyncio.Future()
 
     return _Exchange({}, {}, receive, cast("Any", None))
 

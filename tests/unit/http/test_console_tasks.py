@@ -108,9 +108,9 @@ async def test_a_task_ends_with_the_session_of_its_user_and_with_the_gateway() -
     await ended(lapsing)
     assert "session" in lapsing.text
     others = Rights()
-    left = await tasks.start(Task("bob", "bob-1", "Redrive", "/console/x"), forever, others)
+    task = await tasks.start(Task("bob", "bob-1", "Redrive", "/console/x"), forever, others)
     await tasks.close()
-    assert (left.state, others.held) == ("stopped", 0)
+    assert (task.state, others.held) == ("stopped", 0)
 
 
 async def test_concurrent_tasks_per_user_are_limited_and_finished_ones_forgotten(

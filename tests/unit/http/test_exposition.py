@@ -21,11 +21,11 @@ def parsed(*metrics: dict[str, Any]) -> dict[tuple[str, tuple[tuple[str, str], .
 
 
 def test_counters_and_gauges_keep_their_names_and_labels() -> None:
-    found = parsed(
+    metrics = parsed(
         described("requests_total", "counter", [[3, {"api": "Produce"}], [4, {"api": "Fetch"}]]),
         described("connections", "gauge", [[2, {}]]),
     )
-    assert found == {
+    assert metrics == {
         ("requests_total", (("api", "Produce"),)): 3,
         ("requests_total", (("api", "Fetch"),)): 4,
         ("connections", ()): 2,

@@ -47,11 +47,11 @@ class Cluster:
             )
             for number in self.codes
         }
-        found = {
+        found_topics = {
             name: TopicMetadata(name=name, topic_id=UUID(int=1), is_internal=False, partitions=partitions)
             for name in topics
         }
-        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found, errors={})
+        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found_topics, errors={})
 
     async def call_leader(self, _topic: str, _partition: int, attempt: Any) -> Any:
         return await attempt(NodeId(1))

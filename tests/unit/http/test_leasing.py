@@ -153,8 +153,8 @@ async def test_all_nodes_together_return_at_most_the_requested_bytes() -> None:
     for node in cluster.nodes.values():
         node.messages = 2
     await leasing(cluster).receive(request(max_bytes=4))
-    asked = [(node.asked[0].max_bytes, node.asked[0].at_least_one) for node in cluster.nodes.values() if node.asked]
-    assert sorted(asked) == [(2, False), (4, True)]
+    bounds = [(node.asked[0].max_bytes, node.asked[0].at_least_one) for node in cluster.nodes.values() if node.asked]
+    assert sorted(bounds) == [(2, False), (4, True)]
 
 
 async def test_messages_beyond_the_requested_bytes_are_returned() -> None:

@@ -62,8 +62,8 @@ class Broker:
         body = msgspec.json.encode({"messages": messages})
         headers = {b"content-type": MESSAGES.encode()}
         room = RequestMemory(self.pressure, Lane.PUBLISH)
-        asked = Request({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
-        reported = await publish(cast("Services", self), asked)
+        request = Request({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
+        reported = await publish(cast("Services", self), request)
         assert isinstance(reported, PublishedBatch)
         return [*reported.messages]
 

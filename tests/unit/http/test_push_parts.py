@@ -93,17 +93,21 @@ def test_an_invalid_push_setting_is_refused_without_revealing_a_secret(url: str,
 
 
 def test_secrets_are_redacted() -> None:
-    given = {"millstream.push.secret": "s" * 20, "millstream.push.headers": '{"a": "b"}', "millstream.push.url": ""}
-    assert without_secrets(given) == {
+    given_settings = {
+        "millstream.push.secret": "s" * 20,
+        "millstream.push.headers": '{"a": "b"}',
+        "millstream.push.url": "",
+    }
+    assert without_secrets(given_settings) == {
         "millstream.push.secret": HIDDEN,
         "millstream.push.headers": HIDDEN,
         "millstream.push.url": "",
     }
-    reported = SubscriptionSettings.from_strings(given).as_strings()
+    reported = SubscriptionSettings.from_strings(given_settings).as_strings()
     assert reported["millstream.push.secret"] == HIDDEN
     assert SubscriptionSettings().as_strings()["millstream.push.secret"] == ""
     assert headers_of('{"Authorization": "Bearer x"}') == {"Authorization": "Bearer x"}
-    declared = Subscription(name="s", subscription_id=UUID(int=1), topics=(), overrides=given, created_ms=0)
+    declared = Subscription(name="s", subscription_id=UUID(int=1), topics=(), overrides=given_settings, created_ms=0)
     views = {view.declared.name: view for view in share_group_settings(declared)}
     assert views["millstream.push.secret"].value is None
     assert views["millstream.push.secret"].declared.is_secret

@@ -267,9 +267,9 @@ def _declared(hook: Webhook, **settings: str) -> PushSubscription:
     declared = Subscription(
         name="billing", subscription_id=UUID(int=1), topics=("orders",), overrides=overrides, created_ms=0
     )
-    found = push_subscription(declared, SubscriptionSettings.from_strings(overrides))
-    assert found is not None
-    return found
+    push = push_subscription(declared, SubscriptionSettings.from_strings(overrides))
+    assert push is not None
+    return push
 
 
 class Run:
@@ -395,9 +395,9 @@ async def test_a_pause_that_ends_while_it_is_looked_at_does_not_end_the_push(
     room = pace.Endpoint.room
 
     def slow_room(endpoint: pace.Endpoint, under_way: int, now: float) -> int:
-        found = room(endpoint, under_way, now)
+        free = room(endpoint, under_way, now)
         sleep(0.002)
-        return found
+        return free
 
     monkeypatch.setattr(pace.Endpoint, "room", slow_room)
     hook.respond = lambda _request: Response(503)

@@ -9,8 +9,8 @@ from millstream.gateway.api.route import changes_of, texts_of
 
 
 def test_numbers_and_booleans_are_converted_to_setting_texts() -> None:
-    given = {"every.ms": 1000, "max": 1e3, "share": 0.5, "compact": False, "format": "delta"}
-    assert texts_of(given) == {
+    values = {"every.ms": 1000, "max": 1e3, "share": 0.5, "compact": False, "format": "delta"}
+    assert texts_of(values) == {
         "every.ms": "1000",
         "max": "1000",
         "share": "0.5",

@@ -35,7 +35,7 @@ async def test_silent_clients_neither_add_up_nor_keep_others_out(
     for abandoned, _ in silent[:16]:
         with suppress(ConnectionResetError):
             assert await abandoned.read() == b""
-    assert not any(kept.at_eof() for kept, _ in silent[17:])
+    assert not any(reader.at_eof() for reader, _ in silent[17:])
     await close(acceptor, [*silent, (reader, writer)])
 
 

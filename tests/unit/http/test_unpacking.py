@@ -113,10 +113,10 @@ async def test_a_batch_that_decompresses_to_too_much_is_not_read(
 async def test_a_large_batch_is_read_in_slices(unpacking: RecordReader) -> None:
     values = [b"%d" % at * 20 for at in range(6000)]
     batches = batch(values, COMPRESSION_ZSTD)
-    header, start, found = header_of(batches), 0, []
+    header, start, found_values = header_of(batches), 0, []
     while start <= header.last_offset:
         piece = await unpacking.read(batches, header, [OffsetRange(start, header.next_offset)], 50_000)
         assert sum(len(record.value or b"") for record in piece.records) <= 50_000
-        found += [record.value for record in piece.records]
+        found_values += [record.value for record in piece.records]
         start = piece.next_offset
-    assert found == values
+    assert found_values == values

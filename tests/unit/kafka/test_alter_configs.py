@@ -96,10 +96,10 @@ class TestAlterConfigs:
         assert [dict(topic.overrides) for topic in topics.all()] == [before]
 
     async def test_node_settings_are_replaced(self, api: AlterConfigs, topics: Topics) -> None:
-        for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
-            (response,) = (await send_request(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
-            assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)
-            assert topics.broker_settings.connections_max == int(given.get("max.connections", "10000"))
+        for settings in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
+            (response,) = (await send_request(api, alter(*settings.items(), kind=NODE_RESOURCE, name=""))).responses
+            assert (response.error_code, topics.broker_settings.of("")) == (ErrorCode.none, settings)
+            assert topics.broker_settings.connections_max == int(settings.get("max.connections", "10000"))
 
     async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
         twice = MESSAGES.AlterConfigsRequest(resources=alter().resources * 2, validate_only=False)

@@ -21,9 +21,9 @@ class Other:
 def api() -> ApiVersions:
     served: list[ServedApi] = [Other(3, (0, 13)), Other(0, (0, 13)), Other(codec.PRIVATE_KEY_MIN, (0, 0))]
     served.append(ApiVersions(served))
-    found = served[-1]
-    assert isinstance(found, ApiVersions)
-    return found
+    served_version = served[-1]
+    assert isinstance(served_version, ApiVersions)
+    return served_version
 
 
 def request(version: int, name: str = "librdkafka", software_version: str = "2.10.1") -> Any:

@@ -66,17 +66,17 @@ async def test_without_names_all_topics_are_described_in_order(api: DescribeTopi
 async def test_the_pages_cover_everything_once(
     api: DescribeTopicPartitions, names: tuple[str, ...], limit: int
 ) -> None:
-    found: list[tuple[str, int]] = []
+    partition_list: list[tuple[str, int]] = []
     cursor: tuple[str, int] | None = None
     for _ in range(10):
         response = await send_request(api, request(*names, limit=limit, cursor=cursor))
         partitions = [(name, index) for name, indexes in page(response) for index in indexes]
         assert 0 < len(partitions) <= max(1, limit)
-        found += partitions
+        partition_list += partitions
         cursor = cursor_of(response)
         if cursor is None:
             break
-    assert found == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("c", 0)]
+    assert partition_list == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("c", 0)]
 
 
 async def test_a_page_is_never_larger_than_the_brokers_own_limit(

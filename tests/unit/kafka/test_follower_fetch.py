@@ -328,11 +328,11 @@ class TestSessions:
             leader.write(0, 1000)
         log = leader.partitions[0].log
         with patch.object(Log, "read", autospec=True, side_effect=Log.read) as read:
-            given = [
+            contents = [
                 bytes((await Fetcher(leader, node).ask({0: at(0)})).partitions[key(0)].records)
                 for node in (FOLLOWER, third, FOLLOWER)
             ]
-        assert given == [bytes(log.read(0, max_bytes=1 << 20, up_to=3))] * 3
+        assert contents == [bytes(log.read(0, max_bytes=1 << 20, up_to=3))] * 3
         # A third fetch of the same records reads from the disk again.
         assert read.call_count == 2
         leader.store.close_now()

@@ -65,9 +65,9 @@ class ReportingPipelines:
         await self.pipelines.create(name, PipelineKind.LAND, settings)
 
     async def report(self, name: str, offset: int, topic_id: UUID | None = None, lake: str = "") -> None:
-        found = self.pipelines.get(name)
+        pipeline = self.pipelines.get(name)
         reported = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
-        pipeline_id = uuid4() if found is None else found.pipeline_id
+        pipeline_id = uuid4() if pipeline is None else pipeline.pipeline_id
         body = msgspec.msgpack.encode(
             RecordLandedRequest(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[reported])
         )
@@ -77,8 +77,8 @@ class ReportingPipelines:
         )
 
     def floor(self) -> int:
-        found: int = self.topics.floor(PLACE)
-        return found
+        found_floor: int = self.topics.floor(PLACE)
+        return found_floor
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ async def api(topics: Topics) -> ListOffsets:
 
 async def looked_up(api: ListOffsets, version: int, time_ms: int, *, partition: int = 0) -> tuple[Any, ...]:
     response = await send_in_version(api, version, request((partition, time_ms)))
-    (found,) = response.topics[0].partitions
-    return found.error_code, found.offset, found.timestamp
+    (found_partition,) = response.topics[0].partitions
+    return found_partition.error_code, found_partition.offset, found_partition.timestamp
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -102,8 +102,8 @@ async def test_an_empty_partition_has_no_max_timestamp(api: ListOffsets) -> None
 async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
     async def code(epoch: int) -> ErrorCode:
         response = await send_request(api, request((0, LATEST), epoch=epoch))
-        found: ErrorCode = response.topics[0].partitions[0].error_code
-        return found
+        found_code: ErrorCode = response.topics[0].partitions[0].error_code
+        return found_code
 
     assert await code(-1) is ErrorCode.none
     assert await code(0) is ErrorCode.none
@@ -116,8 +116,8 @@ async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
 async def test_the_earliest_offset_has_the_epoch_that_wrote_it(api: ListOffsets, topics: Topics) -> None:
     async def epoch(partition: int) -> int:
         response = await send_request(api, request((partition, EARLIEST)))
-        found: int = response.topics[0].partitions[0].leader_epoch
-        return found
+        found_epoch: int = response.topics[0].partitions[0].leader_epoch
+        return found_epoch
 
     for index in range(2):
         topics.partition("orders", index).leader_epoch = Epoch(3)
@@ -156,11 +156,11 @@ async def test_the_end_of_an_epoch(api: ListOffsets, topics: Topics, version: in
     topic = EPOCHS.OffsetForLeaderTopic(topic="orders", partitions=partitions)
     epochs = OffsetForLeaderEpoch(topics)
     response = await send_in_version(epochs, version, EPOCHS.OffsetForLeaderEpochRequest(topics=(topic,)))
-    found = [
+    ends = [
         (partition.error_code, partition.leader_epoch, partition.end_offset)
         for partition in response.topics[0].partitions
     ]
-    assert found == [
+    assert ends == [
         (ErrorCode.none, 0, 5),
         (ErrorCode.none, -1, -1),
         (ErrorCode.none, -1, -1),

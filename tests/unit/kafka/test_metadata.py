@@ -113,8 +113,12 @@ async def test_invalid_names_are_reported(api: Metadata, topics: Topics) -> None
 @pytest.mark.parametrize("version", [12, 13])
 async def test_topics_can_be_requested_by_id(api: Metadata, topics: Topics, version: int) -> None:
     topic, unknown = await topics.create("orders"), uuid.uuid4()
-    found, missing = (await send_request(api, request(version, topic.topic_id, unknown))).topics
-    assert (found.name, found.topic_id, found.error_code) == ("orders", topic.topic_id, ErrorCode.none)
+    topic_entry, missing = (await send_request(api, request(version, topic.topic_id, unknown))).topics
+    assert (topic_entry.name, topic_entry.topic_id, topic_entry.error_code) == (
+        "orders",
+        topic.topic_id,
+        ErrorCode.none,
+    )
     assert (missing.name, missing.topic_id) == (None, unknown)
     assert missing.error_code is ErrorCode.unknown_topic_id
 

@@ -91,8 +91,8 @@ def test_samples_beyond_the_limit_are_not_even_computed() -> None:
             made.append(number)
             yield Sample(number)
 
-    found = status(Numbers(Metric("a", "gauge", "A.", samples())), most=3).snapshot()["metrics"][0]
-    assert (len(found["samples"]), found["is_truncated"], len(made)) == (3, True, 4)
+    metric = status(Numbers(Metric("a", "gauge", "A.", samples())), most=3).snapshot()["metrics"][0]
+    assert (len(metric["samples"]), metric["is_truncated"], len(made)) == (3, True, 4)
 
 
 def test_a_histogram_is_expanded() -> None:
@@ -106,10 +106,10 @@ def test_a_histogram_is_expanded() -> None:
 
 
 def test_process_metrics_are_reported() -> None:
-    found = {metric.name: next(iter(metric.samples)).value for metric in ProcessMetrics(started_ms=2500).metrics()}
-    assert found["process_start_time_seconds"] == 2.5
+    values = {metric.name: next(iter(metric.samples)).value for metric in ProcessMetrics(started_ms=2500).metrics()}
+    assert values["process_start_time_seconds"] == 2.5
     for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
-        value = found[name]
+        value = values[name]
         assert isinstance(value, int | float)
         assert value > 0
 

@@ -42,7 +42,7 @@ class TestDescribeLogDirs:
 
     def request(self, **requested: tuple[int, ...]) -> Any:
         named = tuple(
-            LOG_DIRS.DescribableLogDirTopic(topic=name, partitions=given) for name, given in requested.items()
+            LOG_DIRS.DescribableLogDirTopic(topic=name, partitions=partitions) for name, partitions in requested.items()
         )
         return LOG_DIRS.DescribeLogDirsRequest(topics=named or None)
 
@@ -132,7 +132,9 @@ class TestDescribeProducers:
 
 class TestElectLeaders:
     def request(self, kind: int = 0, **requested: tuple[int, ...]) -> Any:
-        named = tuple(ELECT.TopicPartitions(topic=name, partitions=given) for name, given in requested.items())
+        named = tuple(
+            ELECT.TopicPartitions(topic=name, partitions=partitions) for name, partitions in requested.items()
+        )
         return ELECT.ElectLeadersRequest(election_type=kind, topic_partitions=named or None)
 
     @pytest.mark.parametrize("version", range(3))

@@ -432,19 +432,19 @@ async def test_the_documentation_lists_every_metric(catalog: Catalog) -> None:
     levels = {"audit_lost": 0}
     report = PipelineReport(name="land-orders", state="running", rows=70, batches=2, counts=counts, levels=levels)
     node.board.take([report])
-    found = {metric.name: list(metric.samples) for metric in node.board.metrics()}
+    samples = {metric.name: list(metric.samples) for metric in node.board.metrics()}
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(millstream_pipeline_\w+)`", page)) == found.keys()
+    assert set(re.findall(r"`(millstream_pipeline_\w+)`", page)) == samples.keys()
     here = ("pipeline", "land-orders")
-    assert found["millstream_pipeline_rows_total"] == [(70, (here,))]
-    assert found["millstream_pipeline_lag"] == [(4, (here,))]
-    assert found["millstream_pipeline_failing_seconds"] == [(0, (here,))]
-    assert found["millstream_pipeline_counted_total"] == [
+    assert samples["millstream_pipeline_rows_total"] == [(70, (here,))]
+    assert samples["millstream_pipeline_lag"] == [(4, (here,))]
+    assert samples["millstream_pipeline_failing_seconds"] == [(0, (here,))]
+    assert samples["millstream_pipeline_counted_total"] == [
         (3, (here, ("what", "files"))),
         (1, (here, ("what", "quarantined"))),
     ]
-    assert found["millstream_pipeline_level"] == [(0, (here, ("what", "audit_lost")))]
-    states = {dict(labels)["state"]: value for value, labels in found["millstream_pipeline_state"]}
+    assert samples["millstream_pipeline_level"] == [(0, (here, ("what", "audit_lost")))]
+    states = {dict(labels)["state"]: value for value, labels in samples["millstream_pipeline_state"]}
     assert states == {state: float(state == "running") for state in STATES}
     await node.pipelines.park(await node.pipelines.find("land-orders"), "no such bucket")
     assert next(iter(node.board.metrics())).samples == [(1.0, (here,))]

@@ -169,9 +169,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads in which records are validated, in order."""
     seen: list[int] = []
 
-    def check(*given: Any) -> None:
+    def check(*arguments: Any) -> None:
         seen.append(threading.get_ident())
-        check_records(*given)
+        check_records(*arguments)
 
     monkeypatch.setattr(produce_api, "check_records", check)
     monkeypatch.setattr(append_module, "check_records", check)
@@ -224,8 +224,8 @@ async def test_produce_errors_are_reported_by_partition(tmp_path: Path, version:
         produce = Produce(topics, no_quota())
 
         async def code(**changes: Any) -> ErrorCode:
-            given: dict[str, Any] = {"topic": "t", "topic_id": topic.topic_id, "records": batch(b"x"), **changes}
-            response = await ask(produce, produce_request(version, **given))
+            arguments: dict[str, Any] = {"topic": "t", "topic_id": topic.topic_id, "records": batch(b"x"), **changes}
+            response = await ask(produce, produce_request(version, **arguments))
             outcome = response.responses[0].partition_responses[0]
             assert outcome.base_offset == (0 if outcome.error_code is ErrorCode.none else -1)
             return ErrorCode(outcome.error_code)
@@ -328,7 +328,7 @@ async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_pa
 
 
 def promises_alive() -> int:
-    return sum(issubclass(type(found), Promise) for found in gc.get_objects())
+    return sum(issubclass(type(object_), Promise) for object_ in gc.get_objects())
 
 
 async def test_a_completed_request_is_freed_without_the_collector(tmp_path: Path) -> None:
@@ -388,8 +388,8 @@ async def test_an_append_before_a_long_poll_starts_to_wait_is_seen(tmp_path: Pat
         response = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
         await topics.partition("t", 1).append(bytearray(batch(b"x")))
         encoded = await asyncio.wait_for(settled(response), 60)
-        found = read_response(1, 12, (encoded or b"")[4:]).responses[0].partitions
-        assert {partition.partition_index: values(partition) for partition in found} == {0: [], 1: [b"x"], 2: []}
+        partitions = read_response(1, 12, (encoded or b"")[4:]).responses[0].partitions
+        assert {partition.partition_index: values(partition) for partition in partitions} == {0: [], 1: [b"x"], 2: []}
 
 
 async def test_a_long_poll_checks_only_changed_partitions_and_returns_everything(tmp_path: Path) -> None:
@@ -416,8 +416,10 @@ async def test_a_long_poll_checks_only_changed_partitions_and_returns_everything
                 await asyncio.sleep(0.01)
             response = await asyncio.wait_for(waiting, 60)
         assert sorted(looked) == [3, 3, 7, 7, 7]
-        found = {partition.partition_index: values(partition) for partition in response.responses[0].partitions}
-        assert found == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
+        values_by_index = {
+            partition.partition_index: values(partition) for partition in response.responses[0].partitions
+        }
+        assert values_by_index == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
 
 
 async def test_a_disconnect_ends_its_long_poll(tmp_path: Path) -> None:

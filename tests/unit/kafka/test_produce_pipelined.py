@@ -98,18 +98,18 @@ class Client:
 
     def responses(self, version: int) -> list[tuple[int, int, int, int]]:
         """Decode what was sent: correlation id, error, base offset and log start of each response."""
-        found, at = [], 0
+        answers, at = [], 0
         while at < len(self.wire.sent):
             (size,) = struct.unpack_from(">i", self.wire.sent, at)
             frame = bytes(self.wire.sent[at + 4 : at + 4 + size])
             (topic,) = read_response(0, version, frame).responses
             (partition,) = topic.partition_responses
             start = getattr(partition, "log_start_offset", 0)
-            found.append(
+            answers.append(
                 (int.from_bytes(frame[:4], "big"), int(partition.error_code), int(partition.base_offset), int(start))
             )
             at += 4 + size
-        return found
+        return answers
 
 
 def frame(

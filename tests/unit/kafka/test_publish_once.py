@@ -82,8 +82,8 @@ class PublishOnceFixture:
 
     def stored(self) -> list[str]:
         log = self.bench.partition.log
-        found = decode_records(log.read(0, max_bytes=1 << 30, up_to=log.end_offset)) if log.end_offset else ()
-        return [(record.value or b"").decode() for record in found]
+        records = decode_records(log.read(0, max_bytes=1 << 30, up_to=log.end_offset)) if log.end_offset else ()
+        return [(record.value or b"").decode() for record in records]
 
 
 async def test_a_duplicate_message_is_not_stored_again() -> None:

@@ -199,9 +199,9 @@ def test_every_offset_is_settled_once_as_acknowledged(plan: list[tuple[int, list
         at += len(types)
     verbs, gaps = settlements_of(batches, renews=True)
     done = {offset: int(verb.verb) for verb in verbs for offset in range(verb.first, verb.last + 1)}
-    left = {offset for gap in gaps for offset in range(gap.first, gap.last + 1)}
+    offsets = {offset for gap in gaps for offset in range(gap.first, gap.last + 1)}
     assert done == {offset: kind for offset, kind in output.items() if kind != GAP}
-    assert left == {offset for offset, kind in output.items() if kind == GAP}
+    assert offsets == {offset for offset, kind in output.items() if kind == GAP}
     assert [verb.first for verb in verbs] == sorted(verb.first for verb in verbs)
 
 

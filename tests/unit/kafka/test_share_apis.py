@@ -55,15 +55,15 @@ NO_LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 0, "max_bytes": 0, "max
 UNKNOWN_TOPIC = UUID(int=99)
 
 
-def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
+def built(key: int, version: int, name: str | None = None, **arguments: Any) -> Any:
     """Build a request, or a part of it; missing fields have their default, or are empty."""
     request = load_request_class(key, version)
     kind = request if name is None else getattr(importlib.import_module(request.__module__), name)
     values = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     for field in ("max_wait",):
-        if isinstance(given.get(field), int):
-            given[field] = i32Timedelta.parse(timedelta(milliseconds=given[field]))
-    return kind(**{**values, **{name: value for name, value in given.items() if name in values}})
+        if isinstance(arguments.get(field), int):
+            arguments[field] = i32Timedelta.parse(timedelta(milliseconds=arguments[field]))
+    return kind(**{**values, **{name: value for name, value in arguments.items() if name in values}})
 
 
 class ShareNode:
@@ -81,13 +81,13 @@ class ShareNode:
         assert topic is not None
         return topic.topic_id
 
-    async def ask(self, key: int, version: int, client: ClientInfo | None = None, /, **given: Any) -> Any:
-        return await send_request(self.apis[key], built(key, version, **given), client=client)
+    async def ask(self, key: int, version: int, client: ClientInfo | None = None, /, **arguments: Any) -> Any:
+        return await send_request(self.apis[key], built(key, version, **arguments), client=client)
 
     async def publish(self, *values: str, partition: int = 0, topic: str = TOPIC) -> None:
-        found = self.topics.partition(topic, partition)
+        partition_object = self.topics.partition(topic, partition)
         batch = encode_batch([NewRecord(key=None, value=value.encode()) for value in values])
-        waiting = found.acknowledged(found.write(bytearray(batch), acks=ACKS_ALL))
+        waiting = partition_object.acknowledged(partition_object.write(bytearray(batch), acks=ACKS_ALL))
         if waiting is not None:
             await waiting
 
@@ -131,45 +131,47 @@ class Sharer:
         self.wait_ms = 0
         self.client = ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
-    async def send_heartbeat(self, **given: Any) -> Any:
-        names = (TOPIC,) if given.get("member_epoch", self.epoch) == 0 else None
+    async def send_heartbeat(self, **arguments: Any) -> Any:
+        names = (TOPIC,) if arguments.get("member_epoch", self.epoch) == 0 else None
         values = {"group_id": self.group, "member_id": self.member_id, "member_epoch": self.epoch}
-        response = await self.share_node.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
+        response = await self.share_node.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **arguments})
         if response.error_code == ErrorCode.none:
             self.epoch = response.member_epoch
         return response
 
-    async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
-        opens = given.get("share_session_epoch", self.session) == 0
+    async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **arguments: Any) -> Any:
+        opens = arguments.get("share_session_epoch", self.session) == 0
         requested = places if places is not None else ((self.share_node.topic_id, 0),) if opens or batches else ()
         parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
         topics = self._topics(FETCH, version, requested, batches, parts)
-        values = {**self._who(), **LIMITS, "max_wait": self.wait_ms, "topics": topics, **given}
-        return self._counted(await self.share_node.ask(FETCH, version, self.client, **values), given)
+        values = {**self._who(), **LIMITS, "max_wait": self.wait_ms, "topics": topics, **arguments}
+        return self._counted(await self.share_node.ask(FETCH, version, self.client, **values), arguments)
 
-    async def acknowledge(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
+    async def acknowledge(
+        self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **arguments: Any
+    ) -> Any:
         requested = places if places is not None else ((self.share_node.topic_id, 0),) if batches else ()
         parts = {"topic": "AcknowledgeTopic", "partition": "AcknowledgePartition"}
-        values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, requested, batches, parts), **given}
-        return self._counted(await self.share_node.ask(ACKNOWLEDGE, version, self.client, **values), given)
+        values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, requested, batches, parts), **arguments}
+        return self._counted(await self.share_node.ask(ACKNOWLEDGE, version, self.client, **values), arguments)
 
-    async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:
+    async def codes(self, *batches: tuple[int, ...], **arguments: Any) -> list[str]:
         """The result of ShareAcknowledge: the code of the request, and those of partitions."""
-        response = await self.acknowledge(*batches, **given)
+        response = await self.acknowledge(*batches, **arguments)
         partitions = [partition.error_code for topic in response.responses for partition in topic.partitions]
         return [code.name for code in (response.error_code, *partitions)]
 
-    async def got(self, *batches: tuple[int, ...], **given: Any) -> list[tuple[int, int, int]]:
+    async def got(self, *batches: tuple[int, ...], **arguments: Any) -> list[tuple[int, int, int]]:
         """The result of ShareFetch, as ranges with their delivery counts."""
-        response = await self.fetch(*batches, **given)
+        response = await self.fetch(*batches, **arguments)
         assert response.error_code == ErrorCode.none
         return ranges(response)
 
     def _who(self) -> dict[str, Any]:
         return {"group_id": self.group, "member_id": self.member_id, "share_session_epoch": self.session}
 
-    def _counted(self, response: Any, given: dict[str, Any]) -> Any:
-        if response.error_code == ErrorCode.none and "share_session_epoch" not in given:
+    def _counted(self, response: Any, arguments: dict[str, Any]) -> Any:
+        if response.error_code == ErrorCode.none and "share_session_epoch" not in arguments:
             self.session += 1
         return response
 
@@ -263,8 +265,8 @@ async def test_a_member_joins_lives_and_leaves(share_node: ShareNode) -> None:
     assert (described.group_state, described.group_epoch, described.assignor_name) == ("Stable", 1, "simple")
     (member,) = described.members
     assert (member.member_id, member.client_host, member.subscribed_topic_names) == ("one", "/127.0.0.1", (TOPIC,))
-    left = await one.send_heartbeat(member_epoch=-1)
-    assert (left.error_code, left.member_epoch) == (ErrorCode.none, -1)
+    response = await one.send_heartbeat(member_epoch=-1)
+    assert (response.error_code, response.member_epoch) == (ErrorCode.none, -1)
     (described,) = (await share_node.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
     assert (described.group_state, described.members) == ("Empty", ())
 
@@ -285,9 +287,9 @@ REFUSED_HEARTBEATS: list[tuple[dict[str, Any], str]] = [
 async def test_invalid_heartbeats_are_refused(share_node: ShareNode) -> None:
     one = Sharer(share_node, "one")
     await one.send_heartbeat()
-    for given, code in REFUSED_HEARTBEATS:
-        response = await one.send_heartbeat(**given)
-        assert (given, response.error_code.name, response.member_epoch) == (given, code, 0)
+    for values, code in REFUSED_HEARTBEATS:
+        response = await one.send_heartbeat(**values)
+        assert (values, response.error_code.name, response.member_epoch) == (values, code, 0)
         assert response.error_message
 
 
@@ -845,8 +847,8 @@ async def test_a_consumer_group_has_its_own_settings_and_is_not_a_subscription(s
     changes = {"consumer_session_timeout_ms": "9000", "consumer_heartbeat_interval_ms": "700"}
     assert (await alter_group(share_node, "readers", set_, **changes)).error_code is ErrorCode.none
     assert share_node.subscriptions.get("readers") is None
-    listed = await share_node.ask(LIST_CONFIGS, 1, resource_types=(32,))
-    assert "readers" in [resource.resource_name for resource in listed.config_resources]
+    response = await share_node.ask(LIST_CONFIGS, 1, resource_types=(32,))
+    assert "readers" in [resource.resource_name for resource in response.config_resources]
     reported = await described(share_node, "readers")
     assert (reported[session], reported[heartbeat]) == (("9000", 8), ("700", 8))
     assert (await described(share_node, "others"))[session] == ("45000", 5)

@@ -66,13 +66,13 @@ def read(request: Any) -> PlainShareFetch | None:
 def test_ordinary_requests_are_decoded_as_sent(
     version: int, topic_id: UUID, limits: tuple[int, ...], places: Any
 ) -> None:
-    found = read(request_of(version, topic_id, limits, places))
-    assert found is not None
-    assert (found.group_id, found.member_id, found.acquire_mode) == ("workers", "m", version - 1)
-    assert (found.epoch, found.max_wait_ms, found.max_bytes, found.max_records) == limits
-    assert found.partitions == [(topic_id, index) for index, _ in places]
+    decoded = read(request_of(version, topic_id, limits, places))
+    assert decoded is not None
+    assert (decoded.group_id, decoded.member_id, decoded.acquire_mode) == ("workers", "m", version - 1)
+    assert (decoded.epoch, decoded.max_wait_ms, decoded.max_bytes, decoded.max_records) == limits
+    assert decoded.partitions == [(topic_id, index) for index, _ in places]
     acknowledged = {
-        place: [tuple(offset_range) for offset_range in ranges] for place, ranges in found.acknowledged.items()
+        place: [tuple(offset_range) for offset_range in ranges] for place, ranges in decoded.acknowledged.items()
     }
     assert acknowledged == {(topic_id, index): ranges for index, ranges in places if ranges}
 

@@ -134,9 +134,9 @@ class TestCreateTopics:
     async def test_partitions_can_be_placed_by_hand(self, api: CreateTopics, topics: Topics) -> None:
         (made,) = (await send_request(api, create(topic("placed", assignments={1: (5,), 0: (5,), 2: (5,)})))).topics
         assert (made.error_code, made.num_partitions, made.replication_factor) == (ErrorCode.none, 3, 1)
-        found = topics.get("placed")
-        assert found is not None
-        assert found.partitions == 3
+        found_topic = topics.get("placed")
+        assert found_topic is not None
+        assert found_topic.partitions == 3
 
     async def test_an_existing_or_duplicate_topic_is_refused(self, api: CreateTopics, topics: Topics) -> None:
         await topics.create("orders")

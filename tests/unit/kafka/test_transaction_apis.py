@@ -422,8 +422,12 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
     async def listed(**filters: Any) -> Any:
         return await send_request(broker.list, module.ListTransactionsRequest(**filters))
 
-    (found,) = (await listed()).transaction_states
-    assert (found.transactional_id, found.producer_id, found.transaction_state) == (ID, begun.producer_id, "Ongoing")
+    (transaction,) = (await listed()).transaction_states
+    assert (transaction.transactional_id, transaction.producer_id, transaction.transaction_state) == (
+        ID,
+        begun.producer_id,
+        "Ongoing",
+    )
     unknown = await listed(state_filters=("Odd",))
     assert (unknown.unknown_state_filters, unknown.transaction_states) == (("Odd",), ())
     assert len((await listed(state_filters=("Odd", "Ongoing"))).transaction_states) == 1
@@ -444,8 +448,8 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
 async def versioned(api: PrivateApi[Any, Any], body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     header = RequestHeader(api_key=api.key, version=0, correlation_id=1, client_id="c", body_at=0, flexible=False)
-    given = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
-    buffers = given if isinstance(given, list) else await given
+    given_response = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
+    buffers = given_response if isinstance(given_response, list) else await given_response
     response: dict[str, Any] = msgspec.msgpack.decode(buffers[1])
     return response
 

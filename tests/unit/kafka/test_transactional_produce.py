@@ -215,9 +215,9 @@ async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         assert not poll.done()
         await broker.end()
-        found = await asyncio.wait_for(poll, 60)
-        assert len(found.records) > 0
-        assert found.aborted_transactions == ()
+        response = await asyncio.wait_for(poll, 60)
+        assert len(response.records) > 0
+        assert response.aborted_transactions == ()
 
 
 async def test_records_behind_an_open_transaction_wake_no_read_committed_consumer(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def events(
     made = rows(partition, times, extended(RAW, pa.schema([CREATED])), created_at=list(times.values()))
     for name, values in columns.items():
         made = made.append_column(name, pa.array(values))
-    found, reasons = EventTimeRule(event_time).apply(made, pa.nulls(len(made), pa.string()))
+    found_times, reasons = EventTimeRule(event_time).apply(made, pa.nulls(len(made), pa.string()))
     assert reasons.null_count == len(made)
-    return found
+    return found_times
 
 
 def commit(table: LakeTable, batches: Sequence[pa.RecordBatch], start: int, end: int, schema: pa.Schema) -> None:
@@ -72,9 +72,9 @@ def test_each_row_is_in_the_folder_of_its_day(tmp_path: Path) -> None:
     assert opened(tmp_path / "orders").event_time() == "day(created_at)"
     folders = {path.name for path in (tmp_path / "orders").iterdir()} - {"_delta_log"}
     assert folders == {"event_day=2026-11-10", "event_day=2026-11-11", "event_day=2026-11-12", "event_day=2025-10-06"}
-    found = deltalake.DeltaTable(str(tmp_path / "orders")).to_pyarrow_table()
-    assert all(row[EVENT_DAY] == row["created_at"].date() for row in found.to_pylist())
-    assert set(found.column(APPEND_DAY).to_pylist()) == {LANDED.date()}
+    table_rows = deltalake.DeltaTable(str(tmp_path / "orders")).to_pyarrow_table()
+    assert all(row[EVENT_DAY] == row["created_at"].date() for row in table_rows.to_pylist())
+    assert set(table_rows.column(APPEND_DAY).to_pylist()) == {LANDED.date()}
     assert delta_rows(Storage.at(str(tmp_path / "orders"))) == once(0, range(31))
 
 
@@ -91,13 +91,13 @@ def test_readers_see_the_partitions_and_prune_the_others(tmp_path: Path) -> None
     assert len(orders.file_uris(file_pruning_predicate=[(EVENT_DAY, "=", "2026-11-11")])) < len(orders.file_uris())
     connection = duckdb.connect()
     connection.register("orders", orders.to_pyarrow_dataset())
-    asked = f"select \"offset\" from orders where {EVENT_DAY} = date '2026-11-11' order by 1"
-    assert [offset for (offset,) in connection.sql(asked).fetchall()] == expected
-    found = polars.scan_delta(str(delta)).filter(polars.col(EVENT_DAY) == day).select("offset").collect()
-    assert sorted(found["offset"]) == expected
+    query = f"select \"offset\" from orders where {EVENT_DAY} = date '2026-11-11' order by 1"
+    assert [offset for (offset,) in connection.sql(query).fetchall()] == expected
+    day_offsets = polars.scan_delta(str(delta)).filter(polars.col(EVENT_DAY) == day).select("offset").collect()
+    assert sorted(day_offsets["offset"]) == expected
     pattern = f"{plain}/*/*/*.parquet"
-    asked = f"select \"offset\" from read_parquet('{pattern}', hive_partitioning=true) where {EVENT_DAY} = '2026-11-11'"
-    assert sorted(offset for (offset,) in duckdb.connect().sql(asked).fetchall()) == expected
+    query = f"select \"offset\" from read_parquet('{pattern}', hive_partitioning=true) where {EVENT_DAY} = '2026-11-11'"
+    assert sorted(offset for (offset,) in duckdb.connect().sql(query).fetchall()) == expected
     frame = pandas.read_parquet(plain, filters=[(EVENT_DAY, "=", "2026-11-11")])
     assert sorted(frame["offset"]) == expected
     assert set(frame[EVENT_HOUR].astype(int)) == {0}
@@ -196,10 +196,10 @@ def test_rewritten_files_stay_in_their_folders(tmp_path: Path) -> None:
     schema = schema_of(BY_DAY, pa.field("total", pa.int64()))
     commit(table, [events(0, spread(0, 30), total=list(range(30)))], 0, 30, schema)
     assert table.widen([("total",)], run=in_this_process, bytes_max=2**40) == {}
-    found = deltalake.DeltaTable(str(tmp_path / "orders")).to_pyarrow_table()
-    assert found.schema.field("total").type == pa.float64()
-    assert all(row[EVENT_DAY] == row["created_at"].date() for row in found.to_pylist())
-    assert sorted(found.column("offset").to_pylist()) == list(range(30))
+    table_rows = deltalake.DeltaTable(str(tmp_path / "orders")).to_pyarrow_table()
+    assert table_rows.schema.field("total").type == pa.float64()
+    assert all(row[EVENT_DAY] == row["created_at"].date() for row in table_rows.to_pylist())
+    assert sorted(table_rows.column("offset").to_pylist()) == list(range(30))
 
 
 def test_rows_landed_since_a_time_are_identified(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_rows_landed_since_a_time_are_identified(tmp_path: Path) -> None:
         files = write(table, [batch], schema_of(BY_DAY), landed=landed)
         assert table.commit(files, {(TOPIC, 0): (10 * number, 10 * number + 10)}, schema=schema_of(BY_DAY))
     table.compact(before=datetime.now(UTC) + timedelta(hours=2))
-    found: dict[datetime, list[int]] = {}
+    offsets_by_hour: dict[datetime, list[int]] = {}
     for hour, batch in table.landed_since(LANDED + timedelta(hours=1), ["offset"]):
-        found.setdefault(hour, []).extend(batch.column("offset").to_pylist())
+        offsets_by_hour.setdefault(hour, []).extend(batch.column("offset").to_pylist())
     first = LANDED.replace(minute=0)
-    assert {hour: sorted(listed) for hour, listed in found.items()} == {
+    assert {hour: sorted(offsets) for hour, offsets in offsets_by_hour.items()} == {
         first + timedelta(hours=1): list(range(10, 20)),
         first + timedelta(hours=2): list(range(20, 30)),
     }

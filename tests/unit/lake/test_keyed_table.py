@@ -92,10 +92,10 @@ def check(folder: Path, log: Sequence[Change]) -> None:
     for offset, (key, at, is_delete) in enumerate(log):
         best[key] = max(best.get(key, (-1, -1, False)), (at or 0, offset, is_delete))
     rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
-    found = {int(row["key"]): (row["at"], row["offset"], row["name"]) for row in rows}
-    assert len(found) == len(rows)
+    rows_by_key = {int(row["key"]): (row["at"], row["offset"], row["name"]) for row in rows}
+    assert len(rows_by_key) == len(rows)
     alive = {key: row for key, row in best.items() if not row[2]}
-    assert found == {key: (at, offset, f"{key}-{offset}") for key, (at, offset, _) in alive.items()}
+    assert rows_by_key == {key: (at, offset, f"{key}-{offset}") for key, (at, offset, _) in alive.items()}
 
 
 def test_the_table_equals_the_model_with_interrupted_and_concurrent_steps(tmp_path: Path) -> None:

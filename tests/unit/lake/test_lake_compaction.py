@@ -62,8 +62,8 @@ def test_compacted_rows_are_ordered_and_row_groups_have_one_partition(table: Lak
     (path,) = _active(storage)
     file = pq.ParquetFile(Path(storage.url) / path)
     assert file.metadata.num_row_groups == 2
-    found = file.read(columns=["partition", "offset"])
-    pairs = list(zip(found.column("partition").to_pylist(), found.column("offset").to_pylist(), strict=True))
+    columns = file.read(columns=["partition", "offset"])
+    pairs = list(zip(columns.column("partition").to_pylist(), columns.column("offset").to_pylist(), strict=True))
     assert pairs == sorted(pairs)
 
 
@@ -153,8 +153,8 @@ def test_a_scan_returns_a_range_in_order(table: LakeTable, is_compacted: bool) -
 
 def test_a_scan_sorts_files_written_by_other_programs(table: LakeTable, storage: Storage) -> None:
     deltalake.DeltaTable(storage.url).optimize.compact()
-    found = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
-    assert found == list(range(5, 45))
+    offsets = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
+    assert offsets == list(range(5, 45))
     assert table.compact(before=HOUR_OVER) == CompactionResult()
     assert delta_rows(storage) == everything()
 

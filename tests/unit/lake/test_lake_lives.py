@@ -25,8 +25,8 @@ def land_both(table: LakeTable) -> None:
 
 
 def values(table: LakeTable, topic_id: str) -> list[bytes]:
-    found = [*table.scan(topic_id, 0, 0, 9, ["value"]), *table.scan_quarantined(topic_id, 0, 0, 9, ["value"])]
-    return [value for batch in found for value in batch.column("value").to_pylist()]
+    batches = [*table.scan(topic_id, 0, 0, 9, ["value"]), *table.scan_quarantined(topic_id, 0, 0, 9, ["value"])]
+    return [value for batch in batches for value in batch.column("value").to_pylist()]
 
 
 @pytest.mark.parametrize("format", ["delta", "parquet"])

@@ -100,8 +100,8 @@ def _from_pandas(frame: pandas.DataFrame) -> Any:
 )
 def test_readers_see_the_current_table(tmp_path: Path, format: str, reader: Reader) -> None:
     place = _landed(tmp_path / "orders", format)
-    found = sorted(reader(place))
-    assert found == [
+    stored_rows = sorted(reader(place))
+    assert stored_rows == [
         *((offset, None, None) for offset in range(4)),
         *((offset, offset * 10, "x") for offset in range(4, 9)),
     ]

@@ -26,8 +26,8 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def read(folder: Path, format: str) -> tuple[int, list[int], list[int]]:
     """The position of a table, and the offsets of its rows and of its quarantined rows."""
     table = open_table(str(folder / "orders"), format=format)
-    found = table.scan(TOPIC, 0, 0, 99, ["offset"]), table.scan_quarantined(TOPIC, 0, 0, 99, ["offset"])
-    there, odd = ([offset for batch in batches for offset in batch.column("offset").to_pylist()] for batches in found)
+    scans = table.scan(TOPIC, 0, 0, 99, ["offset"]), table.scan_quarantined(TOPIC, 0, 0, 99, ["offset"])
+    there, odd = ([offset for batch in batches for offset in batch.column("offset").to_pylist()] for batches in scans)
     return table.reached([(TOPIC, 0)]).get((TOPIC, 0), 0), there, odd
 
 

@@ -79,17 +79,17 @@ def test_columns_are_widened_and_files_of_failed_attempts_deleted(place: Storage
     assert table.widen([("total",)], run=in_this_process, bytes_max=2**60) == {}
     files = write(table, [rows(0, [3], wide, total=[0.5])], wide)
     assert table.commit(files, {(TOPIC, 0): (3, 4)}, schema=wide)
-    found = [row["total"] for batch in table.scan(TOPIC, 0, 0, 4) for row in batch.to_pylist()]
-    assert found == [1.0, 2.0, 3.0, 0.5]
+    totals = [row["total"] for batch in table.scan(TOPIC, 0, 0, 4) for row in batch.to_pylist()]
+    assert totals == [1.0, 2.0, 3.0, 0.5]
     count = delta_rows if format == "delta" else files_rows
     assert count(place) == once(0, range(4))
     attempt = "0123456789abcdef"
     writer = table.writer(wide, TOPIC, attempt=attempt)
     writer.write(rows(0, [4], wide, total=[1.5]))
-    (left,) = writer.close()
+    (file,) = writer.close()
     with pytest.raises(ValueError, match="failed"), AbandonedFiles().watch(attempt, [(writer.storage, writer.folder)]):
         raise ValueError("failed")
-    assert left.path not in set(writer.storage.data_files())
+    assert file.path not in set(writer.storage.data_files())
     assert count(place) == once(0, range(4))
 
 
@@ -101,8 +101,10 @@ def test_options_name_the_store(place: Storage, monkeypatch: pytest.MonkeyPatch)
             patched.delenv(name)
         table = open_table(place.url, options=options)
         assert land(table, 0, 0, 3)
-        found = deltalake.DeltaTable(place.url, storage_options={**options, "allow_http": "true"}).to_pyarrow_table()
-        assert len(found) == 3
+        stored_rows = deltalake.DeltaTable(
+            place.url, storage_options={**options, "allow_http": "true"}
+        ).to_pyarrow_table()
+        assert len(stored_rows) == 3
 
 
 @pytest.mark.parametrize("url", ["hdfs://somewhere/lake", "s3://", "http://somewhere/lake"])

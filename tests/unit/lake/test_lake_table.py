@@ -48,8 +48,8 @@ def test_rows_round_trip(storage: Storage) -> None:
     batch = rows(3, range(100))
     files = write(table, [batch.slice(0, 40), batch.slice(40)])
     assert table.commit(files, {(TOPIC, 3): (0, 100)}, schema=RAW)
-    found = deltalake.DeltaTable(storage.url).to_pyarrow_table(columns=batch.schema.names).sort_by("offset")
-    assert found.cast(batch.schema).equals(pa.Table.from_batches([batch]))
+    found_rows = deltalake.DeltaTable(storage.url).to_pyarrow_table(columns=batch.schema.names).sort_by("offset")
+    assert found_rows.cast(batch.schema).equals(pa.Table.from_batches([batch]))
 
 
 def test_repeating_a_step_changes_nothing(storage: Storage) -> None:
@@ -142,10 +142,10 @@ def test_columns_are_added_and_missing_ones_are_null(storage: Storage) -> None:
     files = write(table, [rows(0, [3], deeper, who=[{"name": "y", "age": 3}])], deeper)
     assert table.commit(files, {(TOPIC, 0): (3, 4)}, schema=deeper)
     assert land(table, 0, 4, 5)
-    found = deltalake.DeltaTable(storage.url).scan(columns=["offset", "amount", "who"]).read_all()
-    kept = sorted(pa.table(found).to_pylist(), key=lambda row: int(row["offset"]))
-    assert [row["amount"] for row in kept] == [None, None, 7, None, None]
-    assert [row["who"] for row in kept][2:] == [{"name": "x", "age": None}, {"name": "y", "age": 3}, None]
+    found_rows = deltalake.DeltaTable(storage.url).scan(columns=["offset", "amount", "who"]).read_all()
+    row_list = sorted(pa.table(found_rows).to_pylist(), key=lambda row: int(row["offset"]))
+    assert [row["amount"] for row in row_list] == [None, None, 7, None, None]
+    assert [row["who"] for row in row_list][2:] == [{"name": "x", "age": None}, {"name": "y", "age": 3}, None]
 
 
 def test_a_column_of_another_type_is_refused(storage: Storage) -> None:

@@ -74,13 +74,13 @@ def widen(
 def totals(storage: Storage, format: str) -> dict[int, Any]:
     """The numbers of a table by offset, as read by any reader."""
     if format == "delta":
-        found = pa.table(deltalake.DeltaTable(storage.url).to_pyarrow_table())
+        stored_rows = pa.table(deltalake.DeltaTable(storage.url).to_pyarrow_table())
     else:
-        found = pa.concat_tables(
+        stored_rows = pa.concat_tables(
             (pq.ParquetFile(path).read() for path in Path(storage.url).rglob("*.parquet")), promote_options="permissive"
         )
-    assert found.schema.field("total").type == pa.float64()
-    pairs = zip(found.column("offset").to_pylist(), found.column("total").to_pylist(), strict=True)
+    assert stored_rows.schema.field("total").type == pa.float64()
+    pairs = zip(stored_rows.column("offset").to_pylist(), stored_rows.column("total").to_pylist(), strict=True)
     count = delta_rows if format == "delta" else files_rows
     assert set(count(storage).values()) == {1}
     return dict(pairs)
@@ -104,8 +104,8 @@ def test_integers_become_doubles(storage: Storage, format: str) -> None:
     expected = {0: 1.0, 1: None, 2: -(2.0**53), 3: 2.0**53, 4: None, 6: 5.5}
     assert totals(storage, format) == expected
     again = open_table(storage.url, format=format)
-    found = {row["offset"]: row["total"] for batch in again.scan(TOPIC, 0, 0, 10) for row in batch.to_pylist()}
-    assert found == expected
+    found_totals = {row["offset"]: row["total"] for batch in again.scan(TOPIC, 0, 0, 10) for row in batch.to_pylist()}
+    assert found_totals == expected
     hours = {path.parent.name for path in Path(storage.url).rglob("*.parquet")}
     assert hours == {"append_hour=21", "append_hour=18"}
     assert widen(again) == {}
@@ -135,8 +135,8 @@ def test_struct_fields_and_array_elements_are_widened(storage: Storage, format: 
     )
     refused = widen(table, AGE, MARKS, ("buyer", "id"))
     assert refused == {("buyer", "id"): f"it has {2**60}, which doubles cannot hold exactly"}
-    found = [row["buyer"] for batch in table.scan(TOPIC, 0, 0, 3, ["buyer"]) for row in batch.to_pylist()]
-    assert found == [{"age": 1.0, "marks": [1.0, 2.0], "id": 2**60}, None, {"age": None, "marks": None, "id": 1}]
+    buyers = [row["buyer"] for batch in table.scan(TOPIC, 0, 0, 3, ["buyer"]) for row in batch.to_pylist()]
+    assert buyers == [{"age": 1.0, "marks": [1.0, 2.0], "id": 2**60}, None, {"age": None, "marks": None, "id": 1}]
     kind = (table.schema() or RAW).field("buyer").type
     assert [str(field.type) for field in kind] == ["double", "list<element: double>", "int64"]
 
@@ -169,12 +169,12 @@ def test_a_large_table_is_not_widened(storage: Storage) -> None:
 
 def meanwhile(act: Callable[[], object], when: type = Rewrite) -> Any:
     """Run something else once, while files are processed."""
-    left = [act]
+    pending = [act]
 
     def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
         done = in_this_process(work, files)
-        if left and isinstance(work, when):
-            left.pop()()
+        if pending and isinstance(work, when):
+            pending.pop()()
         return done
 
     return run

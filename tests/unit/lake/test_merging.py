@@ -121,10 +121,10 @@ def test_the_rows_equal_the_model_for_any_division_of_the_changes(
         merged = merging.merge(SCHEMA, keyed(rows, orders), tombstones, table_of(step))
         rows, tombstones = merged.rows, merged.tombstones
         counts.append((merged.deleted, merged.late))
-    found = {int(row["name"]): row["text"] for row in rows.to_pylist()}
-    assert len(found) == len(rows)
+    texts = {int(row["name"]): row["text"] for row in rows.to_pylist()}
+    assert len(texts) == len(rows)
     deleted, late = (sum(numbers) for numbers in zip(*counts[:-1], strict=True)) if numbered else (0, 0)
-    assert (found, deleted, late) == model(numbered, is_ordered=is_ordered)
+    assert (texts, deleted, late) == model(numbered, is_ordered=is_ordered)
 
 
 def test_the_result_counts_changes() -> None:
@@ -147,8 +147,8 @@ def test_a_delete_without_an_order_deletes_what_precedes_it_in_its_partition() -
     assert (len(late.rows), late.late) == (0, 1)
     elsewhere = merge_all(table_of([(0, row)]))
     bare_elsewhere = table_of([(9, bare)]).set_column(0, "partition", pa.array([2], pa.int32()))
-    kept = rule().merge(SCHEMA, keyed(elsewhere.rows, {0: 5}), elsewhere.tombstones, bare_elsewhere)
-    assert (len(kept.rows), kept.deleted, kept.late) == (1, 0, 1)
+    kept_merged = rule().merge(SCHEMA, keyed(elsewhere.rows, {0: 5}), elsewhere.tombstones, bare_elsewhere)
+    assert (len(kept_merged.rows), kept_merged.deleted, kept_merged.late) == (1, 0, 1)
     recreated = table_of([(0, bare)], topic_id="t2").set_column(0, "partition", pa.array([2], pa.int32()))
     gone = rule(topic_id="t2").merge(SCHEMA, keyed(elsewhere.rows, {0: 5}), elsewhere.tombstones, recreated)
     assert (len(gone.rows), gone.deleted) == (0, 1)
@@ -164,9 +164,9 @@ def test_a_delete_is_forgotten_after_its_retention() -> None:
     assert len(deleted.tombstones) == 1
     stored = keyed(deleted.rows, {})
     late = table_of([(1, Change(1, 8, False, "late"))])
-    kept = rule(now_ms=1400, remembered_ms=500).merge(SCHEMA, stored, deleted.tombstones, late)
-    assert len(kept.rows) == 0
-    assert kept.late == 1
+    merged = rule(now_ms=1400, remembered_ms=500).merge(SCHEMA, stored, deleted.tombstones, late)
+    assert len(merged.rows) == 0
+    assert merged.late == 1
     none = table_of([])
     gone = rule(now_ms=1600, remembered_ms=500).merge(SCHEMA, stored, deleted.tombstones, none)
     assert len(gone.tombstones) == 0

@@ -70,7 +70,7 @@ def test_a_reader_is_not_slowed_by_transactions_aborted_while_another_was_open()
 def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
     """Transactions of a few producers as in a log; all of them are aborted."""
     open_since: dict[int, int] = {}
-    listed: list[AbortedTransaction] = []
+    transaction_list: list[AbortedTransaction] = []
     for offset in range(draw(st.integers(1, OFFSETS))):
         producer = draw(st.integers(1, 3))
         if producer not in open_since:
@@ -78,8 +78,8 @@ def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
         elif draw(st.booleans()):
             first = open_since.pop(producer)
             stable = min(open_since.values(), default=offset + 1)
-            listed.append(AbortedTransaction(producer, first, offset, stable))
-    return listed
+            transaction_list.append(AbortedTransaction(producer, first, offset, stable))
+    return transaction_list
 
 
 @given(histories(), st.integers(0, OFFSETS), st.data())
@@ -97,16 +97,16 @@ def test_it_agrees_with_a_plain_list(history: list[AbortedTransaction], cut: int
         aborted.cut_before(cut)
         copy = AbortedTransactions()
         copy.unpack(aborted.pack())
-        kept = [
+        remaining = [
             transaction
             for transaction in history
             if transaction.marker_offset not in gone and transaction.marker_offset >= cut
         ]
-        assert list(aborted) == list(copy) == kept
+        assert list(aborted) == list(copy) == remaining
         for first, after in combinations(range(OFFSETS + 1), 2):
             expected = [
                 transaction
-                for transaction in kept
+                for transaction in remaining
                 if transaction.first_offset < after and transaction.marker_offset >= first
             ]
             assert aborted.overlapping(first, after) == copy.overlapping(first, after) == expected

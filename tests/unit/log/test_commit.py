@@ -45,13 +45,13 @@ def commit(store: LogStore) -> None:
 
 
 def values(log: Log) -> list[bytes | None]:
-    found: list[bytes | None] = []
+    found_values: list[bytes | None] = []
     offset = int(log.start_offset)
     while offset < log.end_offset:
         records = list(decode_records(log.read(offset, max_bytes=100_000, up_to=log.end_offset)))
-        found += [record.value for record in records]
+        found_values += [record.value for record in records]
         offset = records[-1].offset + 1
-    return found
+    return found_values
 
 
 def test_many_appends_share_one_sync(store: LogStore, files: MemoryFiles) -> None:

@@ -110,9 +110,9 @@ def test_the_last_record_of_each_key_keeps_its_offset(store: LogStore, clock: Ma
         put(log, clock, (b"k%d" % (number % 3), b"v%d" % number), (b"once%d" % number, b"x"))
     before = log.size_bytes
     compact(store, log)
-    kept = pairs_of(log)
-    assert [offset for offset, key, _ in kept if key in {b"k0", b"k1", b"k2"}] == [74, 76, 78]
-    assert [key for _, key, _ in kept if key and key.startswith(b"once")] == [b"once%d" % n for n in range(40)]
+    pairs = pairs_of(log)
+    assert [offset for offset, key, _ in pairs if key in {b"k0", b"k1", b"k2"}] == [74, 76, 78]
+    assert [key for _, key, _ in pairs if key and key.startswith(b"once")] == [b"once%d" % n for n in range(40)]
     assert (log.start_offset, log.end_offset) == (0, 80)
     assert log.size_bytes < before
     assert len(list(batches(log))) <= 40
@@ -251,8 +251,8 @@ def test_more_keys_than_fit_take_several_passes(store: LogStore, clock: ManualCl
     while store.compact_once():
         passes += 1
     assert passes > 3
-    kept = pairs_of(log)
-    assert len(kept) == len({key for _, key, _ in kept}) == 10
+    pairs = pairs_of(log)
+    assert len(pairs) == len({key for _, key, _ in pairs}) == 10
     assert log.cleaned_offset == 60
 
 
@@ -334,8 +334,8 @@ def test_damage_is_recorded_and_skipped(store: LogStore, clock: ManualClock, fil
     assert log.damaged_ranges
     (first, after), *_ = log.damaged_ranges
     assert store.compact_once()
-    kept = _readable(log)
-    assert {record.key for record in kept} == {b"k0", b"k1", b"k2", b"k3"}
+    readable_records = _readable(log)
+    assert {record.key for record in readable_records} == {b"k0", b"k1", b"k2", b"k3"}
     assert log.damaged_ranges == ((first, after),)
     clock.advance_ms(10**9)
     put(log, clock, (b"k9", b"x"))
@@ -500,10 +500,10 @@ def test_the_journal_does_not_restore_compacted_records(
         log.roll()
     while store.checkpoint_once() or store.compact_once():
         pass
-    kept = [pairs_of(log) for log in logs]
-    assert kept[0] == [(1, b"k0", b"x"), (2, b"k", b"old" * 20), (3, b"k1", b"x")]
+    pairs = [pairs_of(log) for log in logs]
+    assert pairs[0] == [(1, b"k0", b"x"), (2, b"k", b"old" * 20), (3, b"k1", b"x")]
     files.kill()
     store = open_store()
     logs = [store.open_log(TOPIC_ID, TopicPartition("t", PartitionIndex(at)), SETTINGS) for at in range(6)]
-    assert [pairs_of(log) for log in logs] == kept
+    assert [pairs_of(log) for log in logs] == pairs
     assert [log.damaged_ranges for log in logs] == [()] * 6

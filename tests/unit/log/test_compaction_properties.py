@@ -248,13 +248,13 @@ class CompactionMachine(RuleBasedStateMachine):
             self.check_log(model, log)
 
     def check_log(self, model: Model, log: Log) -> None:
-        found = _read(log)
+        records = _read(log)
         by_offset = {record.offset: record for record in model.sent}
-        for offset, time_ms, key, value in found:
+        for offset, time_ms, key, value in records:
             sent = by_offset[offset]
             assert (sent.key, sent.value, sent.time_ms) == (key, value, time_ms)
-        offsets = {offset for offset, *_ in found}
-        values = {key for _, _, key, value in found if value is not None}
+        offsets = {offset for offset, *_ in records}
+        values = {key for _, _, key, value in records if value is not None}
         for key, last in model.latest().items():
             if last.offset in offsets:
                 continue

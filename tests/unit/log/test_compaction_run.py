@@ -49,13 +49,13 @@ def fill(log: Log, count: int) -> None:
 
 
 def read(log: Log) -> list[Record]:
-    found: list[Record] = []
+    records: list[Record] = []
     offset = int(log.start_offset)
     while offset < log.end_offset:
         data = bytes(log.read(offset, max_bytes=10_000, up_to=log.end_offset))
-        found += decode_records(data)
+        records += decode_records(data)
         offset = [header.next_offset for header in iterate_headers(data)][-1]
-    return found
+    return records
 
 
 async def until_compacted(log: Log, offset: int) -> None:
@@ -151,42 +151,42 @@ def compaction_pass(folder: Path) -> CompactionPass:
 
 
 def test_the_child_does_the_same_as_the_thread(tmp_path: Path) -> None:
-    asked = compaction_pass(tmp_path)
-    child, inline = ChildWorker(asked), InlineWorker(DiskFiles(), with_token(asked, "other"))
+    compaction = compaction_pass(tmp_path)
+    child, inline = ChildWorker(compaction), InlineWorker(DiskFiles(), with_token(compaction, "other"))
     try:
         assert child.map_keys() == inline.map_keys()
         assert child.clean(0) == inline.clean(0)
     finally:
         child.close()
-    files = sorted(Path(asked.directory).glob("*.cleaned"))
+    files = sorted(Path(compaction.directory).glob("*.cleaned"))
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def with_token(asked: CompactionPass, token: str) -> CompactionPass:
-    return msgspec.structs.replace(asked, token=token)
+def with_token(compaction: CompactionPass, token: str) -> CompactionPass:
+    return msgspec.structs.replace(compaction, token=token)
 
 
 def test_the_child_reports_errors(tmp_path: Path) -> None:
-    asked = compaction_pass(tmp_path)
-    path = Path(asked.groups[0][0].path)
+    compaction = compaction_pass(tmp_path)
+    path = Path(compaction.groups[0][0].path)
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    damaged = ChildWorker(asked)
+    damaged = ChildWorker(compaction)
     with pytest.raises(DamagedSource) as caught:
         damaged.map_keys()
     damaged.close()
     assert (caught.value.base_offset, caught.value.position) == (0, 0)
     path.unlink()
-    missing = ChildWorker(asked)
+    missing = ChildWorker(compaction)
     with pytest.raises(OSError, match="No such file"):
         missing.map_keys()
     missing.close()
 
 
 def test_cancelled_work_ends(tmp_path: Path) -> None:
-    asked = compaction_pass(tmp_path)
-    for worker in (ChildWorker(asked), InlineWorker(DiskFiles(), asked)):
+    compaction = compaction_pass(tmp_path)
+    for worker in (ChildWorker(compaction), InlineWorker(DiskFiles(), compaction)):
         worker.cancel()
         with pytest.raises(CleaningCancelled):
             worker.map_keys()

@@ -159,7 +159,7 @@ def test_unsynced_bytes_may_be_lost_or_torn_by_sector() -> None:
 
     assert b"" in outcomes
     assert data in outcomes
-    assert any(len(found) == len(data) and found != data for found in outcomes)
+    assert any(len(outcome) == len(data) and outcome != data for outcome in outcomes)
 
 
 def test_a_failed_sync_drops_dirty_data() -> None:

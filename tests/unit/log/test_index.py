@@ -11,13 +11,13 @@ Entries = list[tuple[int, int, int]]
 
 @st.composite
 def entries(draw: st.DrawFn) -> Entries:
-    offset, position, time, found = 0, 0, -1, []
+    offset, position, time, found_entries = 0, 0, -1, []
     for offset_step, size, later in draw(
         st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50), st.integers(0, 5)), max_size=20)
     ):
         offset, position, time = offset + offset_step, position + size, time + later
-        found.append((offset, position, time))
-    return found
+        found_entries.append((offset, position, time))
+    return found_entries
 
 
 def build(given_entries: Entries) -> Index:
@@ -46,10 +46,10 @@ def test_truncation_keeps_earlier_entries(known: Entries, position: int) -> None
     index = build(known)
     index.cut(position)
 
-    kept = [entry for entry in known if entry[1] < position]
-    assert list(index.places) == list(build(kept).places)
-    assert list(index.times) == list(build(kept).times)
-    assert index.last_position == (kept[-1][1] if kept else 0)
+    kept_entries = [entry for entry in known if entry[1] < position]
+    assert list(index.places) == list(build(kept_entries).places)
+    assert list(index.times) == list(build(kept_entries).times)
+    assert index.last_position == (kept_entries[-1][1] if kept_entries else 0)
 
 
 @given(entries(), st.integers(0, 20))

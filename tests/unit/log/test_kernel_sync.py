@@ -43,10 +43,10 @@ class Listener:
 
 @pytest.fixture
 async def kernel() -> KernelSync:
-    found = KernelSync.open(asyncio.get_running_loop())
-    if found is None:
+    kernel_sync = KernelSync.open(asyncio.get_running_loop())
+    if kernel_sync is None:
         pytest.skip("this system does not sync in the background")
-    return found
+    return kernel_sync
 
 
 async def test_a_file_is_synced_in_the_background(kernel: KernelSync, tmp_path: Path) -> None:

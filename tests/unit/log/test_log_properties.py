@@ -67,7 +67,7 @@ class ModelLog:
 
 def read_everything(log: Log, *, up_to: int) -> list[bytes]:
     """Read all batches below an offset, skipping damage."""
-    found: list[bytes] = []
+    batches: list[bytes] = []
     offset = int(log.start_offset)
     while offset < min(up_to, log.end_offset):
         try:
@@ -78,9 +78,9 @@ def read_everything(log: Log, *, up_to: int) -> list[bytes]:
         if not data:
             break
         for header in iterate_headers(data):
-            found.append(data[header.position : header.end_position])
+            batches.append(data[header.position : header.end_position])
             offset = header.next_offset
-    return found
+    return batches
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -279,10 +279,10 @@ class StoreMachine(RuleBasedStateMachine):
         model, log = self.models[at], self.logs[at]
         offset = model.start + int((model.end - model.start) * share)
         log.truncate_to(offset)
-        kept = [batch for batch in model.batches if batch.next_offset <= offset]
+        batches = [batch for batch in model.batches if batch.next_offset <= offset]
         end = min([offset] + [batch.base_offset for batch in model.batches if batch.next_offset > offset])
         assert log.end_offset == (end if offset < model.end else model.end)
-        model.batches, model.end = kept if offset < model.end else model.batches, int(log.end_offset)
+        model.batches, model.end = batches if offset < model.end else model.batches, int(log.end_offset)
         model.start = min(model.start, model.end)
         model.lost = [(first, min(after, model.end)) for first, after in model.lost if first < model.end]
         model.durable = int(log.synced_offset)
@@ -333,20 +333,20 @@ class StoreMachine(RuleBasedStateMachine):
                 or (first, after) in model.lost
                 or any(low <= first and after <= high for low, high in model.lost)
             ), f"offsets {first}..{after} were durable"
-        found = read_everything(log, up_to=log.end_offset)
+        contents = read_everything(log, up_to=log.end_offset)
         by_base = {batch.base_offset: batch for batch in model.batches}
-        kept = []
-        for data in found:
+        remaining = []
+        for data in contents:
             base = int.from_bytes(data[:8], "big")
             assert by_base[base].data == data
-            kept.append(by_base[base])
-        missing = {batch.base_offset for batch in model.visible(log.start_offset)} - {b.base_offset for b in kept}
+            remaining.append(by_base[base])
+        missing = {batch.base_offset for batch in model.visible(log.start_offset)} - {b.base_offset for b in remaining}
         for base in missing:
             batch = by_base[base]
             assert base >= allowed_from, f"the batch at {base} was durable and is gone"
             assert base >= log.end_offset or any(f <= base and batch.next_offset <= a for f, a in log.damaged_ranges)
         before = [batch for batch in model.batches if batch.next_offset <= log.start_offset]
-        model.batches = before + kept
+        model.batches = before + remaining
         model.lost = list(log.damaged_ranges)
         model.start = int(log.start_offset)
         model.end = int(log.end_offset)
@@ -421,8 +421,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, LOGS - 1))
     def read_all(self, at: int) -> None:
         model, log = self.models[at], self.logs[at]
-        found = read_everything(log, up_to=log.end_offset)
-        assert found == [batch.data for batch in model.visible(model.start)]
+        contents = read_everything(log, up_to=log.end_offset)
+        assert contents == [batch.data for batch in model.visible(model.start)]
 
 
 TestStore = StoreMachine.TestCase

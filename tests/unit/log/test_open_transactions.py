@@ -232,9 +232,9 @@ def test_the_list_for_an_offset_range_stops_where_nothing_can_follow() -> None:
     for at in range(100):
         write(producers, 2 * at, at)
         end(producers, 2 * at + 1, marker_of(at, commit=False))
-    found = producers.transactions.aborted.overlapping(10, 13)
+    transactions = producers.transactions.aborted.overlapping(10, 13)
 
-    assert [transaction.producer_id for transaction in found] == [5, 6]
+    assert [transaction.producer_id for transaction in transactions] == [5, 6]
 
 
 # -- the model --------------------------------------------------------------------------------------------------

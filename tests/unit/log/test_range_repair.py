@@ -56,13 +56,13 @@ def opened(files: MemoryFiles) -> tuple[LogStore, Log]:
 
 def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[int, bytes]:
     """Damage batches on the disk; return their original bytes."""
-    given = {offset: bytes(log.read(offset, max_bytes=1, up_to=COUNT)) for offset in offsets}
+    contents = {offset: bytes(log.read(offset, max_bytes=1, up_to=COUNT)) for offset in offsets}
     for path, position in [(log.segments.containing(offset).path, place_of(log, offset)) for offset in offsets]:
         files.flip_bit(path, position + PAYLOAD_AT, 2)
     while store.scrub_once():
         pass
-    assert {first for first, _ in log.damaged_ranges} <= given.keys()
-    return given
+    assert {first for first, _ in log.damaged_ranges} <= contents.keys()
+    return contents
 
 
 def place_of(log: Log, offset: int) -> int:
@@ -82,7 +82,7 @@ def repair_range(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) ->
 
 def values(log: Log, expected: Callable[[int], bytes] = lambda number: b"%0100d" % number) -> list[int]:
     """The served offsets, checked for their values."""
-    found: list[int] = []
+    offsets: list[int] = []
     offset = int(log.start_offset)
     while offset < log.end_offset:
         try:
@@ -92,17 +92,17 @@ def values(log: Log, expected: Callable[[int], bytes] = lambda number: b"%0100d"
             continue
         records = [record for record in decode_records(data) if record.offset >= offset]
         assert [record.value for record in records] == [expected(record.offset) for record in records]
-        found += [record.offset for record in records]
+        offsets += [record.offset for record in records]
         offset = records[-1].offset + 1 if records else offset + 1
-    return found
+    return offsets
 
 
 @pytest.mark.parametrize("offset", [0, 17, COUNT - 1])
 def test_identical_bytes_are_written_in_place(opened: tuple[LogStore, Log], files: MemoryFiles, offset: int) -> None:
     store, log = opened
-    given = lose(files, store, log, offset)
+    data = lose(files, store, log, offset)
     sizes = [(segment.path, segment.size) for segment in log.segments]
-    repair_range(store, log, given[offset])
+    repair_range(store, log, data[offset])
     assert values(log) == list(range(COUNT))
     assert [(segment.path, segment.size) for segment in log.segments] == sizes
     store.close_now()
@@ -134,14 +134,14 @@ def test_different_bytes_replace_the_segment_and_its_other_damage_stays(
 def test_a_range_may_be_restored_in_parts(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
     segment = log.segments[1]
-    given = bytes(log.read(segment.base_offset, max_bytes=10_000, up_to=segment.next_offset))
+    data = bytes(log.read(segment.base_offset, max_bytes=10_000, up_to=segment.next_offset))
     files.remove(segment.path)
     while store.scrub_once():
         pass
-    part = len(given) // (segment.next_offset - segment.base_offset) * 4
-    repair_range(store, log, given[:part])
+    part = len(data) // (segment.next_offset - segment.base_offset) * 4
+    repair_range(store, log, data[:part])
     assert log.damaged_ranges == ((segment.base_offset + 4, segment.next_offset),)
-    repair_range(store, log, given[part:])
+    repair_range(store, log, data[part:])
     assert not log.damage
     assert values(log) == list(range(COUNT))
 
@@ -152,10 +152,10 @@ def test_a_power_failure_leaves_the_range_lost_or_restored(seed: int, is_same: b
     files = MemoryFiles(seed, open_files_max=64)
     store, log = open_log(files)
     fill(store, log)
-    given = lose(files, store, log, 17)
+    data = lose(files, store, log, 17)
     store.checkpoint_now(log)
     (lost,) = log.damage
-    fitted, next_offset = fit_batches(log, lost, given[17] if is_same else bytes(empty_batch(17, 18, 2)))
+    fitted, next_offset = fit_batches(log, lost, data[17] if is_same else bytes(empty_batch(17, 18, 2)))
     job = RangeRepair(log, lost, fitted, next_offset)
     job.execute()
     job.finish()
@@ -174,9 +174,9 @@ def test_a_power_failure_leaves_the_range_lost_or_restored(seed: int, is_same: b
 
 def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
-    given = lose(files, store, log, 17)
+    data = lose(files, store, log, 17)
     (lost,) = log.damage
-    right = given[17]
+    right = data[17]
     wrong_crc = right[:-1] + b"?"
     wrong_offset = b"\0" * 7 + b"\x13" + right[8:]
     wrong_epoch = right[:12] + b"\0\0\0\x05" + right[16:]
@@ -190,15 +190,15 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
 
 def test_a_failing_disk_leaves_the_range_lost(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
-    given = lose(files, store, log, 17)
+    data = lose(files, store, log, 17)
     (lost,) = log.damage
-    job = RangeRepair(log, lost, given[17], 18)
+    job = RangeRepair(log, lost, data[17], 18)
     files.fail_next_writes(".log")
     job.execute()
     job.finish()
     assert job.error is not None
     assert log.damaged_ranges == ((17, 18),)
-    repair_range(store, log, given[17])
+    repair_range(store, log, data[17])
     assert values(log) == list(range(COUNT))
 
 
@@ -208,9 +208,9 @@ def test_records_written_after_a_truncation_are_not_overwritten(
 ) -> None:
     """The repair waits for its thread while a follower truncates the same file and appends other records."""
     store, log = opened
-    given = lose(files, store, log, offset)
+    data = lose(files, store, log, offset)
     (lost,) = log.damage
-    job = RangeRepair(log, lost, given[offset], offset + 1)
+    job = RangeRepair(log, lost, data[offset], offset + 1)
     log.truncate_to(offset)
     for number in range(offset, COUNT):
         log.append(encode_values(b"%0100d" % (number + 100)), leader_epoch=Epoch(9))
@@ -219,7 +219,7 @@ def test_records_written_after_a_truncation_are_not_overwritten(
     assert isinstance(job.error, LogUnavailable)
     assert not isinstance(job.error, StorageFailure)
     with pytest.raises(LogUnavailable):
-        fit_batches(log, lost, given[offset])
+        fit_batches(log, lost, data[offset])
     store.sync_soon(log)
     store.commit_once()
     files.kill()
@@ -246,10 +246,10 @@ async def test_in_place_writes_and_truncations_share_a_thread() -> None:
     files = ThreadFiles(3, open_files_max=64)
     store, log = open_log(files)
     fill(store, log)
-    given = lose(files, store, log, 17)
+    data = lose(files, store, log, 17)
     (lost,) = log.damage
     files.threads.clear()
-    mending = asyncio.ensure_future(store.repair_range(RangeRepair(log, lost, given[17], 18)))
+    mending = asyncio.ensure_future(store.repair_range(RangeRepair(log, lost, data[17], 18)))
     await asyncio.sleep(0)
     cut = log.begin_truncation(16)
     assert cut is not None
@@ -281,11 +281,11 @@ def numbered(number: int) -> bytearray:
 def lose_unread(files: MemoryFiles) -> tuple[LogStore, Log, bytes]:
     """A log with a producer's batch that recovery could not read, and the original batch."""
     store, log = open_log(files)
-    given = []
+    ranges = []
     for number in range(4):
         batch = numbered(number)
         log.append(batch, leader_epoch=Epoch(0))
-        given.append(bytes(batch))
+        ranges.append(bytes(batch))
     store.sync_soon(log)
     store.commit_once()
     path, position = log.segments[0].path, place_of(log, 2)
@@ -293,7 +293,7 @@ def lose_unread(files: MemoryFiles) -> tuple[LogStore, Log, bytes]:
     files.flip_bit(path, position + PAYLOAD_AT, 1)
     store, log = open_log(files)
     assert [(lost.start, lost.unread) for lost in log.damage] == [(2, True)]
-    return store, log, given[2]
+    return store, log, ranges[2]
 
 
 def written(log: Log) -> list[int]:
@@ -304,15 +304,15 @@ def written(log: Log) -> list[int]:
 
 def test_producer_state_that_recovery_could_not_read_is_restored_by_a_repair(files: MemoryFiles) -> None:
     """Otherwise the marker of a transaction would be missed, and so would a sequence."""
-    store, log, given = lose_unread(files)
-    repair_range(store, log, given)
+    store, log, data = lose_unread(files)
+    repair_range(store, log, data)
     assert written(log) == [0, 1, 2, 3]
 
 
 async def test_producer_state_is_restored_in_a_thread_during_appends(
     files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, log, given = lose_unread(files)
+    store, log, data = lose_unread(files)
     (lost,) = log.damage
     loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
     is_appended, read_on_loop = threading.Event(), []
@@ -331,7 +331,7 @@ async def test_producer_state_is_restored_in_a_thread_during_appends(
         return scan(one)
 
     monkeypatch.setattr(Scan, "__iter__", scan_and_append)
-    await store.repair_range(RangeRepair(log, lost, given, 3))
+    await store.repair_range(RangeRepair(log, lost, data, 3))
     assert not log.damage
     assert written(log) == [0, 1, 2, 3, 4]
     # Only the batches appended meanwhile.

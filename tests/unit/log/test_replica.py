@@ -40,15 +40,15 @@ def open_log(store: LogStore, *, segment_bytes: int = 700) -> Log:
 
 def content(log: Log, *, start: int | None = None, up_to: int | None = None) -> bytes:
     """The whole content of a log as one byte string."""
-    found, offset = bytearray(), int(log.start_offset) if start is None else start
+    data_read, offset = bytearray(), int(log.start_offset) if start is None else start
     end = int(log.end_offset) if up_to is None else up_to
     while offset < end:
         data = bytes(log.read(offset, max_bytes=500, up_to=end))
         assert data
         for header in iterate_headers(data):
             offset = int(header.next_offset)
-        found += data
-    return bytes(found)
+        data_read += data
+    return bytes(data_read)
 
 
 @pytest.fixture

@@ -102,14 +102,14 @@ def test_the_file_is_kept_until_the_last_slice_is_released(log: Log, files: Memo
 
 def test_truncated_records_are_not_read_even_if_others_replace_them(log: Log) -> None:
     log.append(encode_values(b"%0100d" % 100), leader_epoch=EPOCH)
-    kept, cut = unread(log, 0), unread(log, log.end_offset - 1)
-    expected = kept.read(0, kept.size)
-    for chunk in (kept, cut):
+    whole, cut = unread(log, 0), unread(log, log.end_offset - 1)
+    expected = whole.read(0, whole.size)
+    for chunk in (whole, cut):
         chunk.hold()
     log.truncate_to(log.end_offset - 1)
     log.append(encode_values(b"%0100d" % 200), leader_epoch=EPOCH)
 
-    assert kept.read(0, kept.size) == expected
+    assert whole.read(0, whole.size) == expected
     with pytest.raises(StorageFailure, match="deleted or truncated"):
         cut.read(0, cut.size)
 

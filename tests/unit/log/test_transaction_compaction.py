@@ -98,29 +98,29 @@ class Machine:
         return self.log.producers.transactions.stable_offset(self.log.end_offset)
 
     def headers(self) -> list[BatchHeader]:
-        found, at = [], int(self.log.start_offset)
+        pieces, at = [], int(self.log.start_offset)
         while at < self.log.end_offset:
             lost = self.log.damage.at(at)
             if lost is not None:
                 at = lost.end
                 continue
             for header in iterate_headers(self.log.read(at, max_bytes=250, up_to=self.log.end_offset)):
-                found.append(header)
+                pieces.append(header)
                 at = header.next_offset
-        return found
+        return pieces
 
     def markers(self) -> list[int]:
         return [int(header.base_offset) for header in self.headers() if header.is_control]
 
     def committed(self) -> list[RecordOf]:
         """Read as Kafka's consumers do: by the list of aborted transactions and their markers."""
-        found: list[RecordOf] = []
+        records: list[RecordOf] = []
         at, stable = int(self.log.start_offset), self.stable
         while at < stable:
             chunk = self.log.read_slice(at, max_bytes=250, up_to=stable)
             assert chunk is not None
-            listed = self.log.producers.transactions.aborted.overlapping(at, chunk.next_offset)
-            pending = sorted((transaction.first_offset, transaction.producer_id) for transaction in listed)
+            transactions = self.log.producers.transactions.aborted.overlapping(at, chunk.next_offset)
+            pending = sorted((transaction.first_offset, transaction.producer_id) for transaction in transactions)
             dropped: set[int] = set()
             for header in iterate_headers(chunk.data):
                 while pending and pending[0][0] <= header.last_offset:
@@ -130,9 +130,9 @@ class Machine:
                     if next(decode_records(data, control=True)).key == b"\0\0\0\0":
                         dropped.discard(header.producer_id)
                 elif not (header.is_transactional and header.producer_id in dropped):
-                    found += [(record.offset, record.key, record.value) for record in decode_records(data)]
+                    records += [(record.offset, record.key, record.value) for record in decode_records(data)]
             at = chunk.next_offset
-        return found
+        return records
 
     def table(self) -> dict[bytes, bytes]:
         """The last committed value of each key."""

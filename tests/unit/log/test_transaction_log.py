@@ -157,16 +157,18 @@ class Machine:
         log = self.log
         opened, aborted = self.expected(0)
         assert log.end_offset == len(self.entries)
-        found = {transaction.producer_id: transaction.first_offset for transaction in log.producers.open_transactions()}
-        listed = [tuple(transaction)[:3] for transaction in log.producers.transactions.aborted]
+        first_offsets = {
+            transaction.producer_id: transaction.first_offset for transaction in log.producers.open_transactions()
+        }
+        transactions = [tuple(transaction)[:3] for transaction in log.producers.transactions.aborted]
         if log.start_offset == 0:
-            assert found == opened
-            assert listed == aborted
+            assert first_offsets == opened
+            assert transactions == aborted
             assert log.producers.transactions.stable_offset(self.acknowledged) == self.stable()
         else:
             # Deleted transactions are known from the state, or not at all if that was lost.
-            assert set(self.expected(int(log.start_offset))[0]) <= set(found) <= set(opened)
-            assert [entry[2] for entry in listed] == [
+            assert set(self.expected(int(log.start_offset))[0]) <= set(first_offsets) <= set(opened)
+            assert [entry[2] for entry in transactions] == [
                 transaction[2] for transaction in aborted if transaction[2] >= log.start_offset
             ]
 

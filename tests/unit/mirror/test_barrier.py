@@ -47,7 +47,7 @@ Groups = dict[int, dict[str, dict[str, dict[int, int]]]]
 
 def barrier(*responses: HoldCommitsResponse, moves: bool = False, groups: Groups | None = None) -> BarrierResponse:
     """Request a barrier on a node whose only peer gives these responses, from its beginning to its end."""
-    coordinator, left = Coordinator(), list(responses)
+    coordinator, remaining = Coordinator(), list(responses)
     membership = SimpleNamespace(
         me=SimpleNamespace(node_id=NodeId(1)),
         node=lambda _: None,
@@ -63,7 +63,7 @@ def barrier(*responses: HoldCommitsResponse, moves: bool = False, groups: Groups
     async def ask_node(_node: NodeId, request: HoldCommitsRequest) -> HoldCommitsResponse:
         asked.append(request.action)
         assert request.topics == ({"orders": ORDERS_ID} if request.action == "read groups" else {})
-        return left.pop(0)
+        return remaining.pop(0)
 
     async def high_watermarks(_topics: Any) -> dict[str, dict[int, int]]:
         # Offsets that are committed without transactions are not held back, and must not be ahead of the watermarks.
@@ -73,13 +73,13 @@ def barrier(*responses: HoldCommitsResponse, moves: bool = False, groups: Groups
         return OFFSETS
 
     service.ask_node, service.high_watermarks = ask_node, high_watermarks
-    found: BarrierResponse = asyncio.run(
+    response: BarrierResponse = asyncio.run(
         service.barriers.take(
             BarrierRequest(topics=["orders"], topic_ids={"orders": ORDERS_ID}, with_groups=wants_groups)
         )
     )
     assert asked == ["hold", *(["read groups"] if wants_groups else []), "release"]
-    return found
+    return response
 
 
 def held(
@@ -121,8 +121,8 @@ async def test_a_node_takes_one_barrier_after_the_other() -> None:
 
 def test_offsets_of_groups_come_from_all_nodes_while_decisions_are_held_back() -> None:
     peer, read = held((1, 2), (2, 2)), held(groups={0: {"a": {"orders": {0: 5}, "other": {0: 1}}}, 2: {}})
-    found = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})
-    assert found.groups == {"a": {"orders": {0: 5}}, "c": {"orders": {0: 6}}}
+    response = barrier(peer, read, peer, groups={1: {"b": {}, "c": {"orders": {0: 6}}}})
+    assert response.groups == {"a": {"orders": {0: 5}}, "c": {"orders": {0: 6}}}
 
 
 @pytest.mark.parametrize("by", ["sum", "node"])
@@ -134,8 +134,12 @@ def test_too_many_offsets_of_groups_are_left_out(monkeypatch: pytest.MonkeyPatch
             read, ours = held(groups={0: theirs, 2: {}}), {f"b{at}": {"orders": {0: 1}} for at in range(count - 2)}
         else:
             read, ours = held(groups={0: {}, 2: {}}, groups_omitted=groups_omitted), {"b": {"orders": {0: 1}}}
-        found = barrier(peer, read, peer, groups={1: ours})
-        assert (found.offsets, found.groups_omitted, not found.groups) == (OFFSETS, groups_omitted, groups_omitted)
+        response = barrier(peer, read, peer, groups={1: ours})
+        assert (response.offsets, response.groups_omitted, not response.groups) == (
+            OFFSETS,
+            groups_omitted,
+            groups_omitted,
+        )
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ class Node:
         self.copies = DeclaredCopies(run, source)
 
     async def see_acls(self, *responses: set[Acl]) -> frozenset[Acl]:
-        left = list(responses)
+        remaining = list(responses)
 
         async def acls() -> set[Acl]:
-            return left.pop(0)
+            return remaining.pop(0)
 
         self.source.acls = acls
         for _ in responses:
@@ -86,15 +86,15 @@ class Node:
         return self.security.snapshot.acls
 
     async def see_schemas(self, *responses: RegistryResponse) -> set[int]:
-        left = list(responses)
+        remaining = list(responses)
 
         async def ask(_node: Any, request: RegistryRequest, **_: Any) -> RegistryResponse:
             self.asked.append((request.since, request.offset))
-            response = left.pop(0)
+            response = remaining.pop(0)
             return RegistryResponse(last=response.last) if response.last == request.since else response
 
         self.source.ask = ask
-        while left:
+        while remaining:
             await self.copies.sync_schemas()
         return {version.version for subject in self.registry.subjects() for version in self.registry.versions(subject)}
 

@@ -560,8 +560,8 @@ async def test_records_below_the_cut_that_only_the_old_source_has_committed_are_
     request = AdoptRequest(name=NAME, step="follow", cuts={EU: {0: 10}}, aborted={EU: {0: 2}})
     lost = await failover._find_lost_ranges(log, request, request.cuts, {EU: {0: log.end}})
     assert [(lost_range.start, lost_range.end) for lost_range, _ in lost] == ranges
-    for lost_range, found in lost:
-        await failover._publish_removed(log, lost_range, found, "saved")
+    for lost_range, records in lost:
+        await failover._publish_removed(log, lost_range, records, "saved")
     assert log.saved == saved
 
 
@@ -701,13 +701,13 @@ async def test_a_source_that_is_not_millstream_is_not_asked_to_follow(target: Ta
 async def test_a_cutover_that_is_repeated_does_not_need_the_source_again(
     target: Target, other_side: SwitchSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, target.has_leaders = FailoverRequest(name=NAME, is_planned=True), False
+    request, target.has_leaders = FailoverRequest(name=NAME, is_planned=True), False
     with pytest.raises(NotLeader):
-        await failover.fail_over(target.service, asked)
+        await failover.fail_over(target.service, request)
     target.has_leaders = True
     # The mirror does not run any more.
     monkeypatch.delattr(SwitchSource, "sync_all")
-    await failover.fail_over(target.service, asked)
+    await failover.fail_over(target.service, request)
     assert target.copies == []
 
 
@@ -762,18 +762,18 @@ async def test_a_release_waits_for_the_fence_that_it_undoes(target: Target) -> N
     for name in (EU, EUX, US):
         await target.topics.set_mirror(name, "", is_draining=False)
     await target.mirrors.delete(NAME)
-    asked = AdoptRequest(
+    request = AdoptRequest(
         name=NAME,
         step="fence",
         settings={"from": "paris:9092"},
         cuts={},
         topic_ids=[topic.topic_id for topic in target.topics.all()],
     )
-    fence_step = asyncio.create_task(failover.adopt(service, asked))
+    fence_step = asyncio.create_task(failover.adopt(service, request))
     await fencing.wait()
     # Topics that the step has not come to yet.
     target.topics.by_name[US] = dataclasses.replace(target.topics.by_name[US], mirror="", is_draining=False)
-    release = asyncio.create_task(failover.adopt(service, msgspec.structs.replace(asked, step="release")))
+    release = asyncio.create_task(failover.adopt(service, msgspec.structs.replace(request, step="release")))
     await asyncio.sleep(0)
     await target.topics.set_mirror(US, NAME, is_draining=True)
     may_end.set()

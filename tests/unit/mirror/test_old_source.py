@@ -94,8 +94,8 @@ class OldSource:
         pass
 
     async def truncate(self, cut: int) -> None:
-        asked = FenceRequest(mirror=NAME, topic_ids=[self.topic.topic_id], cuts={EU: {0: cut}})
-        await self.service.fence(asked)
+        request = FenceRequest(mirror=NAME, topic_ids=[self.topic.topic_id], cuts={EU: {0: cut}})
+        await self.service.fence(request)
 
 
 @pytest.fixture
@@ -282,8 +282,8 @@ async def test_offsets_that_no_replica_has_are_fetched_from_the_source_again(
     async def fetch(_leader: NodeId, positions: dict[Any, Offset], *_: Any) -> dict[Any, Any]:
         # The last batch of a response may be cut off.
         records = memoryview(b"".join(batches[positions[where] :])[: len(batches[0]) + 70])
-        found = FetchedPartition(records, Offset(5), Offset(0), Offset(5))
-        return {where: UnknownTopicId("it has another id") if cause == "was recreated" else found}
+        fetched_partition = FetchedPartition(records, Offset(5), Offset(0), Offset(5))
+        return {where: UnknownTopicId("it has another id") if cause == "was recreated" else fetched_partition}
 
     made: Any = Copier
     client = SimpleNamespace(leader_of=AsyncMock(return_value=OTHER))

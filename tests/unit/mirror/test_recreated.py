@@ -105,14 +105,14 @@ class Broker:
         if topic_ids is not None and not self.fetches_by_id:
             raise UnsupportedVersion("before 3.1")
         self.fetched += 1
-        found: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
+        results: dict[TopicPartition, FetchedPartition | MillstreamError] = {}
         for where, offset in positions.items():
             if topic_ids is not None and topic_ids[where.topic] != self.topic_id:
-                found[where] = UnknownTopicId("the broker responded with UNKNOWN_TOPIC_ID")
+                results[where] = UnknownTopicId("the broker responded with UNKNOWN_TOPIC_ID")
             else:
                 data = records(b"v", offset) if offset < 4 else memoryview(b"")
-                found[where] = FetchedPartition(data, Offset(4), Offset(0), Offset(4))
-        return found
+                results[where] = FetchedPartition(data, Offset(4), Offset(0), Offset(4))
+        return results
 
     def source(self) -> Any:
         source = Source.__new__(Source)
@@ -239,8 +239,8 @@ async def test_topics_without_an_id_are_fetched_by_name(broker: Broker, monkeypa
 
     monkeypatch.setattr(broker, "fetch_from", recorded)
     positions = {ORIGINAL: Offset(0), other: Offset(0)}
-    found = await broker.source().fetch(ME, positions, LIMITS, {"orders": OLD, "other": None})
-    assert found.keys() == positions.keys()
+    results = await broker.source().fetch(ME, positions, LIMITS, {"orders": OLD, "other": None})
+    assert results.keys() == positions.keys()
     assert sorted(asked, key=str) == [({"orders"}, True), ({"other"}, False)]
 
 
@@ -267,8 +267,8 @@ def test_a_fetch_by_id_names_no_topic_and_its_response_is_matched_by_id() -> Non
     writer.no_tags()
     writer.no_tags()
     writer.no_tags()
-    found = read_fetched(BY_ID, memoryview(bytes(writer.buffer)), {"orders": OLD})
-    assert isinstance(found[ORIGINAL], UnknownTopicId)
+    results = read_fetched(BY_ID, memoryview(bytes(writer.buffer)), {"orders": OLD})
+    assert isinstance(results[ORIGINAL], UnknownTopicId)
 
 
 # -- what is not records ------------------------------------------------------------------------------------------

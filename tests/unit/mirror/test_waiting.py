@@ -315,10 +315,10 @@ async def test_a_failing_mirror_is_a_finding_of_doctor() -> None:
     failing["report"] |= {"state": "retrying", "error": "refused"}
     interrupted = {**described_by(0, 1, 0), "interrupted": "a switch has not finished"}
     clients: list[Any] = [Nodes(healthy), Nodes(failing), Nodes(healthy, interrupted), Nodes(None)]
-    found = [mirror for client in clients for mirror in await check_mirrors(client)]
-    assert [finding.severity for finding in found] == [Severity.OK, *[Severity.WARNING] * 3]
-    assert found[1].detail == "mirror paris is retrying: refused"
-    assert found[2].detail == "mirror paris is running: a switch has not finished"
+    findings = [mirror for client in clients for mirror in await check_mirrors(client)]
+    assert [finding.severity for finding in findings] == [Severity.OK, *[Severity.WARNING] * 3]
+    assert findings[1].detail == "mirror paris is retrying: refused"
+    assert findings[2].detail == "mirror paris is running: a switch has not finished"
 
 
 async def test_unknown_lags_are_counted() -> None:
@@ -328,8 +328,8 @@ async def test_unknown_lags_are_counted() -> None:
         Nodes(described_by(0, 4, 0, 0), None),
         Nodes(described_by(0, 1, None)),
     ]
-    found = [(await MirrorClient(client).describe())[0] for client in clients]
-    assert [(mirror["lag"], mirror["lag_unknown"]) for mirror in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
+    documents = [(await MirrorClient(client).describe())[0] for client in clients]
+    assert [(mirror["lag"], mirror["lag_unknown"]) for mirror in documents] == [(12, 1), (12, 2), (0, 3), (None, 2)]
 
 
 async def test_a_cutover_waits_for_silent_nodes() -> None:
@@ -643,8 +643,8 @@ async def test_only_transactional_groups_keep_their_offsets_where_records_were_c
     groups = StuckGroups(monkeypatch)
     groups.reached["audit"][0] = 30
     there = {"exact": {WHERE: 10}, "plain": {AUDIT: 10}}
-    listed = [(name, "", "classic") for name in there]
-    monkeypatch.setattr(follower, "list_groups", AsyncMock(return_value=listed))
+    listed_groups = [(name, "", "classic") for name in there]
+    monkeypatch.setattr(follower, "list_groups", AsyncMock(return_value=listed_groups))
     monkeypatch.setattr(follower, "committed_by_group", AsyncMock(return_value=there))
     await groups.sync(is_planned=is_planned)
     assert groups.here == {WHERE: 10, AUDIT: 10}
@@ -746,10 +746,10 @@ async def test_offsets_of_a_topic_are_not_those_of_a_copy_created_since(
         return await expose(request)
 
     async def read_later(client: Any, names: list[str]) -> dict[str, dict[TopicPartition, int]]:
-        found = await read(client, names)
+        backlogs = await read(client, names)
         if created == "while groups are read":
             await create()
-        return found
+        return backlogs
 
     async def note_later(*_: Any) -> None:
         if created == "before offsets are applied":

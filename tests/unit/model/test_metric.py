@@ -24,9 +24,9 @@ def test_buckets_are_cumulative_and_complete(values: list[float]) -> None:
     histogram = Histogram((0.1, 1.0, 10.0))
     for value in values:
         histogram.observe(value)
-    found = histogram.distribution()
-    assert found.cumulative == tuple(sum(value <= bound for value in values) for bound in found.bounds)
-    assert found.observations == len(values)
+    distribution = histogram.distribution()
+    assert distribution.cumulative == tuple(sum(value <= bound for value in values) for bound in distribution.bounds)
+    assert distribution.observations == len(values)
 
 
 def test_single_numbers_need_one_line() -> None:

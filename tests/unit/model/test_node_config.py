@@ -82,8 +82,8 @@ def test_tables_in_the_data_folder_of_a_cluster_node_are_its_own(lake: str, is_l
     clustered = alone.replace(etcd="http://127.0.0.1:2379", catalog="postgresql://h/d")
     cores = broker_config(clustered.replace(cores="2"), "/data/node-1", 0, runs_pipelines=True)
     other_core = broker_config(clustered.replace(cores="2"), "/data/node-2", 1, runs_pipelines=False)
-    found = [config.has_private_lake for config in (alone, clustered, cores, other_core)]
-    assert found == [False, is_local, is_local, None]
+    answers = [config.has_private_lake for config in (alone, clustered, cores, other_core)]
+    assert answers == [False, is_local, is_local, None]
 
 
 def test_a_cluster_does_not_share_an_sqlite_catalog() -> None:

@@ -85,12 +85,12 @@ def test_invalid_pipelines_are_refused(kind: str, settings: dict[str, str]) -> N
     ],
 )
 def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], message: str) -> None:
-    given = {"topics": "orders", **settings}
+    values = {"topics": "orders", **settings}
     with pytest.raises(InvalidSetting, match=message):
-        check_pipeline("mine", PipelineKind.LAND, given)
+        check_pipeline("mine", PipelineKind.LAND, values)
     # A stored one can still be shown.
-    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.LAND, overrides=given)
-    assert stored.settings.as_strings()["topics"] == given["topics"]
+    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.LAND, overrides=values)
+    assert stored.settings.as_strings()["topics"] == values["topics"]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_an_invalid_landing_is_refused_on_declaration(settings: dict[str, str], 
     ],
 )
 def test_an_invalid_transform_is_refused_on_declaration(settings: dict[str, str], message: str) -> None:
-    given = {"sql": "SELECT * FROM orders", "into": "copies", **settings}
+    values = {"sql": "SELECT * FROM orders", "into": "copies", **settings}
     with pytest.raises(InvalidSetting, match=message):
-        check_pipeline("mine", PipelineKind.TRANSFORM, given)
-    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.TRANSFORM, overrides=given)
+        check_pipeline("mine", PipelineKind.TRANSFORM, values)
+    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.TRANSFORM, overrides=values)
     assert stored.settings.as_strings()["into"] == "copies"
 
 

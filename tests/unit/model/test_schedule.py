@@ -21,13 +21,13 @@ def ms(text: str) -> int:
 
 
 def times(cron: str, after: str, number: int, zone: str = "UTC") -> list[str]:
-    found, parsed, at = [], Cron.parse(cron, zone), ms(after)
+    found_times, parsed, at = [], Cron.parse(cron, zone), ms(after)
     for _ in range(number):
         following = parsed.next_ms(at)
         assert following is not None
         at = following
-        found.append(datetime.fromtimestamp(at / 1000, UTC).strftime("%Y-%m-%d %H:%M"))
-    return found
+        found_times.append(datetime.fromtimestamp(at / 1000, UTC).strftime("%Y-%m-%d %H:%M"))
+    return found_times
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90_000), ("1.5s", 1500), ("15m", 900_000), ("1h", 3_600_000)])

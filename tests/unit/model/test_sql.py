@@ -36,8 +36,8 @@ READS = {
 
 @pytest.mark.parametrize("text", READS)
 def test_the_topics_of_a_statement_are_found(text: str) -> None:
-    found = read_select(text)
-    assert (" ".join(found.reads), found.is_complete) == (READS[text], True)
+    statement = read_select(text)
+    assert (" ".join(statement.reads), statement.is_complete) == (READS[text], True)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ HOUR_MS = 3600 * 1000
 
 
 def test_settings_round_trip_as_text() -> None:
-    given = {LEASE: "60000", ATTEMPTS: "3", ORDERED: "true", START: "earliest", FILTER: "payload.total > 1000"}
-    settings = check_subscription("billing", ["orders"], given)
+    values = {LEASE: "60000", ATTEMPTS: "3", ORDERED: "true", START: "earliest", FILTER: "payload.total > 1000"}
+    settings = check_subscription("billing", ["orders"], values)
     assert (settings.lease_ms, settings.attempts, settings.ordered) == (60_000, 3, True)
-    assert given.items() <= settings.as_strings().items()
+    assert values.items() <= settings.as_strings().items()
     assert SubscriptionSettings.from_strings(settings.as_strings()) == settings
     assert set(settings.as_strings()) == set(SubscriptionSettings.declared())
 
@@ -57,8 +57,8 @@ def test_default_retries_span_more_than_an_hour_and_end_as_dead_letters() -> Non
 
 
 def test_a_given_backoff_bound_is_kept_and_the_other_is_adjusted() -> None:
-    given = {ATTEMPTS: "3", DEAD_LETTER_TOPIC: "none"}
-    settings = SubscriptionSettings.from_strings(settings_of_new(given, "x-dlq"))
+    values = {ATTEMPTS: "3", DEAD_LETTER_TOPIC: "none"}
+    settings = SubscriptionSettings.from_strings(settings_of_new(values, "x-dlq"))
     assert (settings.attempts, settings.has_dead_letters) == (3, False)
 
     def bounds(given: dict[str, str]) -> tuple[int, int]:

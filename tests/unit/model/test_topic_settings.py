@@ -108,10 +108,10 @@ def test_invalid_settings_are_refused(given: dict[str, str], says: str) -> None:
 
 
 def test_a_topic_states_its_owner() -> None:
-    given = {OWNER: "billing, Anna Björk", DESCRIPTION: "ü" * DESCRIPTION_LENGTH_MAX, CONTRACT: "https://contracts/o"}
-    settings = TopicSettings.from_strings(given)
+    values = {OWNER: "billing, Anna Björk", DESCRIPTION: "ü" * DESCRIPTION_LENGTH_MAX, CONTRACT: "https://contracts/o"}
+    settings = TopicSettings.from_strings(values)
     assert (settings.owner, settings.contract) == ("billing, Anna Björk", "https://contracts/o")
-    assert given.items() <= settings.as_strings().items()
+    assert values.items() <= settings.as_strings().items()
     assert TopicSettings().owner == TopicSettings().description == TopicSettings().contract == ""
 
 

@@ -51,11 +51,11 @@ class Clock:
 class GreedyConnection:
     """A connection that always has more work than a turn allows."""
 
-    def __init__(self, turns: Turns, clock: Clock, host: str, name: str, given: Counter[str]) -> None:
+    def __init__(self, turns: Turns, clock: Clock, host: str, name: str, turn_counts: Counter[str]) -> None:
         self._turns = turns
         self._clock = clock
         self._name = name
-        self._given = given
+        self._given = turn_counts
         self.flow: Flow = turns.join(host, self.work)
 
     def work(self) -> None:
@@ -73,39 +73,39 @@ async def rounds(count: int) -> None:
 
 @pytest.mark.parametrize("connections", [50, 400])
 async def test_an_address_gets_no_larger_share_by_opening_more_connections(connections: int) -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(connections):
-        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", "many", given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", "many", turn_counts).flow)
         if number == connections // 2:
-            turns.wait(GreedyConnection(turns, clock, "10.0.0.2", "one", given).flow)
+            turns.wait(GreedyConnection(turns, clock, "10.0.0.2", "one", turn_counts).flow)
     await rounds(ROUNDS)
-    assert given.total() >= ROUNDS
-    assert given["one"] == pytest.approx(given["many"], rel=0.1)
+    assert turn_counts.total() >= ROUNDS
+    assert turn_counts["one"] == pytest.approx(turn_counts["many"], rel=0.1)
 
 
 async def test_connections_of_one_address_share_evenly_and_a_new_one_is_not_last() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(50):
-        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
-    while given.total() < 1000:
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), turn_counts).flow)
+    while turn_counts.total() < 1000:
         await asyncio.sleep(0)
-    assert max(given.values()) - min(given.values()) <= 1
-    before = given.total()
-    new = GreedyConnection(turns, clock, "10.0.0.1", "new", given)
+    assert max(turn_counts.values()) - min(turn_counts.values()) <= 1
+    before = turn_counts.total()
+    new = GreedyConnection(turns, clock, "10.0.0.1", "new", turn_counts)
     # Its first use is charged from the position of the others, so it is served within one round of them.
     turns.spend(new.flow, 2 * QUANTUM_S, clock.now)
-    while not given["new"]:
+    while not turn_counts["new"]:
         await asyncio.sleep(0)
-    assert given.total() - before <= 55
+    assert turn_counts.total() - before <= 55
 
 
 async def test_light_requests_take_precedence_up_to_half_of_the_loop() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
     for number in range(10):
-        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), turn_counts).flow)
     light = turns.join("10.0.0.1", lambda: None)
     assert not any(turns.spend(light, LIGHT_BURST_S / 10, clock.now, is_light=True) for _ in range(9))
     # A slow one is not penalised, but uses up the share.
@@ -118,22 +118,22 @@ async def test_light_requests_take_precedence_up_to_half_of_the_loop() -> None:
     assert not turns.spend(again, LIGHT_BURST_S / 2, clock.now, is_light=True)
 
 
-def crowd(turns: Turns, clock: Clock, given: Counter[str], connections: int = 400) -> None:
+def crowd(turns: Turns, clock: Clock, turn_counts: Counter[str], connections: int = 400) -> None:
     for number in range(connections):
-        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), given).flow)
+        turns.wait(GreedyConnection(turns, clock, "10.0.0.1", str(number), turn_counts).flow)
 
 
 async def test_light_requests_beyond_their_share_do_not_wait_for_bulk_of_their_address() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
-    crowd(turns, clock, given)
+    crowd(turns, clock, turn_counts)
     served: list[int] = []
-    bystander = turns.join("10.0.0.1", lambda: served.append(given.total()))
+    bystander = turns.join("10.0.0.1", lambda: served.append(turn_counts.total()))
     for number in range(5):
         # The machine is busy, so each takes long, and the share is soon used up.
         while not turns.spend(bystander, LIGHT_BURST_S, clock.now, is_light=True):
             pass
-        before = given.total()
+        before = turn_counts.total()
         while len(served) == number:
             await asyncio.sleep(0)
         assert served[-1] - before <= 2
@@ -155,39 +155,39 @@ async def test_light_requests_beyond_their_share_wait_once_per_quantum() -> None
 
 
 async def test_time_used_while_none_waited_is_not_credited_to_each_of_a_crowd() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
-    first = GreedyConnection(turns, clock, "10.0.0.1", "first", given)
+    first = GreedyConnection(turns, clock, "10.0.0.1", "first", turn_counts)
     assert not turns.spend(first.flow, QUANTUM_ALONE_S - QUANTUM_S, clock.now)
-    crowd(turns, clock, given)
+    crowd(turns, clock, turn_counts)
     turns.spend(first.flow, 2 * QUANTUM_S, clock.now)
-    while not given["first"]:
+    while not turn_counts["first"]:
         await asyncio.sleep(0)
-    assert given.total() <= 3 * 400
+    assert turn_counts.total() <= 3 * 400
 
 
 async def test_followers_have_their_own_share_on_a_machine_that_floods() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
-    crowd(turns, clock, given)
-    follower = GreedyConnection(turns, clock, "10.0.0.1", "follower", given)
+    crowd(turns, clock, turn_counts)
+    follower = GreedyConnection(turns, clock, "10.0.0.1", "follower", turn_counts)
     turns.move(follower.flow, FOLLOWERS)
     turns.wait(follower.flow)
     await rounds(ROUNDS)
-    assert given["follower"] == pytest.approx(given.total() / 2, rel=0.1)
+    assert turn_counts["follower"] == pytest.approx(turn_counts.total() / 2, rel=0.1)
 
 
 async def test_a_connection_closed_while_waiting_gets_no_turn() -> None:
-    clock, given = Clock(), Counter[str]()
+    clock, turn_counts = Clock(), Counter[str]()
     turns = Turns(clock)
-    gone = GreedyConnection(turns, clock, "10.0.0.1", "gone", given)
-    stays = GreedyConnection(turns, clock, "10.0.0.1", "stays", given)
+    gone = GreedyConnection(turns, clock, "10.0.0.1", "gone", turn_counts)
+    stays = GreedyConnection(turns, clock, "10.0.0.1", "stays", turn_counts)
     turns.wait(gone.flow)
     turns.wait(stays.flow)
     turns.leave(gone.flow)
     await rounds(3)
-    assert given["gone"] == 0
-    assert given["stays"] == 3
+    assert turn_counts["gone"] == 0
+    assert turn_counts["stays"] == 3
     assert turns.waiting == 1
 
 

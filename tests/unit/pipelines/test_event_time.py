@@ -75,8 +75,8 @@ Texts = st.one_of(
 
 @given(st.lists(Texts, max_size=30))
 def test_a_text_is_parsed_independently_of_its_batch(given_texts: list[tuple[str | None, datetime | None]]) -> None:
-    found = event_times(pa.array([text for text, _moment in given_texts], pa.string())).to_pylist()
-    assert found == [None if moment is None else moment.replace(tzinfo=UTC) for _text, moment in given_texts]
+    times = event_times(pa.array([text for text, _moment in given_texts], pa.string())).to_pylist()
+    assert times == [None if moment is None else moment.replace(tzinfo=UTC) for _text, moment in given_texts]
 
 
 _DIGITS = st.one_of(st.integers(0, 32), st.integers(0, 99)).map("{:02}".format)
@@ -92,8 +92,8 @@ def test_a_text_is_a_time_if_arrow_can_parse_it(parts: tuple[str, ...], zone: st
     expected = None
     with suppress(pa.ArrowInvalid):
         expected = pa.array([text]).cast(pa.timestamp("us", tz="UTC" if zone else None))[0].value
-    found = event_times(pa.array([text, "x"]))[0].value
-    assert found == (expected if expected is None or expected >= FIRST_US else None)
+    time_value = event_times(pa.array([text, "x"]))[0].value
+    assert time_value == (expected if expected is None or expected >= FIRST_US else None)
 
 
 def test_rows_get_the_partition_of_their_time_or_a_reason() -> None:
@@ -120,8 +120,8 @@ def test_one_task_writes_to_a_limited_number_of_folders(monkeypatch: pytest.Monk
     def landed(hours: list[int | None]) -> list[bool]:
         times = [None if hour is None else MOMENT + timedelta(hours=hour) for hour in hours]
         rows = pa.RecordBatch.from_pydict({"at": pa.array(times, pa.timestamp("us", tz="UTC"))})
-        found, reasons = rule.apply(rows, pa.nulls(len(hours), pa.string()))
-        limited = folders.limit(found, reasons).to_pylist()
+        found_times, reasons = rule.apply(rows, pa.nulls(len(hours), pa.string()))
+        limited = folders.limit(found_times, reasons).to_pylist()
         kinds = [None if text is None else reason_kind(text) for text in limited]
         assert {kind for kind in kinds if kind} <= {"no-time", "too-many-times"}
         assert [kind == "no-time" for kind in kinds] == [hour is None for hour in hours]
@@ -137,8 +137,8 @@ def test_one_task_writes_to_a_limited_number_of_folders(monkeypatch: pytest.Monk
 def test_a_nested_field_or_none_at_all() -> None:
     order = pa.array([{"at": MOMENT}, None, {"at": None}], pa.struct([("at", pa.timestamp("us", tz="UTC"))]))
     rows = pa.RecordBatch.from_pydict({"order": order})
-    found, reasons = EventTimeRule(EventTime("day", "order.at")).apply(rows, pa.nulls(3, pa.string()))
-    assert found.column("event_day").to_pylist() == [date(2026, 11, 15), None, None]
+    times, reasons = EventTimeRule(EventTime("day", "order.at")).apply(rows, pa.nulls(3, pa.string()))
+    assert times.column("event_day").to_pylist() == [date(2026, 11, 15), None, None]
     assert [reason is None for reason in reasons.to_pylist()] == [True, False, False]
     _found, reasons = EventTimeRule(EventTime("day", "order.sent")).apply(rows, pa.nulls(3, pa.string()))
     assert reasons.null_count == 0

@@ -25,24 +25,24 @@ def source(end: dict[str, Any] | None, latest: dict[str, Any] | None) -> dict[st
 
 
 def test_every_batch_is_counted_once_and_the_last_one_has_the_lag() -> None:
-    found = QueryProgress()
-    assert found.take([]) is None
+    progress = QueryProgress()
+    assert progress.take([]) is None
     first, second = batch(1, 10, source({"a": {"0": 10}}, {"a": {"0": 25}})), batch(2, 5)
-    assert found.take([first]) == first
-    assert (found.rows, found.lag) == (10, 15)
+    assert progress.take([first]) == first
+    assert (progress.rows, progress.lag) == (10, 15)
     third = batch(3, 7, source({"a": {"0": 22}}, {"a": {"0": 25, "1": 4}}), source({"b": {"0": 1}}, {"b": {"0": 1}}))
-    assert found.take([first, second, third]) == third
-    assert (found.rows, found.lag) == (22, 7)
+    assert progress.take([first, second, third]) == third
+    assert (progress.rows, progress.lag) == (22, 7)
 
 
 def test_the_lag_of_a_source_without_offsets_is_unknown() -> None:
-    found = QueryProgress()
+    progress = QueryProgress()
     for second, other in enumerate(
         [source({"a": {"0": 1}}, None), source(None, {"a": {"0": 1}}), {}, source({}, {"x": 2})]
     ):
-        found.take([batch(second, 1, other)])
-        assert found.lag is None
-    assert found.rows == 4
+        progress.take([batch(second, 1, other)])
+        assert progress.lag is None
+    assert progress.rows == 4
 
 
 def test_the_memory_of_a_job_is_bounded_but_not_what_allocators_reserve() -> None:

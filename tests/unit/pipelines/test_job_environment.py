@@ -32,12 +32,12 @@ async def test_the_folder_of_a_resolution_is_created_and_removed_in_threads(
         remove(folder, ignore_errors=ignore_errors)
 
     async def pip(arguments: Sequence[str]) -> None:
-        found = {
+        package = {
             "metadata": {"name": "Some.Package", "version": "1.2"},
             "download_info": {"archive_info": {"hashes": {"sha256": "ab12"}}},
         }
         report = Path(arguments[arguments.index("--report") + 1])
-        report.write_text(json.dumps({"install": [found]}), encoding="utf-8")
+        report.write_text(json.dumps({"install": [package]}), encoding="utf-8")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "mkdtemp", make_noted)
@@ -69,5 +69,5 @@ async def test_a_conflict_names_both_requirements(tmp_path: Path, requirement: s
     make_wheel(tmp_path, "needy", "1.0", "msgspec<0.0.2")
     with pytest.raises(InvalidSetting) as refused:
         await job_environment.resolve(f"--no-index\n--find-links {tmp_path}\n{requirement}\n")
-    kept = f"Millstream on this node uses msgspec=={version('msgspec')}, which jobs share"
-    assert str(refused.value) == f"the requirements conflict: {named}, and {kept}"
+    note = f"Millstream on this node uses msgspec=={version('msgspec')}, which jobs share"
+    assert str(refused.value) == f"the requirements conflict: {named}, and {note}"

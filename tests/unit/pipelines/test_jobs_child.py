@@ -83,8 +83,8 @@ class JobNodes:
     async def create(self, name: str, code: str, **settings: str) -> None:
         lines = "\n".join(f"    {line}" for line in code.splitlines())
         overrides = {key.replace("_", "."): text for key, text in settings.items()}
-        given = {"code": f"import os, time\n\ndef run(spark, m):\n{lines}\n", "retry.ms": "10", **overrides}
-        await self.pipelines.create(name, PipelineKind.JOB, given)
+        given_settings = {"code": f"import os, time\n\ndef run(spark, m):\n{lines}\n", "retry.ms": "10", **overrides}
+        await self.pipelines.create(name, PipelineKind.JOB, given_settings)
 
     async def runs(self, name: str) -> list[JobRun]:
         return list(reversed(await self.pipelines.runs(await self.pipelines.find(name))))
@@ -330,9 +330,9 @@ async def test_a_continuous_job_is_restarted_and_parked_on_permanent_failure(nod
     ],
 )
 async def test_an_invalid_job_is_refused(nodes: JobNodes, settings: dict[str, str], reason: str) -> None:
-    given = {"code": "def run(spark, millstream): pass", **settings}
+    values = {"code": "def run(spark, millstream): pass", **settings}
     with pytest.raises(InvalidSetting, match=reason):
-        await nodes.pipelines.create("wrong", PipelineKind.JOB, given)
+        await nodes.pipelines.create("wrong", PipelineKind.JOB, values)
 
 
 async def test_a_transform_with_functions_has_a_process_that_reports_and_may_park_it(nodes: JobNodes) -> None:

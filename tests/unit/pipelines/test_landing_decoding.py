@@ -199,8 +199,8 @@ def test_one_invalid_payload_among_thousands_is_found() -> None:
 
 def grown_by(decoded: DecodedPayloads, known: pa.Schema | None = None) -> pa.Schema:
     fields = known if known is not None else pa.schema([])
-    for _row, found in decoded.new_fields:
-        fields = grown(fields, found)
+    for _row, new_fields in decoded.new_fields:
+        fields = grown(fields, new_fields)
     return fields
 
 
@@ -210,11 +210,11 @@ def found_in(*documents: Any, known: pa.Schema | None = None) -> dict[str, str]:
 
 
 def test_types_are_inferred() -> None:
-    found = found_in(
+    schema = found_in(
         {"n": 1, "x": 1.5, "s": "a", "b": True, "o": {"k": 1, "e": {}}, "l": [1, 2.5], "none": None, "empty": []},
         {"n": 2.5, "t": "2026-01-02T00:00:00Z", "o": {"j": "a"}},
     )
-    assert found == {
+    assert schema == {
         "n": "int64",
         "x": "double",
         "s": "string",
@@ -420,9 +420,9 @@ def test_a_given_schema_overrides_that_of_a_table() -> None:
 
 def test_the_number_of_columns_is_bounded() -> None:
     wide = {f"f{number}": number for number in range(1500)}
-    found = grown_by(Decoder(pa.schema([]), evolves=True).decode(payloads(wide, {"o": {"x": 1, "y": 2}})))
-    assert len(found) == 1000
-    assert not Decoder(found, evolves=True).decode(payloads(wide)).new_fields
+    schema = grown_by(Decoder(pa.schema([]), evolves=True).decode(payloads(wide, {"o": {"x": 1, "y": 2}})))
+    assert len(schema) == 1000
+    assert not Decoder(schema, evolves=True).decode(payloads(wide)).new_fields
     # An object gets as many of its fields as there is room for.
     almost = pa.schema([pa.field(f"f{number}", pa.int64()) for number in range(999)])
     decoded = Decoder(almost, evolves=True).decode(payloads({"o": {"x": 1, "y": 2}}))

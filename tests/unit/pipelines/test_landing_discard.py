@@ -47,14 +47,14 @@ def test_topics_of_an_earlier_round_leave_no_files_when_a_later_one_fails(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, growing = batch_of("done", tmp_path), batch_of("growing", tmp_path)
-    found = NewFields(0, 3, pa.schema([("x", pa.int64())]))
+    new_fields = NewFields(0, 3, pa.schema([("x", pa.int64())]))
     rounds = []
 
     def reports(waiting: Sequence[TopicBatch], landed: datetime) -> list[Report]:
         rounds.append([batch.topic for batch in waiting])
         if len(rounds) > 1:
             raise OSError("away")
-        return [report_of(done), Report(topic="growing", rows=5, new_fields=(found,))]
+        return [report_of(done), Report(topic="growing", rows=5, new_fields=(new_fields,))]
 
     monkeypatch.setattr(job, "_reports", reports)
     with pytest.raises(OSError, match="away"):

@@ -174,10 +174,10 @@ def land(
         batch = batch_of(table, starts, goal, first_partition)
         if batch.schema is None:
             sample = documents_in(value for payloads in partitions for value in payloads[:sampled])
-            found = decide(sample, known=batch.fields, detects=False)
-            batch.fields = found.fields
-            batch.fixed.update(found.fixed)
-            table.fix(found.fixed)
+            decision = decide(sample, known=batch.fields, detects=False)
+            batch.fields = decision.fields
+            batch.fixed.update(decision.fixed)
+            table.fix(decision.fixed)
         while not batch.take(reports_of(batch, partitions, tasks, piece)):
             batch.make_room()
             batch.widen(in_this_process, 2**60)
@@ -496,11 +496,11 @@ def test_columns_rows_and_quarantine_do_not_depend_on_batches(
     ]
     tasks, piece = data.draw(st.integers(1, 3), "tasks"), data.draw(st.integers(1, 3), "piece")
     for batches, how in [([], (1, 100)), (list(zip(*drawn, strict=True)), (tasks, piece))]:
-        found, order = landed(partitions, batches, sampled=sampled, tasks=how[0], piece=how[1])
+        found_rows, order = landed(partitions, batches, sampled=sampled, tasks=how[0], piece=how[1])
         assert sorted(order) == sorted((number, at) for number in range(count) for at in range(len(partitions[number])))
         # Messages of different partitions are in the order in which they are landed.
-        assert found == landed(partitions, singly(order, count), sampled=sampled)[0]
-        _columns, rows, reasons = found
+        assert found_rows == landed(partitions, singly(order, count), sampled=sampled)[0]
+        _columns, rows, reasons = found_rows
         assert rows.keys() | reasons.keys() == set(order)
         assert not rows.keys() & reasons.keys()
         for (partition, offset), row in rows.items():
@@ -548,6 +548,6 @@ def test_messages_without_conflicts_make_the_same_table_in_any_order(
         offsets[number] += 1
         steps.append(list(offsets))
     steps = steps[:: data.draw(st.integers(1, 3), "messages per batch")]
-    found, _order = landed(partitions, steps, sampled=0)
-    assert not found[2]
-    assert found == expected
+    rows, _order = landed(partitions, steps, sampled=0)
+    assert not rows[2]
+    assert rows == expected

@@ -17,16 +17,16 @@ def test_a_row_is_shown_unchanged() -> None:
 
 def test_null_fields_and_map_entries_are_shown_as_in_the_payload() -> None:
     columns = {"labels": pa.array([[("a", "1")]], pa.map_(pa.string(), pa.string())), "tags": pa.array([{"x": None}])}
-    kept = SampleRows()
-    kept.write(pa.RecordBatch.from_pydict(columns))
-    assert kept.shown == [{"labels": {"a": "1"}, "tags": {}}]
+    sample = SampleRows()
+    sample.write(pa.RecordBatch.from_pydict(columns))
+    assert sample.shown == [{"labels": {"a": "1"}, "tags": {}}]
 
 
 def test_upserts_are_shown_as_rows_and_deletes_are_counted() -> None:
-    kept = SampleRows()
+    sample = SampleRows()
     columns = {"id": [1, 2], KEY: [b"1", b"2"], ORDER: [7, 8], DELETED: [False, True]}
-    kept.write(pa.RecordBatch.from_pydict(columns))
-    assert (kept.count, kept.deletes, kept.shown) == (2, 1, [{"id": 1}])
+    sample.write(pa.RecordBatch.from_pydict(columns))
+    assert (sample.count, sample.deletes, sample.shown) == (2, 1, [{"id": 1}])
 
 
 def test_long_values_are_truncated() -> None:
@@ -48,8 +48,8 @@ def test_the_size_of_a_row_is_bounded() -> None:
 
 
 def test_only_the_shown_rows_are_kept() -> None:
-    kept = SampleRows()
+    sample = SampleRows()
     for _batch in range(3):
-        kept.write(pa.RecordBatch.from_pydict({"value": [b"x" * 10_000] * 15, "reason": ["late"] * 15}))
-    assert (kept.count, len(kept.shown), kept.reasons) == (45, SHOWN, {"late": 45})
-    assert len(json.dumps(kept.shown)) < 2 * SHOWN * CHARACTERS_MAX
+        sample.write(pa.RecordBatch.from_pydict({"value": [b"x" * 10_000] * 15, "reason": ["late"] * 15}))
+    assert (sample.count, len(sample.shown), sample.reasons) == (45, SHOWN, {"late": 45})
+    assert len(json.dumps(sample.shown)) < 2 * SHOWN * CHARACTERS_MAX

@@ -47,7 +47,7 @@ def test_the_first_header_of_the_name_is_the_id() -> None:
 def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
     rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
     chunks = pa.chunked_array([pa.array([identifier], pa.binary()) for identifier in known], pa.binary())
-    left_out, kept = find_repeated(found(*rows), chunks)
+    left_out, remaining = find_repeated(found(*rows), chunks)
     dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
     expected = set()
     seen = set(known)
@@ -56,7 +56,7 @@ def test_one_message_of_every_id_is_kept(messages: list[tuple[int, int, bytes]],
             expected.add((partition, offset))
         seen.add(name)
     assert dropped == expected
-    assert sorted(kept.to_pylist()) == sorted(seen - known)
+    assert sorted(remaining.to_pylist()) == sorted(seen - known)
 
 
 class Table:

@@ -54,11 +54,11 @@ def source(first: dict[int, int], end: dict[int, int]) -> Source:
 
 
 def test_a_table_continues_at_its_position() -> None:
-    found = plans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
-    assert found == {0: PartitionPlan(30, 30, 100), 1: PartitionPlan(20, 40, 50)}
-    assert found[0].lost == 0
-    assert found[1].lost == 20
-    assert topic_ranges("orders", found) == [Range("orders", 0, 30, 100), Range("orders", 1, 40, 50)]
+    partition_plans = plans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
+    assert partition_plans == {0: PartitionPlan(30, 30, 100), 1: PartitionPlan(20, 40, 50)}
+    assert partition_plans[0].lost == 0
+    assert partition_plans[1].lost == 20
+    assert topic_ranges("orders", partition_plans) == [Range("orders", 0, 30, 100), Range("orders", 1, 40, 50)]
 
 
 def test_a_new_table_starts_at_the_given_position() -> None:
@@ -78,7 +78,7 @@ def test_a_new_table_starts_at_the_given_position() -> None:
 
 
 def test_everything_may_be_deleted_by_retention() -> None:
-    found = plans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
-    assert found == {0: PartitionPlan(30, 100, 100)}
-    assert found[0].lost == 70
-    assert topic_ranges("orders", found) == []
+    partition_plans = plans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
+    assert partition_plans == {0: PartitionPlan(30, 100, 100)}
+    assert partition_plans[0].lost == 70
+    assert topic_ranges("orders", partition_plans) == []

@@ -54,8 +54,8 @@ def test_a_long_in_the_sample_is_never_rounded(others: list[float], kind: str) -
 
 
 def test_a_column_that_the_sample_keeps_long_is_not_widened_later() -> None:
-    found = decide([{"a": {"b": [-(2**60)]}, "c": 5}], known=pa.schema([]), detects=False)
-    assert found.fixed == {("a", "b", "[]"): f"it has {-(2**60)}, which doubles cannot hold exactly"}
+    decision = decide([{"a": {"b": [-(2**60)]}, "c": 5}], known=pa.schema([]), detects=False)
+    assert decision.fixed == {("a", "b", "[]"): f"it has {-(2**60)}, which doubles cannot hold exactly"}
 
 
 def test_whole_numbers_of_more_than_64_bits_are_decimal() -> None:

@@ -33,9 +33,12 @@ class Recording(MemoryStateStore):
 
     def events(self, without: Sequence[int] = (), twice: Sequence[int] = ()) -> pa.Table:
         """The events of the writes; some may be omitted, or repeated at the end."""
-        kept = [record for at, record in enumerate(self.log) if at not in without] + [self.log[at] for at in twice]
+        kept_records = [record for at, record in enumerate(self.log) if at not in without] + [
+            self.log[at] for at in twice
+        ]
         records = [
-            write_record(QueueRecord(DELTAS, record.key, Epoch(0), record.sequence, record.deltas)) for record in kept
+            write_record(QueueRecord(DELTAS, record.key, Epoch(0), record.sequence, record.deltas))
+            for record in kept_records
         ]
         batch = pa.RecordBatch.from_pydict(
             {
@@ -64,18 +67,18 @@ def account(
     events: pa.Table, bench: Workbench, *, pieces: int = 1, unreadable: Sequence[Unreadable] = (), first: int = 0
 ) -> Account:
     """Fold events in one or several parts, and compare them with the log."""
-    found = Account(base=0, size=int(bench.partition.high_watermark))
+    result = Account(base=0, size=int(bench.partition.high_watermark))
     step = -(-events.num_rows // pieces)
     for start in range(0, events.num_rows, step):
-        found.take(events.slice(start, step))
+        result.take(events.slice(start, step))
     end = int(bench.partition.high_watermark)
     log_start = int(bench.partition.log_start)
     present = [OffsetRange(log_start, end)]
     for gap in unreadable:
         present[-1:] = [OffsetRange(present[-1].start, gap.start), OffsetRange(gap.end, end)]
-    first = max(first, found.start or 0)
-    found.close(present, first=first, cut=end, log_start=log_start, unreadable=unreadable)
-    return found
+    first = max(first, result.start or 0)
+    result.close(present, first=first, cut=end, log_start=log_start, unreadable=unreadable)
+    return result
 
 
 def recorded(bench: Workbench) -> Recording:
@@ -93,10 +96,10 @@ async def test_every_outcome_has_its_class(bench: Workbench) -> None:
     settle(delivery, 4, 4, Verb.RELEASE)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(), bench)
-    assert found.findings == []
-    assert found.letters == {3: ("dead", 0, 7)}
-    totals = found.totals()
+    result = account(recorded(bench).events(), bench)
+    assert result.findings == []
+    assert result.letters == {3: ("dead", 0, 7)}
+    totals = result.totals()
     assert totals == {
         "published": 10,
         "accepted": 3,
@@ -131,10 +134,10 @@ async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) ->
     delivery.mark_window("requested")
     delivery.queue_changed()
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(), bench)
-    totals = found.totals()
+    result = account(recorded(bench).events(), bench)
+    totals = result.totals()
     # Of 0 to 4, two were accepted and the others skipped; 5 to 8 were to be redelivered, and were deleted.
-    assert [finding for finding in found.findings if finding.kind != "expired"] == []
+    assert [finding for finding in result.findings if finding.kind != "expired"] == []
     assert (totals["accepted"], totals["skipped"], totals["expired"], totals["waiting"]) == (1, 4, 4, 1)
     assert totals["published"] == 10
     assert (totals["lost"], totals["duplicated"]) == (0, 0)
@@ -151,11 +154,11 @@ async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     for pieces in (1, 3):
-        found = account(recorded(bench).events(without=[lost]), bench, pieces=pieces)
-        (finding,) = found.findings
+        result = account(recorded(bench).events(without=[lost]), bench, pieces=pieces)
+        (finding,) = result.findings
         assert (finding.kind, finding.start, finding.end) == ("lost", 1, 3)
         assert "missing" in finding.detail
-        assert (found.totals()["lost"], found.totals()["waiting"], found.totals()["accepted"]) == (2, 1, 1)
+        assert (result.totals()["lost"], result.totals()["waiting"], result.totals()["accepted"]) == (2, 1, 1)
 
 
 async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench) -> None:
@@ -170,9 +173,9 @@ async def test_a_missing_lease_is_named_though_nothing_is_lost(bench: Workbench)
     settle(delivery, 0, 0, Verb.ACCEPT)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(without=[lease + 1]), bench)
-    assert [finding.kind for finding in found.findings] == ["missing_events"]
-    assert found.totals()["lost"] == 0
+    result = account(recorded(bench).events(without=[lease + 1]), bench)
+    assert [finding.kind for finding in result.findings] == ["missing_events"]
+    assert result.totals()["lost"] == 0
 
 
 @pytest.mark.parametrize("delivery_mode", [AT_LEAST_ONCE, EXACTLY_ONCE])
@@ -185,10 +188,10 @@ async def test_a_duplicate_accept_is_found_where_it_is_excluded(bench: Workbench
     settle(delivery, 1, 1, Verb.ACCEPT)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(twice=[twice]), bench)
-    duplicated = [(finding.start, finding.end) for finding in found.findings if finding.kind == "duplicated"]
+    result = account(recorded(bench).events(twice=[twice]), bench)
+    duplicated = [(finding.start, finding.end) for finding in result.findings if finding.kind == "duplicated"]
     assert duplicated == ([(0, 1)] if delivery_mode == EXACTLY_ONCE else [])
-    assert found.totals()["duplicated"] == len(duplicated)
+    assert result.totals()["duplicated"] == len(duplicated)
 
 
 async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> None:
@@ -201,9 +204,9 @@ async def test_deletion_before_delivery_is_its_own_class(bench: Workbench) -> No
     delivery.mark_window("requested")
     delivery.queue_changed()
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(), bench)
-    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [("expired", 1, 4)]
-    assert (found.totals()["expired"], found.totals()["lost"], found.totals()["published"]) == (3, 0, 6)
+    result = account(recorded(bench).events(), bench)
+    assert [(finding.kind, finding.start, finding.end) for finding in result.findings] == [("expired", 1, 4)]
+    assert (result.totals()["expired"], result.totals()["lost"], result.totals()["published"]) == (3, 0, 6)
 
 
 async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that_time(bench: Workbench) -> None:
@@ -218,9 +221,9 @@ async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that_time(
     delivery.change(delivery.settings.__class__(ledger=True), None)
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(), bench)
-    assert found.findings == []
-    totals = found.totals()
+    result = account(recorded(bench).events(), bench)
+    assert result.findings == []
+    totals = result.totals()
     assert (totals["published"], totals["accepted"], totals["waiting"]) == (4, 1, 3)
 
 
@@ -230,8 +233,8 @@ async def test_an_offset_without_a_message_by_the_ledger_must_not_hold_one(bench
     delivery.queue.add_scanned(0, 3, now_ms=0, absent=[(1, 1)])
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
-    found = account(recorded(bench).events(), bench)
-    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [("lost", 1, 2)]
+    result = account(recorded(bench).events(), bench)
+    assert [(finding.kind, finding.start, finding.end) for finding in result.findings] == [("lost", 1, 2)]
 
 
 async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbench) -> None:
@@ -244,12 +247,12 @@ async def test_messages_that_the_disk_lost_count_by_their_events(bench: Workbenc
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     events, damage = recorded(bench).events(), [Unreadable(0, 4, "the disk of the broker lost it")]
-    found = account(events, bench, unreadable=damage)
-    assert [(finding.kind, finding.start, finding.end) for finding in found.findings] == [
+    result = account(events, bench, unreadable=damage)
+    assert [(finding.kind, finding.start, finding.end) for finding in result.findings] == [
         ("unreadable", 0, 4),
         ("lost", 2, 4),
     ]
-    totals = found.totals()
+    totals = result.totals()
     assert (totals["published"], totals["accepted"], totals["waiting"], totals["lost"]) == (6, 1, 3, 2)
     # Damage before --since does not concern the audit.
     assert account(events, bench, unreadable=damage, first=4).findings == []
@@ -292,8 +295,8 @@ async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
     delivery.mark_window("requested")
     await delivery.durable(is_all=True)
     for pieces in (1, 5):
-        found = account(recorded(bench).events(), bench, pieces=pieces)
-        assert [finding for finding in found.findings if finding.kind != "expired"] == []
-        totals = found.totals()
+        result = account(recorded(bench).events(), bench, pieces=pieces)
+        assert [finding for finding in result.findings if finding.kind != "expired"] == []
+        totals = result.totals()
         parts = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired")
         assert totals["published"] == published == sum(totals[name] for name in parts)

@@ -41,9 +41,9 @@ def test_a_seek_past_a_message_does_not_change_its_outcome(
     events: list[tuple[str, dict[str, Any]]], state: str, worker: str
 ) -> None:
     life = _life(*events)
-    found = _completed(_deleted_subscription("1", life), life, 0)
-    assert (found["state"], found["worker"]) == (state, worker)
-    assert (found["dead_letter"] is not None) == (state == "dead-lettered")
+    completion = _completed(_deleted_subscription("1", life), life, 0)
+    assert (completion["state"], completion["worker"]) == (state, worker)
+    assert (completion["dead_letter"] is not None) == (state == "dead-lettered")
 
 
 def test_an_outcome_forgotten_by_the_broker_is_corrected() -> None:
@@ -54,5 +54,5 @@ def test_an_outcome_forgotten_by_the_broker_is_corrected() -> None:
         "ended_ms": 5,
         "reason": "the subscription was moved to offset 4",
     }
-    found = _completed(live, life, 0)
-    assert (found["state"], found["reason"]) == ("accepted", "")
+    completion = _completed(live, life, 0)
+    assert (completion["state"], completion["reason"]) == ("accepted", "")

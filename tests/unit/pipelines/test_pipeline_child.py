@@ -118,8 +118,8 @@ class Scene:
         return self._parked(name)
 
     def _parked(self, name: str) -> str:
-        found = self.declared.get(name)
-        return "" if found is None else found.parked
+        pipeline = self.declared.get(name)
+        return "" if pipeline is None else pipeline.parked
 
 
 @asynccontextmanager
@@ -466,7 +466,7 @@ async def test_a_stopping_node_removes_the_leftovers_of_a_killed_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / f"{PREFIX}killed"
+    folder = tmp_path / f"{PREFIX}killed"
     async with scene_in(tmp_path):
-        (left / "blocks").mkdir(parents=True)
-    assert not left.exists()
+        (folder / "blocks").mkdir(parents=True)
+    assert not folder.exists()

@@ -103,12 +103,12 @@ def batch_of(made: Sequence[tuple[Any, Any, str | None, bytes | None]]) -> Recor
 
 def without_traceback(routing_rules: list[RoutingRule], batch: RecordBatch) -> dict[str, list[int]]:
     """Evaluate every rule for every message."""
-    found: dict[str, set[int]] = {}
+    offsets_by_target: dict[str, set[int]] = {}
     for way in routing_rules:
         matches = compile_filter(way.condition).matches(batch).tolist() if way.condition else [True] * len(batch)
         for target in way.targets:
-            found.setdefault(target, set()).update(row for row, matched in enumerate(matches) if matched)
-    return {target: sorted(rows) for target, rows in found.items() if rows}
+            offsets_by_target.setdefault(target, set()).update(row for row, matched in enumerate(matches) if matched)
+    return {target: sorted(rows) for target, rows in offsets_by_target.items() if rows}
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,8 +117,10 @@ def test_grouped_rules_match_the_same_as_each_alone(
     made: list[tuple[Any, Any, str | None, bytes | None]], routing_rules: list[RoutingRule]
 ) -> None:
     batch = batch_of(made)
-    found = {target: rows.tolist() for target, rows in RuleSet(routing_rules).matches(batch).items() if rows.size}
-    assert found == without_traceback(routing_rules, batch)
+    rows_by_target = {
+        target: rows.tolist() for target, rows in RuleSet(routing_rules).matches(batch).items() if rows.size
+    }
+    assert rows_by_target == without_traceback(routing_rules, batch)
 
 
 def counted(rules: RuleSet) -> list[int]:

@@ -50,10 +50,10 @@ def test_a_folder_with_a_long_name_has_no_sockets() -> None:
 
 def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / f"{PREFIX}left"
-    left.joinpath("blockmgr").mkdir(parents=True)
+    folder = tmp_path / f"{PREFIX}left"
+    folder.joinpath("blockmgr").mkdir(parents=True)
     mine = Path(spark_session.make_scratch())
-    assert not left.exists()
+    assert not folder.exists()
     # The folder of a live process is kept.
     other = Path(spark_session.make_scratch())
     assert mine.is_dir()
@@ -171,12 +171,12 @@ def test_a_killed_command_leaves_nothing_for_long(tmp_path: Path, monkeypatch: p
     lines += ["    open(f'{made}/token', 'x').close()", "    os.kill(os.getpid(), 9)"]
     killed = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"TMPDIR": str(tmp_path)}, check=False)
     assert killed.returncode == -9
-    (left,) = tmp_path.iterdir()
+    (path,) = tmp_path.iterdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     unrelated = tmp_path / "millstream-demo"
     unrelated.mkdir()
     with temporary_folder() as folder:
-        assert not left.exists()
+        assert not path.exists()
         assert Path(folder).stat().st_mode & 0o077 == 0
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     theirs = tmp_path / f"{PREFIX}theirs"

@@ -148,7 +148,7 @@ def as_column(values: list[bytes | None]) -> BinaryColumn:
 
 
 def as_records(parts: Iterator[Columns]) -> list[Record]:
-    found: list[Record] = []
+    records: list[Record] = []
     for part in parts:
         assert part.keys is not None
         assert part.values is not None
@@ -161,8 +161,8 @@ def as_records(parts: Iterator[Columns]) -> list[Record]:
             part.headers.to_list(),
             strict=True,
         )
-        found += [Record(*row) for row in rows]
-    return found
+        records += [Record(*row) for row in rows]
+    return records
 
 
 def without_offsets(records: list[Record]) -> list[NewRecord]:
@@ -176,18 +176,18 @@ def read_by_both(batches: Batch) -> list[Record]:
 
 
 def read_by_aiokafka(batch: Batch) -> list[NewRecord]:
-    found = AiokafkaRecords(bytes(batch)).next_batch()
-    assert found is not None
-    assert found.validate_crc()
-    assert (found.producer_id, found.producer_epoch, found.base_sequence) == (7, 1, 5)
-    return [NewRecord(record.key, record.value, tuple(record.headers), record.timestamp) for record in found]
+    batch_read = AiokafkaRecords(bytes(batch)).next_batch()
+    assert batch_read is not None
+    assert batch_read.validate_crc()
+    assert (batch_read.producer_id, batch_read.producer_epoch, batch_read.base_sequence) == (7, 1, 5)
+    return [NewRecord(record.key, record.value, tuple(record.headers), record.timestamp) for record in batch_read]
 
 
 def read_by_kafka_python(batch: Batch) -> list[NewRecord]:
-    found = kafka_python_records.MemoryRecords(bytes(batch)).next_batch()
-    assert found.validate_crc()
-    assert (found.producer_id, found.producer_epoch, found.base_sequence) == (7, 1, 5)
-    return [NewRecord(record.key, record.value, tuple(record.headers), record.timestamp) for record in found]
+    batch_read = kafka_python_records.MemoryRecords(bytes(batch)).next_batch()
+    assert batch_read.validate_crc()
+    assert (batch_read.producer_id, batch_read.producer_epoch, batch_read.base_sequence) == (7, 1, 5)
+    return [NewRecord(record.key, record.value, tuple(record.headers), record.timestamp) for record in batch_read]
 
 
 def at_whole_seconds(records: list[NewRecord]) -> list[NewRecord]:
@@ -197,9 +197,9 @@ def at_whole_seconds(records: list[NewRecord]) -> list[NewRecord]:
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder, by_aiokafka, by_plain_aiokafka])
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_both_codecs_decode_what_any_codec_encodes(build: Build, records: list[NewRecord], codec: int) -> None:
-    found = read_by_both(build(records, codec))
-    assert without_offsets(found) == records
-    assert [record.offset for record in found] == list(range(len(records)))
+    found_records = read_by_both(build(records, codec))
+    assert without_offsets(found_records) == records
+    assert [record.offset for record in found_records] == list(range(len(records)))
 
 
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
@@ -228,9 +228,9 @@ def test_kafka_python_decodes_what_both_codecs_encode(build: Build, records: lis
 @given(records=new_records.map(at_whole_seconds))
 def test_kio_decodes_what_both_codecs_encode(build: Build, records: list[NewRecord]) -> None:
     batch = bytes(build(records, COMPRESSION_NONE))
-    found, size = read_batch(batch, 0)
+    record, size = read_batch(batch, 0)
     assert size == len(batch)
-    assert (found.producer_id, found.producer_epoch, found.base_sequence) == (7, 1, 5)
+    assert (record.producer_id, record.producer_epoch, record.base_sequence) == (7, 1, 5)
     assert [
         NewRecord(
             record.key,
@@ -238,7 +238,7 @@ def test_kio_decodes_what_both_codecs_encode(build: Build, records: list[NewReco
             tuple(((header.key or b"").decode(), header.value) for header in record.headers),
             int(record.timestamp.timestamp()) * 1000,
         )
-        for record in found.records
+        for record in record.records
     ] == records
 
 
@@ -283,7 +283,7 @@ def test_control_batches_are_skipped_unless_asked_for() -> None:
     assert columns.is_transactional.tolist() == [False, True, False]
     assert as_records(decode_columns(batches, control=True)) == list(decode_records(batches, control=True))
 
-    found: Any = AiokafkaRecords(bytes(control)).next_batch()
-    assert found.is_control_batch
-    assert found.is_transactional
-    assert ControlRecord.parse(next(found).key) == COMMIT_MARKER
+    batch_read: Any = AiokafkaRecords(bytes(control)).next_batch()
+    assert batch_read.is_control_batch
+    assert batch_read.is_transactional
+    assert ControlRecord.parse(next(batch_read).key) == COMMIT_MARKER

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[3]
 
 def test_any_bytes_give_records_or_a_clear_error() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "trials.fuzz_codec", "--seed", "suite", "--examples", "1200", "--seconds", "60"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "none of them a finding" in found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "none of them a finding" in result.stdout

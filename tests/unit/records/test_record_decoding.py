@@ -204,12 +204,12 @@ def batches(count: int, size: int, *, compression: int = 0) -> bytes:
 def test_only_requested_offsets_are_decoded(codec: int) -> None:
     response = batches(10, 7, compression=codec)
     for start, end in ((0, 70), (3, 5), (13, 50), (69, 1000), (70, 80), (0, 0)):
-        found = [
+        numbers = [
             int(value or b"")
             for part in decode_columns(response, start_offset=start, end_offset=end, rows_max=4)
             for value in (part.values.to_list() if part.values else [])
         ]
-        assert found == list(range(start, min(end, 70)))
+        assert numbers == list(range(start, min(end, 70)))
 
 
 def test_only_requested_fields_are_decoded() -> None:
@@ -245,11 +245,11 @@ def test_unneeded_batches_are_not_decoded() -> None:
 
 def test_the_next_offset_includes_batches_without_visible_records() -> None:
     marker = encode_batch([NewRecord(b"\0\0\0\1", b"", (), 0)], base_offset=6, control=True)
-    found = find_batches(batches(3, 2) + marker)
-    assert found.next_offset == 7
-    assert sum(map(len, decode_columns(found))) == 6
+    ranges = find_batches(batches(3, 2) + marker)
+    assert ranges.next_offset == 7
+    assert sum(map(len, decode_columns(ranges))) == 6
     assert find_batches(b"").next_offset is None
-    assert isinstance(found, Batches)
+    assert isinstance(ranges, Batches)
 
 
 def test_empty_input_has_no_records() -> None:
@@ -269,8 +269,8 @@ def test_records_that_cannot_be_encoded_are_refused() -> None:
 
 def test_the_plain_codec_stays_light() -> None:
     code = "import sys, millstream.protocol.records.record; print({'numpy', 'numba', 'pyarrow'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_kernels_stand_alone() -> None:
@@ -298,8 +298,8 @@ def test_undecodable_batches_are_reported_and_skipped(codec: int) -> None:
     broken[-1] ^= 1
     response = b"".join((at_offset(good, 0), at_offset(bomb, 3), at_offset(good, 4), at_offset(broken, 7)))
     passed_over: list[UnreadableBatch] = []
-    found = list(decode_columns(response, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
-    assert [offset for columns in found for offset in columns.offsets.tolist()] == [1, 2, 4, 5, 6]
+    columns = list(decode_columns(response, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
+    assert [offset for columns in columns for offset in columns.offsets.tolist()] == [1, 2, 4, 5, 6]
     assert [(skipped_range.start, skipped_range.end, skipped_range.timestamp_ms) for skipped_range in passed_over] == [
         (3, 4, 9),
         (7, 10, 7),

@@ -84,8 +84,10 @@ def test_columns_that_were_not_decoded_cannot_be_requested() -> None:
 def test_timestamps_that_do_not_fit_into_microseconds_are_null() -> None:
     times = (-1, 0, 9_223_372_036_854_775, 9_223_372_036_854_776, 2**63 - 1, -(2**62))
     for time in times:
-        (found,) = as_arrow(encode_batch([NewRecord(None, None, (), time)]))["timestamp"].cast(pa.int64()).to_pylist()
-        assert found == (time * 1000 if abs(time) <= 9_223_372_036_854_775 else None)
+        (timestamp,) = (
+            as_arrow(encode_batch([NewRecord(None, None, (), time)]))["timestamp"].cast(pa.int64()).to_pylist()
+        )
+        assert timestamp == (time * 1000 if abs(time) <= 9_223_372_036_854_775 else None)
 
 
 def test_append_time_has_its_own_type() -> None:
@@ -118,11 +120,11 @@ def test_arrow_batches_round_trip(
     if not batch.num_rows:
         assert response == b""
         return
-    found = as_arrow(response)
-    found.validate(full=True)
+    found_rows = as_arrow(response)
+    found_rows.validate(full=True)
     for name in ("key", "value", "timestamp"):
-        assert found[name].to_pylist() == batch[name].to_pylist()
-    assert found["headers"].to_pylist() == [value or None for value in batch["headers"].to_pylist()]
+        assert found_rows[name].to_pylist() == batch[name].to_pylist()
+    assert found_rows["headers"].to_pylist() == [value or None for value in batch["headers"].to_pylist()]
 
 
 def test_strings_and_large_types_are_encoded_too() -> None:
@@ -142,8 +144,8 @@ def test_missing_timestamps_get_the_default() -> None:
             "timestamp": pa.array([None, 3_999], pa.timestamp("us", "UTC")),
         }
     )
-    found = list(decode_records(b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=8)))))
-    assert [(record.offset, record.timestamp_ms) for record in found] == [(0, 8), (1, 3)]
+    records = list(decode_records(b"".join(encode_columns(from_arrow(batch, default_timestamp_ms=8)))))
+    assert [(record.offset, record.timestamp_ms) for record in records] == [(0, 8), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def some_columns(count: int, size: int = 100, step_ms: int = 1) -> Columns:
 
 @pytest.mark.parametrize("codec", range(5))
 def test_batches_are_split_by_size_and_are_consecutive(codec: int) -> None:
-    found = headers_of(
+    decoded_headers = headers_of(
         encode_columns(
             some_columns(100),
             compression=codec,
@@ -192,11 +194,13 @@ def test_batches_are_split_by_size_and_are_consecutive(codec: int) -> None:
             batch_bytes_max=1100,
         )
     )
-    assert [header.record_count for header in found] == [10] * 10
-    assert [header.base_sequence for header in found] == [(2**31 - 50 + 10 * n) % 2**31 for n in range(10)]
-    assert {(header.producer_id, header.producer_epoch, header.base_offset) for header in found} == {(9, 3, 0)}
-    assert all(header.is_transactional and header.compression == codec for header in found)
-    assert [(header.base_timestamp_ms, header.max_timestamp_ms) for header in found[:2]] == [(0, 9), (10, 19)]
+    assert [header.record_count for header in decoded_headers] == [10] * 10
+    assert [header.base_sequence for header in decoded_headers] == [(2**31 - 50 + 10 * n) % 2**31 for n in range(10)]
+    assert {(header.producer_id, header.producer_epoch, header.base_offset) for header in decoded_headers} == {
+        (9, 3, 0)
+    }
+    assert all(header.is_transactional and header.compression == codec for header in decoded_headers)
+    assert [(header.base_timestamp_ms, header.max_timestamp_ms) for header in decoded_headers[:2]] == [(0, 9), (10, 19)]
 
 
 def test_a_record_beyond_the_limit_gets_its_own_batch() -> None:

@@ -33,15 +33,15 @@ def test_kept_records_are_unchanged(records: list[NewRecord], codec: int, data: 
     batch = encode_batch(records, base_offset=100, compression=codec, producer_id=5, producer_epoch=1, base_sequence=9)
     header = read_header(batch)
     section = records_section(batch, header)
-    found = list(raw_records(section, header))
+    found_records = list(raw_records(section, header))
     before = list(decode_batch(batch, header))
-    assert [(record.key, record.has_value) for record in found] == [
+    assert [(record.key, record.has_value) for record in found_records] == [
         (record.key, record.value is not None) for record in before
     ]
     chosen = data.draw(st.sets(st.sampled_from(range(len(records))), min_size=1))
     horizon_ms = data.draw(st.none() | st.integers(0, 2**50))
-    kept = [record for at, record in enumerate(found) if at in chosen]
-    rebuilt = rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
+    chosen_records = [record for at, record in enumerate(found_records) if at in chosen]
+    rebuilt = rebuild_batch(header, section, chosen_records, delete_horizon_ms=horizon_ms)
     after = read_header(rebuilt)
     check_crc(rebuilt, after)
     assert list(decode_batch(rebuilt, after)) == [record for at, record in enumerate(before) if at in chosen]
@@ -76,9 +76,9 @@ def test_an_empty_batch_covers_its_offsets() -> None:
 def test_times_indistinguishable_from_the_horizon_are_left_alone() -> None:
     batch = encode_batch([NewRecord(b"k", None, (), -(2**63))])
     header = read_header(batch)
-    kept = list(raw_records(records_section(batch, header), header))
-    assert can_shift(header, kept, 0)
-    assert not can_shift(header, kept, 1)
+    records = list(raw_records(records_section(batch, header), header))
+    assert can_shift(header, records, 0)
+    assert not can_shift(header, records, 1)
 
 
 def test_a_truncated_section_is_refused() -> None:

@@ -270,8 +270,8 @@ class InSyncMachine(RuleBasedStateMachine):
         in_sync = tuple(replica for replica in before.in_sync if replica != node)
         if in_sync == before.in_sync:
             return
-        left = {*before.in_sync, *before.eligible} - set(in_sync) if len(in_sync) < self.min_in_sync else set()
-        eligible = tuple(replica for replica in before.replicas if replica in left)
+        candidates = {*before.in_sync, *before.eligible} - set(in_sync) if len(in_sync) < self.min_in_sync else set()
+        eligible = tuple(replica for replica in before.replicas if replica in candidates)
         self.history.append(Versioned(replace(before, in_sync=in_sync, eligible=eligible), self.stored.revision + 1))
 
     @rule(minimum=st.integers(1, 3))

@@ -66,13 +66,13 @@ def message(fields: str) -> str:
 )
 def test_a_reason_names_the_field_and_the_change(kind: str, level: str, old: str, new: str, output: str) -> None:
     before, after = (SchemaText(text=text, schema_type=kind, references=(), version=3) for text in (old, new))
-    found = explain_reasons(check(after, [before], level), new)
-    assert found.changes == [output]
-    assert found.rule.startswith(f"It is incompatible with version 3: with compatibility level {level}, ")
+    reasons = explain_reasons(check(after, [before], level), new)
+    assert reasons.changes == [output]
+    assert reasons.rule.startswith(f"It is incompatible with version 3: with compatibility level {level}, ")
 
 
 def test_another_type_of_schema_is_a_reason() -> None:
     before = SchemaText(text=avro(A), schema_type=AVRO, references=(), version=1)
     after = SchemaText(text=objects(), schema_type=JSON_SCHEMA, references=(), version=2)
-    found = explain_reasons(check(after, [before], "FULL"), after.text)
-    assert found.changes == ["Incompatible because of different schema type."]
+    reasons = explain_reasons(check(after, [before], "FULL"), after.text)
+    assert reasons.changes == ["Incompatible because of different schema type."]

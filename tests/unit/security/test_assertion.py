@@ -48,20 +48,20 @@ async def test_every_node_accepts_an_assertion_signed_by_another(state: Security
     other, _ = node(state, node_id=2)
     other.public_key_of = lambda node_id: public_key if node_id == 1 else ""
     for verifier in (signer, other):
-        found = await verifier.verify(signer.sign(alice(state), HOST).encode())
-        assert (found.principal, found.host, found.credential) == ("User:alice", HOST, alice(state).credential)
-        assert found.expires_at is not None
-        assert 0 < found.expires_at - time.time() <= SESSION_S_MAX
+        client = await verifier.verify(signer.sign(alice(state), HOST).encode())
+        assert (client.principal, client.host, client.credential) == ("User:alice", HOST, alice(state).credential)
+        assert client.expires_at is not None
+        assert 0 < client.expires_at - time.time() <= SESSION_S_MAX
 
 
 async def test_a_session_ends_with_the_credential(state: SecurityState) -> None:
     signer, _ = node(state)
     signer.is_named_by_token = "User:oauth:a".__eq__
     ends = time.time() + 30
-    found = await signer.verify(
+    client = await signer.verify(
         signer.sign(AuthenticatedClient(principal="User:oauth:a", expires_at=ends), HOST).encode()
     )
-    assert found.expires_at == ends
+    assert client.expires_at == ends
     assert (await signer.verify(signer.sign(UNAUTHENTICATED, HOST).encode())).principal == "User:ANONYMOUS"
 
 
@@ -103,8 +103,8 @@ async def test_assertions_of_untrusted_signers_are_refused(state: SecurityState)
 
 def altered(**fields: object) -> Callable[[bytes], bytes]:
     def alter(signed: bytes) -> bytes:
-        found = msgspec.msgpack.decode(signed[64:], type=Assertion)
-        return signed[:64] + msgspec.msgpack.encode(msgspec.structs.replace(found, **fields))
+        assertion = msgspec.msgpack.decode(signed[64:], type=Assertion)
+        return signed[:64] + msgspec.msgpack.encode(msgspec.structs.replace(assertion, **fields))
 
     return alter
 

@@ -111,8 +111,8 @@ def test_dropped_events_are_reported_by_an_event(trail: AuditTrail, monkeypatch:
     monkeypatch.setattr(audit, "EVENTS_MAX", 10)
     for number in range(25):
         trail.change(ADMIN, "CreateTopics", Change(activity=Activity.CREATE, kind="topic", name=f"t{number}"))
-    kept = trail.take()
-    trail.requeue(kept)
+    kept_events = trail.take()
+    trail.requeue(kept_events)
     for _ in range(3):
         trail.sign_in(Actor("User:alice", "::1"), "default", "PLAIN")
     events = trail.take() + trail.take()

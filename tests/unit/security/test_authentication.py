@@ -223,12 +223,12 @@ async def test_unknown_users_look_like_those_of_every_tool_and_the_same_on_every
     state = SecurityState(CatalogDeclarations(catalog), ())
     await state.load()
     another = Passwords(state)
-    found = set()
+    decoys = set()
     for number in range(100):
         one, same = (credentials.decoy(f"nobody-{number}", SHA_256) for credentials in (passwords, another))
         assert (one.salt, one.iterations) == (same.salt, same.iterations)
-        found.add((len(one.salt), one.salt.isalnum() and one.salt.islower(), one.iterations))
-    assert found == {(24, False, ITERATIONS), (25, True, 12_000)}
+        decoys.add((len(one.salt), one.salt.isalnum() and one.salt.islower(), one.iterations))
+    assert decoys == {(24, False, ITERATIONS), (25, True, 12_000)}
     another.close()
     catalog.close()
 
@@ -811,8 +811,8 @@ async def test_ids_that_no_token_has_do_not_reload_the_catalog(
         known = split_token(await add_token(passwords))[0]
         reads.reset_mock()
         # Looked up together, although the first of them is unknown.
-        found = await asyncio.gather(*map(other.find_token, ("mst_0123456789abcdef", known)))
-        assert [len(chain) for chain in found] == [0, 1]
+        found_tokens = await asyncio.gather(*map(other.find_token, ("mst_0123456789abcdef", known)))
+        assert [len(chain) for chain in found_tokens] == [0, 1]
         reads.assert_called_once()
     finally:
         catalog.close()

@@ -36,14 +36,14 @@ questions = st.tuples(
 
 
 def rule(**changes: object) -> Acl:
-    given: dict[str, object] = {
+    values: dict[str, object] = {
         "resource_type": TOPIC,
         "resource_name": "orders",
         "principal": ALICE,
         "operation": Operation.READ,
         **changes,
     }
-    return Acl(**given)  # type: ignore[arg-type]
+    return Acl(**values)  # type: ignore[arg-type]
 
 
 def test_decisions_agree_with_apache_kafka() -> None:
@@ -93,15 +93,15 @@ def test_without_rules_everything_is_denied() -> None:
 
 
 def test_a_wildcard_does_not_match_internal_topics() -> None:
-    asked = (ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
+    question = (ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
     wide = [
         rule(resource_name="*"),
         rule(resource_name="_", pattern=PatternType.PREFIXED),
         rule(resource_name="*", operation=Operation.ALL, principal="User:*"),
     ]
-    assert not AclSnapshot(wide).decide(*asked)
-    assert AclSnapshot([*wide, rule(resource_name="__consumer_offsets")]).decide(*asked)
-    assert AclSnapshot([*wide, rule(resource_name="__", pattern=PatternType.PREFIXED)]).decide(*asked)
+    assert not AclSnapshot(wide).decide(*question)
+    assert AclSnapshot([*wide, rule(resource_name="__consumer_offsets")]).decide(*question)
+    assert AclSnapshot([*wide, rule(resource_name="__", pattern=PatternType.PREFIXED)]).decide(*question)
 
 
 def test_a_wildcard_deny_rule_matches_internal_topics() -> None:

@@ -134,6 +134,6 @@ def test_a_planted_bug_replaces_code_that_exists(bug: PlantedBug) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_and_disappears_with_its_removal(bug: PlantedBug) -> None:
     with bug.planted():
-        found = next((seed for seed in range(SEEDS_MAX) if simulate(seed, faults=bug.faults).failure), None)
-    assert found is not None
-    assert simulate(found, faults=bug.faults).failure is None
+        failing_seed = next((seed for seed in range(SEEDS_MAX) if simulate(seed, faults=bug.faults).failure), None)
+    assert failing_seed is not None
+    assert simulate(failing_seed, faults=bug.faults).failure is None

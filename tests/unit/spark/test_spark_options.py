@@ -41,14 +41,14 @@ def test_names_are_those_of_sparks_kafka_source_case_insensitively() -> None:
 
 
 def test_one_timestamp_precedes_timestamps_and_these_offsets() -> None:
-    given = {"subscribe": "t", "startingOffsets": "earliest"}
-    assert read_options(given).starting == EARLIEST
-    given["startingOffsetsByTimestamp"] = '{"t":{"0":5}}'
-    assert read_options(given).starting == Timestamps({"t": {0: 5}}, or_latest=False)
-    given["startingTimestamp"] = "7"
-    assert read_options(given).starting == StartingTimestamp(7, or_latest=False)
-    given["startingOffsetsByTimestampStrategy"] = "latest"
-    assert read_options(given).starting == StartingTimestamp(7, or_latest=True)
+    options = {"subscribe": "t", "startingOffsets": "earliest"}
+    assert read_options(options).starting == EARLIEST
+    options["startingOffsetsByTimestamp"] = '{"t":{"0":5}}'
+    assert read_options(options).starting == Timestamps({"t": {0: 5}}, or_latest=False)
+    options["startingTimestamp"] = "7"
+    assert read_options(options).starting == StartingTimestamp(7, or_latest=False)
+    options["startingOffsetsByTimestampStrategy"] = "latest"
+    assert read_options(options).starting == StartingTimestamp(7, or_latest=True)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_tuning_options_of_other_clients_are_warned_about_by_name(name: str) -> 
     ],
 )
 def test_unsupported_options_are_refused(name: str, text: str, output: str) -> None:
-    for check, given in ((read_options, {"subscribe": "a"}), (write_options, {"topic": "a"})):
+    for check, options in ((read_options, {"subscribe": "a"}), (write_options, {"topic": "a"})):
         with pytest.raises(InvalidSetting, match=output) as refused:
-            check({**given, name: text})
+            check({**options, name: text})
         assert name in str(refused.value)
         assert "secret" not in str(refused.value)
 
@@ -163,11 +163,11 @@ def test_write_options() -> None:
 
 
 def test_offsets_committed_with_the_rows() -> None:
-    given = {"topic": "out", "sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": 7}}'}
-    source = write_options(given).source
+    options = {"topic": "out", "sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": 7}}'}
+    source = write_options(options).source
     assert source is not None
     assert (source.group, source.offsets, source.member) == ("copy", {"orders": {0: 7}}, ("", -1, None))
-    member = write_options({**given, "sourceMember": "me", "sourceGeneration": "3"}).source
+    member = write_options({**options, "sourceMember": "me", "sourceGeneration": "3"}).source
     assert member is not None
     assert member.member == ("me", 3, None)
     assert write_options({"topic": "out"}).source is None

@@ -22,12 +22,12 @@ def table(title: str) -> dict[str, str]:
     text = PAGE.read_text(encoding="utf-8")
     section = text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    found: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     for first, second, *_ in lines[2:]:
         names = re.split(r",\s*", first)
         output = re.split(r",\s*", second) if second.count(",") == len(names) - 1 else [second] * len(names)
-        found |= dict(zip(names, output, strict=True))
-    return found
+        outputs |= dict(zip(names, output, strict=True))
+    return outputs
 
 
 def test_every_option_of_reading_is_on_the_page() -> None:
@@ -76,8 +76,8 @@ def test_every_column_is_on_the_page() -> None:
 )
 def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) -> None:
     output = table("Options for reading")[option]
-    given = {"subscribe": "a", **({option: output} if output else {})}
-    assert getattr(read_options(given), field) == getattr(ReadOptions(subscribe=("a",)), field)
+    given_options = {"subscribe": "a", **({option: output} if output else {})}
+    assert getattr(read_options(given_options), field) == getattr(ReadOptions(subscribe=("a",)), field)
     assert getattr(read_options({"subscribe": "a"}), field) == getattr(ReadOptions(subscribe=("a",)), field)
 
 

@@ -127,8 +127,8 @@ def test_every_row_arrives_intact_and_in_order_in_its_partition(broker: Broker, 
         where = partition if partition is not None else (murmur2(key or b"") & 0x7FFFFFFF) % PARTITIONS
         expected.setdefault((topic, where), []).append((key, value, len(own or ())))
     reported = {
-        where: [(record.key, record.value, len(record.headers)) for record in found]
-        for where, found in broker.records.items()
+        where: [(record.key, record.value, len(record.headers)) for record in records]
+        for where, records in broker.records.items()
     }
     assert reported == expected
 

@@ -12,10 +12,10 @@ partitions = st.dictionaries(st.tuples(st.sampled_from("abc"), st.integers(0, 20
 
 
 def offsets(of: dict[tuple[str, int], tuple[int, int]], at: int) -> dict[str, dict[int, int]]:
-    found: dict[str, dict[int, int]] = {}
+    found_offsets: dict[str, dict[int, int]] = {}
     for (topic, number), pair in of.items():
-        found.setdefault(topic, {})[number] = pair[at]
-    return found
+        found_offsets.setdefault(topic, {})[number] = pair[at]
+    return found_offsets
 
 
 @given(partitions, st.none() | st.integers(1, 40), st.none() | st.integers(1, 10**6).filter(lambda n: n > 20_000))
@@ -27,10 +27,10 @@ def test_pieces_cover_the_range_without_gaps(
     assert all(len(piece) for piece in pieces)
     assert records_max is None or all(len(piece) <= records_max for piece in pieces)
     for (topic, number), group in groupby(pieces, key=lambda piece: (piece.topic, piece.partition)):
-        listed = list(group)
+        group_ranges = list(group)
         first, last = of[topic, number]
-        assert (listed[0].start, listed[-1].end) == (first, last)
-        assert all(earlier.end == other.start for earlier, other in pairwise(listed))
+        assert (group_ranges[0].start, group_ranges[-1].end) == (first, last)
+        assert all(earlier.end == other.start for earlier, other in pairwise(group_ranges))
     assert {(piece.topic, piece.partition) for piece in pieces} == {
         (offset_range.topic, offset_range.partition) for offset_range in whole
     }

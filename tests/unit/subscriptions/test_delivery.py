@@ -53,8 +53,8 @@ WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
 
 
-def given_offsets(given: list[Grant]) -> list[int]:
-    return [offset for reply in given for offset in offsets(reply.received)]
+def given_offsets(grants: list[Grant]) -> list[int]:
+    return [offset for reply in grants for offset in offsets(reply.received)]
 
 
 def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlement]:
@@ -119,9 +119,9 @@ async def test_a_burst_is_distributed_among_waiting_workers(bench: Workbench) ->
     waiting = [waits(delivery, f"w{number}", 100) for number in range(3)]
     await turns()
     bench.publish(*map(str, range(30)))
-    given = [given_offsets(await task) for task in waiting]
-    assert sorted(chain.from_iterable(given)) == list(range(30))
-    assert [len(reply) for reply in given] == [10, 10, 10]
+    offset_lists = [given_offsets(await task) for task in waiting]
+    assert sorted(chain.from_iterable(offset_lists)) == list(range(30))
+    assert [len(reply) for reply in offset_lists] == [10, 10, 10]
 
 
 async def test_waiting_workers_share_what_one_scan_has_read(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ async def test_waiting_workers_share_what_one_scan_has_read(bench: Workbench, mo
     for number in range(100):
         bench.publish(str(number) + "x" * 1000)
     monkeypatch.setattr(driver, "read_batches", None)
-    received = [reply.received for given in [await task for task in waiting] for reply in given]
+    received = [reply.received for grants in [await task for task in waiting] for reply in grants]
     assert sorted(chain.from_iterable(map(offsets, received))) == list(range(100))
     for received_part in received:
         stored = [record.offset for piece in received_part.batches for record in decode_records(bytes(piece))]
@@ -333,9 +333,9 @@ async def test_the_granted_lease_duration_is_reported(bench: Workbench, is_there
     delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE, lease_ms=60_000), None)
     bench.store.holds_writes = False
     bench.store.release_writes()
-    given = await waiting
-    (lease,) = given[0].received.leases
-    (reported,) = build_response(given, 0.0).partitions
+    grants = await waiting
+    (lease,) = grants[0].received.leases
+    (reported,) = build_response(grants, 0.0).partitions
     assert (lease.deadline_ms - bench.clock.now_ms(), reported.lease_ms) == (1000, 1000)
 
 
@@ -698,8 +698,8 @@ async def test_all_waiting_workers_are_served_although_the_first_takes_everythin
     assert delivery.waiting == 3
     # All become visible at once, and nothing wakes the queue later.
     bench.end_transaction(2, commit=True)
-    given = [given_offsets(reply)[0] for reply in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S / 2)]
-    assert given == [0, 1, 1 + len(values)]
+    first_offsets = [given_offsets(reply)[0] for reply in await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S / 2)]
+    assert first_offsets == [0, 1, 1 + len(values)]
 
 
 async def test_a_queue_switched_to_read_committed_waits_for_open_transactions(bench: Workbench) -> None:
@@ -725,9 +725,9 @@ async def test_an_unreadable_batch_is_named_and_skipped(
     _break(broken)
     bench.partition.write(broken, acks=-1)
     bench.publish("b", key=b"b")
-    given = await receive([delivery], demand_for(5), PLENTY, wait_s=0)
-    given += await receive([delivery], demand_for(5), PLENTY, wait_s=0)
-    assert given_offsets(given) == [0, 2]
+    grants = await receive([delivery], demand_for(5), PLENTY, wait_s=0)
+    grants += await receive([delivery], demand_for(5), PLENTY, wait_s=0)
+    assert given_offsets(grants) == [0, 2]
     (reported,) = [record for record in caplog.records if "skipped" in record.message]
     assert (reported.__dict__["first"], reported.__dict__["last"]) == (1, 1)
 
@@ -751,10 +751,10 @@ async def test_large_batches_are_decompressed_elsewhere_and_those_over_the_limit
         return scan_heavy_batch(seen)
 
     delivery = await bench.open(opener=opener)
-    given: list[Grant] = []
-    while len(given_offsets(given)) < 3:
-        given += await receive([delivery], demand_for(5), PLENTY, wait_s=WAIT_S)
-    assert given_offsets(given) == [0, 1, 3]
+    grants: list[Grant] = []
+    while len(given_offsets(grants)) < 3:
+        grants += await receive([delivery], demand_for(5), PLENTY, wait_s=WAIT_S)
+    assert given_offsets(grants) == [0, 1, 3]
     assert opened == [1, 2]
     assert delivery.damaged == 1
 
@@ -768,8 +768,8 @@ async def test_a_waiting_worker_gets_messages_behind_a_batch_over_the_limit(
     bench.publish("b", key=b"b")
     delivery = await bench.open()
     # Nothing else wakes the queue.
-    given = await asyncio.wait_for(receive([delivery], demand_for(5), PLENTY, wait_s=10 * WAIT_S), WAIT_S)
-    assert given_offsets(given) == [1]
+    grants = await asyncio.wait_for(receive([delivery], demand_for(5), PLENTY, wait_s=10 * WAIT_S), WAIT_S)
+    assert given_offsets(grants) == [1]
 
 
 async def test_records_of_large_batches_are_decoded_elsewhere(bench: Workbench) -> None:
@@ -785,8 +785,8 @@ async def test_records_of_large_batches_are_decoded_elsewhere(bench: Workbench) 
     assert len(offsets(plain.try_receive(demand_for(5)))) == 5
     assert opened == []
     ordered = await bench.open(opener=opener, ordered=True)
-    given = await receive([ordered], demand_for(10), PLENTY, wait_s=WAIT_S)
-    assert given_offsets(given) == list(range(7))
+    grants = await receive([ordered], demand_for(10), PLENTY, wait_s=WAIT_S)
+    assert given_offsets(grants) == list(range(7))
     assert opened == [0]
 
 
@@ -870,8 +870,8 @@ async def test_a_closing_queue_cancels_its_filter(bench: Workbench) -> None:
 async def test_the_clients_of_workers_are_known_while_they_hold_messages(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
-    asked = demand_for(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
-    delivery.try_receive(asked)
+    demand = demand_for(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
+    delivery.try_receive(demand)
     delivery.try_receive(demand_for(1, "two"))
     # The node has not leased to this worker itself; later requests identify it.
     delivery.record_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)

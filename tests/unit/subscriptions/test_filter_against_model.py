@@ -92,8 +92,8 @@ def memberships(draw: st.DrawFn) -> Term:
     operand = draw(fields() | TEXT_TERMS)
     values = draw(st.lists(draw(st.sampled_from([TEXTS, NUMBERS, st.booleans()])), min_size=1, max_size=4))
     choices = [*values, None] if draw(st.booleans()) else values
-    listed = ", ".join(map(literal_text, choices))
-    return Term(f"{operand.text} IN ({listed})", lambda row: model.member(operand.of(row), choices))
+    literal_list = ", ".join(map(literal_text, choices))
+    return Term(f"{operand.text} IN ({literal_list})", lambda row: model.member(operand.of(row), choices))
 
 
 @st.composite

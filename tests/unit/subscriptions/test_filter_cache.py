@@ -58,8 +58,8 @@ async def test_concurrent_queues_share_an_evaluation(worker: CountingWorker) -> 
     cache = FilterCache(worker)
     queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
     records = batch(0, "a", "b", "c")
-    found = await asyncio.gather(*(queue.matches(records, Offset(0), Offset(3)) for queue in queues))
-    assert [match.bits.tolist() for match in found[:2]] == [[True, False, False], [False, True, False]]
+    matches = await asyncio.gather(*(queue.matches(records, Offset(0), Offset(3)) for queue in queues))
+    assert [match.bits.tolist() for match in matches[:2]] == [[True, False, False], [False, True, False]]
     assert worker.asked == 1
     await cache.stop()
 
@@ -115,9 +115,9 @@ async def test_queues_find_the_same_in_any_order_of_ranges(looks: list[tuple[int
         for at, (start, length) in enumerate(looks):
             end = min(start + length, 40)
             records = b"".join(bytes(batch) for batch in batches if _overlaps(batch, start, end))
-            found = await queues[at % 3].matches(records, Offset(start), Offset(end))
+            match = await queues[at % 3].matches(records, Offset(start), Offset(end))
             expected = "abc"[at % 3]
-            assert found.bits.tolist() == [keys[o] == expected and not 12 <= o < 16 for o in range(start, end)]
+            assert match.bits.tolist() == [keys[o] == expected and not 12 <= o < 16 for o in range(start, end)]
             assert cache._cached_bytes <= kept_bytes_max
     await cache.stop()
 
@@ -146,9 +146,9 @@ async def test_an_undecodable_batch_is_reported_and_the_others_are_filtered(work
     records = batch(0, "a", "b") + broken + batch(4, "b", "a")
     cache = FilterCache(worker)
     queue_filter = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
-    found = await queue_filter.matches(records, Offset(1), Offset(6))
-    assert found.bits.tolist() == [False, False, False, False, True]
-    assert [place[:2] for place in found.unreadable] == [(2, 3)]
+    match = await queue_filter.matches(records, Offset(1), Offset(6))
+    assert match.bits.tolist() == [False, False, False, False, True]
+    assert [place[:2] for place in match.unreadable] == [(2, 3)]
     # The cache gives the same result for another range.
     again = await queue_filter.matches(records, Offset(3), Offset(6))
     assert [place[:2] for place in again.unreadable] == [(3, 3)]

@@ -128,12 +128,12 @@ payload.at = timestamp
 
 @pytest.fixture(scope="module")
 def rows(spark: SparkSession) -> Iterator[Any]:
-    listed = [
+    row_values = [
         (at, key, headers, json.dumps(payload))
         for at, (key, headers, payload) in enumerate(zip(KEYS, HEADERS, PAYLOADS, strict=True))
     ]
     schema = "offset BIGINT, key STRING, headers MAP<STRING, STRING>, value STRING"
-    frame = spark.createDataFrame(listed, schema).selectExpr(
+    frame = spark.createDataFrame(row_values, schema).selectExpr(
         "offset", "key", "headers", "'t' AS topic", "3 AS partition", "TIMESTAMP '2026-01-02 00:00:00Z' AS timestamp",
         f"from_json(value, '{SCHEMA}') AS payload",
     ).cache()  # fmt: skip
@@ -163,20 +163,20 @@ def forms(text: str) -> list[str]:
 
 def there(rows: Any, texts: list[str]) -> list[list[bool]]:
     """Spark's result for every message."""
-    found = rows.orderBy("offset").selectExpr(*texts).collect()
-    return [[bool(row[at]) for row in found] for at in range(len(texts))]
+    rows_read = rows.orderBy("offset").selectExpr(*texts).collect()
+    return [[bool(row[at]) for row in rows_read] for at in range(len(texts))]
 
 
 def there_one_by_one(rows: Any, texts: list[str]) -> list[list[bool]]:
     """The same, message by message; a runtime error is NULL, an analysis error is not."""
-    found = []
+    results = []
     for at in range(len(KEYS)):
-        asked = rows.where(f"offset = {at}").selectExpr(*texts)
+        query = rows.where(f"offset = {at}").selectExpr(*texts)
         try:
-            found.append(list(asked.collect()[0]))
+            results.append(list(query.collect()[0]))
         except Exception:
-            found.append([None] * len(texts))
-    return [[bool(row[at]) for row in found] for at in range(len(texts))]
+            results.append([None] * len(texts))
+    return [[bool(row[at]) for row in results] for at in range(len(texts))]
 
 
 @pytest.mark.filterwarnings("ignore")

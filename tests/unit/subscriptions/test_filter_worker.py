@@ -75,10 +75,10 @@ async def worker() -> AsyncIterator[FilterWorker]:
     assert worker.pid is None
 
 
-async def check(worker: FilterWorker, asked: Messages, offsets: range) -> None:
-    found = await worker.evaluate(asked, FILTERS)
-    assert found.offsets.tolist() == list(offsets)
-    assert [column.tolist() for column in found.matches] == expected(offsets)
+async def check(worker: FilterWorker, request: Messages, offsets: range) -> None:
+    response = await worker.evaluate(request, FILTERS)
+    assert response.offsets.tolist() == list(offsets)
+    assert [column.tolist() for column in response.matches] == expected(offsets)
 
 
 async def test_a_few_messages_are_evaluated_in_process(worker: FilterWorker) -> None:
@@ -96,26 +96,26 @@ async def test_many_messages_are_evaluated_by_the_child(worker: FilterWorker) ->
 
 async def test_batches_that_decompress_to_much_are_evaluated_by_the_child(worker: FilterWorker) -> None:
     record = NewRecord(None, b'{"total": 3, "x": "' + b"x" * INLINE_BYTES_MAX + b'"}')
-    found = await worker.evaluate(messages(bytes(encode_batch([record], compression=COMPRESSION_ZSTD))), FILTERS)
-    assert [column.tolist() for column in found.matches] == [[True], [False], [True]]
+    response = await worker.evaluate(messages(bytes(encode_batch([record], compression=COMPRESSION_ZSTD))), FILTERS)
+    assert [column.tolist() for column in response.matches] == [[True], [False], [True]]
     assert (worker.evaluated_inline, worker.evaluated_in_child) == (0, 1)
 
 
 async def test_no_messages_and_no_filters(worker: FilterWorker) -> None:
-    found = await worker.evaluate(messages(b""), FILTERS)
-    assert [column.size for column in found.matches] == [0, 0, 0]
-    found = await worker.evaluate(messages(batch(3)), [])
-    assert found.offsets.tolist() == [10, 11, 12]
-    assert found.matches == ()
+    response = await worker.evaluate(messages(b""), FILTERS)
+    assert [column.size for column in response.matches] == [0, 0, 0]
+    response = await worker.evaluate(messages(batch(3)), [])
+    assert response.offsets.tolist() == [10, 11, 12]
+    assert response.matches == ()
 
 
 async def test_aborted_transactions_are_skipped(worker: FilterWorker) -> None:
     records = [NewRecord(None, b'{"total": 3}')] * 3
     written = bytes(encode_batch(records, producer_id=5, producer_epoch=0, base_sequence=0, transactional=True))
     for padding in (b"", batch(INLINE_MESSAGES_MAX, base_offset=10)):
-        asked = Messages(topic="orders", partition=1, batches=written + padding, aborted=[(5, 0)])
-        found = await worker.evaluate(asked, FILTERS)
-        assert 0 not in found.offsets
+        request = Messages(topic="orders", partition=1, batches=written + padding, aborted=[(5, 0)])
+        response = await worker.evaluate(request, FILTERS)
+        assert 0 not in response.offsets
 
 
 async def test_corrupt_batches_are_reported_by_both(worker: FilterWorker) -> None:
@@ -139,10 +139,10 @@ async def test_a_request_that_killed_the_child_is_retried_once(worker: FilterWor
     await check(worker, messages(batch(100)), range(10, 110))
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
-    asked = asyncio.create_task(check(worker, messages(batch(100)), range(10, 110)))
+    check_task = asyncio.create_task(check(worker, messages(batch(100)), range(10, 110)))
     await asyncio.sleep(0)
     os.kill(worker.pid, signal.SIGKILL)
-    await asked
+    await check_task
     assert worker.restarts == 1
 
 
@@ -178,9 +178,9 @@ async def test_a_batch_that_keeps_killing_the_child_is_unreadable(worker: Filter
 async def test_queues_continue_behind_a_batch_that_keeps_killing_the_child(worker: FilterWorker, deadly: bytes) -> None:
     sieve = FilterCache(worker)
     queue = QueueFilter(sieve, TopicPartition("orders", PartitionIndex(1)), FILTERS[0])
-    found = await queue.matches(deadly + batch(100, base_offset=12), Offset(10), Offset(112))
-    assert found.bits.tolist() == [False, False, *(at % 5 > 2 for at in range(100))]
-    assert found.unreadable == ((10, 11, "the process that reads it died 2 times"),)
+    match = await queue.matches(deadly + batch(100, base_offset=12), Offset(10), Offset(112))
+    assert match.bits.tolist() == [False, False, *(at % 5 > 2 for at in range(100))]
+    assert match.unreadable == ((10, 11, "the process that reads it died 2 times"),)
 
 
 async def test_a_missing_response_times_out() -> None:
@@ -247,8 +247,8 @@ async def test_a_child_with_a_request_has_ended_when_the_worker_has_stopped(work
 def test_large_payloads_are_parsed_in_parts_with_the_same_result() -> None:
     values = [b'{"total": %d, "x": "%s", "o": {"a": 1}}' % (at, b"y" * 300_000) for at in range(9)]
     raw = bytes(encode_batch([NewRecord(None, value) for value in values]))
-    found = evaluate(messages(raw), [compile_filter("payload.total > 4 AND payload.o IS NOT NULL")])
-    assert found.matches[0].tolist() == [at > 4 for at in range(9)]
+    response = evaluate(messages(raw), [compile_filter("payload.total > 4 AND payload.o IS NOT NULL")])
+    assert response.matches[0].tolist() == [at > 4 for at in range(9)]
 
 
 # -- decompressing batches for queues --------------------------------------------------------------------------------
@@ -265,8 +265,8 @@ def sparse(count: int) -> bytes:
     batch = delayed(count)
     header = read_header(batch)
     section = records_section(batch, header)
-    kept = [record for at, record in enumerate(raw_records(section, header)) if at % 3 and at < count - 2]
-    return bytes(rebuild_batch(header, section, kept))
+    records = [record for at, record in enumerate(raw_records(section, header)) if at % 3 and at < count - 2]
+    return bytes(rebuild_batch(header, section, records))
 
 
 @pytest.mark.parametrize("kind", ["delayed", "sparse", "plain"])
@@ -292,12 +292,12 @@ async def test_the_child_decompresses_batches_too_large_for_the_loop(worker: Fil
     with pytest.raises(BatchTooHeavy):
         scan_batch(heavy, read_header(heavy), 100, with_keys=True)
     expected = scan_batch(heavy, read_header(heavy), 105, with_keys=True, light=False)
-    found = await worker.scan_batch(heavy, 105, with_keys=True)
-    assert isinstance(found, BatchScan)
-    assert (found.absent, found.delayed) == (expected.absent, expected.delayed)
-    assert found.keys is not None
+    scan = await worker.scan_batch(heavy, 105, with_keys=True)
+    assert isinstance(scan, BatchScan)
+    assert (scan.absent, scan.delayed) == (expected.absent, expected.delayed)
+    assert scan.keys is not None
     assert expected.keys is not None
-    assert found.keys.tolist() == expected.keys.tolist()
+    assert scan.keys.tolist() == expected.keys.tolist()
     bomb = bytes(encode_batch([NewRecord(None, bytes(65 * 1024 * 1024), (), 1)], compression=COMPRESSION_ZSTD))
     reason = await worker.scan_batch(bomb, 0, with_keys=False)
     assert isinstance(reason, str)

@@ -145,16 +145,16 @@ async def test_the_number_of_waiters_is_bounded(bench: Workbench, monkeypatch: p
 
 def test_the_outcomes_kept_by_all_queues_are_bounded() -> None:
     remembered = OutcomeBudget(bytes_max=300)
-    kept = [OutcomeHistory() for _ in range(4)]
-    for kept_state in kept:
+    histories = [OutcomeHistory() for _ in range(4)]
+    for kept_state in histories:
         kept_state.share(remembered)
     for number in (0, 1, 2, 0, 3):
-        kept[number].add_frame(bytes(100))
+        histories[number].add_frame(bytes(100))
     # The queues that have been idle for longest forget first.
-    assert [kept_state._bytes for kept_state in kept] == [200, 0, 0, 100]
+    assert [kept_state._bytes for kept_state in histories] == [200, 0, 0, 100]
     assert remembered.bytes == 300
-    kept[0].close()
-    assert (remembered.bytes, kept[0]._bytes) == (100, 0)
-    kept[0].close()
-    kept[1].add_frame(bytes(50))
+    histories[0].close()
+    assert (remembered.bytes, histories[0]._bytes) == (100, 0)
+    histories[0].close()
+    histories[1].add_frame(bytes(50))
     assert remembered.bytes == 150

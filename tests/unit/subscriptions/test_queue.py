@@ -574,8 +574,8 @@ def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
     assert queue.counts.parked == np.count_nonzero(states == PARKED)
     queue.release_worker("a", now_ms=NOW_MS)
     assert queue.counts.leased == 0
-    left = np.flatnonzero((states[:end] == AVAILABLE) | (states[:end] == LEASED)).tolist()
-    assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=100_000)) == left
+    offsets_left = np.flatnonzero((states[:end] == AVAILABLE) | (states[:end] == LEASED)).tolist()
+    assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=100_000)) == offsets_left
     assert queue.fold.window.start > 0 or queue.counts.stragglers
 
 

@@ -295,20 +295,20 @@ class QueueHistory(RuleBasedStateMachine):
         model, limit = self.model, len(self.log) if until is None else until
         room = min(count, self.settings.in_flight_max - self.held_by(worker))
         leases = self.queue.acquire(worker, now_ms=self.now_ms, max_records=count, until=until, batch_ends=batch_ends)
-        given = [offset for lease in leases for offset in range(lease.first, lease.last + 1)]
-        assert given == sorted(set(given))
-        assert not given or given[-1] < limit
+        offsets = [offset for lease in leases for offset in range(lease.first, lease.last + 1)]
+        assert offsets == sorted(set(offsets))
+        assert not offsets or offsets[-1] < limit
         if not self.queue.is_ready:
-            assert given == []
+            assert offsets == []
         elif self.settings.ordered:
-            self.check_ordered(given, room, limit)
+            self.check_ordered(offsets, room, limit)
         else:
             available = [offset for offset in sorted(model.in_state(AVAILABLE)) if offset < limit]
             expected = available[: max(room, 0)]
             if ends and expected and len(expected) >= count:
                 end = (expected[-1] // 3) * 3 + 2
                 expected = [offset for offset in available if offset <= end]
-            assert given == expected
+            assert offsets == expected
         for lease in leases:
             assert lease.deadline_ms == self.now_ms + self.settings.lease_ms
             for offset in range(lease.first, lease.last + 1):
@@ -319,14 +319,14 @@ class QueueHistory(RuleBasedStateMachine):
     def held_by(self, worker: str) -> int:
         return sum(message.worker == worker for message in self.model.messages.values() if message.state == LEASED)
 
-    def check_ordered(self, given: list[int], room: int, limit: int) -> None:
+    def check_ordered(self, offsets: list[int], room: int, limit: int) -> None:
         """Check that at most one message of a key is leased, in order, and that no key waits needlessly."""
         model = self.model
         held = {model.messages[offset].stored.key for offset in model.messages if model.holds_key(offset)} - {0}
-        keys = [model.messages[offset].stored.key for offset in given if model.messages[offset].stored.key]
+        keys = [model.messages[offset].stored.key for offset in offsets if model.messages[offset].stored.key]
         assert len(keys) == len(set(keys))
         assert not held & set(keys)
-        for offset in given:
+        for offset in offsets:
             stored = model.messages[offset].stored
             for earlier in range(offset) if stored.key and not stored.due_ms else ():
                 message = model.messages.get(earlier)
@@ -337,11 +337,11 @@ class QueueHistory(RuleBasedStateMachine):
             known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_scan_offset]
             available = [offset for offset in known if offset < limit]
             free = {offset for offset in available if not model.messages[offset].stored.key}
-            assert free <= set(given)
+            assert free <= set(offsets)
             if limit == len(self.log):
                 assert {model.messages[offset].stored.key for offset in available} - {0} - held == set(keys)
         else:
-            assert len(given) <= max(room, 0)
+            assert len(offsets) <= max(room, 0)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

@@ -146,9 +146,9 @@ def test_nothing_becomes_due_too_late(dues: list[tuple[int, int]], data: st.Data
     while waiting:
         assert index.next_ms <= min(waiting.values())
         now_ms = max(now_ms, data.draw(st.sampled_from([index.next_ms, now_ms + 1, now_ms + 5000])))
-        found = {offset for first, last in index.pop(now_ms) for offset in range(first, last + 1)}
+        offsets = {offset for first, last in index.pop(now_ms) for offset in range(first, last + 1)}
         due = {offset for offset, due_ms in waiting.items() if due_ms <= now_ms}
-        assert due <= found
+        assert due <= offsets
         for offset in due:
             del waiting[offset]
     index.pop(now_ms + 10**7)

@@ -24,8 +24,8 @@ WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
 
 
-def given_offsets(given: list[Grant]) -> list[int]:
-    return [offset for reply in given for offset in offsets(reply.received)]
+def given_offsets(grants: list[Grant]) -> list[int]:
+    return [offset for reply in grants for offset in offsets(reply.received)]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
@@ -255,9 +255,9 @@ async def test_only_the_first_queue_exceeds_the_requested_bytes_and_no_queue_sta
         bench.publish("x" * 1000)
     served: list[int] = []
     for _ in range(3):
-        given = await receive(deliveries, demand_for(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
-        assert sum(len(batch) for reply in given for batch in reply.received.batches) <= 1500
-        served += [reply.delivery.partition.index for reply in given]
+        grants = await receive(deliveries, demand_for(5)._replace(max_bytes=1500), PLENTY, wait_s=0)
+        assert sum(len(batch) for reply in grants for batch in reply.received.batches) <= 1500
+        served += [reply.delivery.partition.index for reply in grants]
     assert served == [1, 2, 3]
 
 

@@ -500,8 +500,8 @@ def kept_from(landed: int, sizes: Sequence[int], *, has_ledger: bool = True) -> 
     shard = StateShard(Ledgered if has_ledger else Joined)
     shard.replay(written(QueueKey(uuid4(), uuid4(), PartitionIndex(0)), 0, 0, b"a"))
     partition: Any = _Partition(_Log(place, segments))
-    kept, records = retention.keep_from(shard, partition, Offset(100 * (len(sizes) - 2)))
-    return kept, [Overflow.read(content) for record in records if (content := read_record(record).content) is not None]
+    start, records = retention.keep_from(shard, partition, Offset(100 * (len(sizes) - 2)))
+    return start, [Overflow.read(content) for record in records if (content := read_record(record).content) is not None]
 
 
 def test_deltas_are_kept_until_they_have_landed_and_overflow_is_recorded() -> None:
@@ -509,9 +509,9 @@ def test_deltas_are_kept_until_they_have_landed_and_overflow_is_recorded() -> No
     assert kept_from(0, [300, 300, 300, 10]) == (0, [])
     assert kept_from(150, [300, 300, 300, 10]) == (150, [])
     assert kept_from(390, [300, 300, 300, 10]) == (200, [])
-    kept, (overflow,) = kept_from(50, [600, 600, 300, 10])
-    assert kept == 100
+    start, (overflow,) = kept_from(50, [600, 600, 300, 10])
+    assert start == 100
     assert (overflow.start, overflow.end) == (50, 100)
     # The part that the node itself needs is never deleted, at any size.
-    kept, _overflow = kept_from(0, [300, 300, 900, 900])
-    assert kept == 200
+    start, _overflow = kept_from(0, [300, 300, 900, 900])
+    assert start == 200

@@ -22,8 +22,8 @@ async def trace(delivery: Delivery, offset: int = 0, start: int | None = 0) -> S
     return await trace_message(delivery, offset, subscription="billing", start=start)
 
 
-def kinds(found: SubscriptionTrace) -> list[str]:
-    return [event.kind for event in found.events]
+def kinds(subscription_trace: SubscriptionTrace) -> list[str]:
+    return [event.kind for event in subscription_trace.events]
 
 
 async def test_a_retried_message_has_all_its_attempts(bench: Workbench) -> None:
@@ -58,9 +58,13 @@ async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
     assert (rejected.state, rejected.reason) == ("rejected", "not an order")
     delivery.queue.dead_lettered(0, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
     delivery.queue_changed()
-    found = await trace(delivery)
-    assert (found.state, found.reason, found.worker) == ("dead-lettered", "not an order", "one")
-    assert found.dead_letter == DeadLetterPosition("dead", 0, 7)
+    subscription_trace = await trace(delivery)
+    assert (subscription_trace.state, subscription_trace.reason, subscription_trace.worker) == (
+        "dead-lettered",
+        "not an order",
+        "one",
+    )
+    assert subscription_trace.dead_letter == DeadLetterPosition("dead", 0, 7)
 
 
 async def test_other_outcomes_have_a_reason(bench: Workbench) -> None:
@@ -147,9 +151,9 @@ async def test_unsearchable_events_are_mentioned(bench: Workbench, monkeypatch: 
         raise RequestTimedOut("the search took too long")
 
     monkeypatch.setattr(bench.store, "frames", refuse)
-    found = await trace(delivery)
-    assert (found.state, found.is_complete) == ("accepted", False)
-    assert "the search took too long" in found.unknown
+    subscription_trace = await trace(delivery)
+    assert (subscription_trace.state, subscription_trace.is_complete) == ("accepted", False)
+    assert "the search took too long" in subscription_trace.unknown
 
 
 async def test_a_ledger_remembers_outcomes_that_the_node_has_forgotten(bench: Workbench) -> None:

@@ -26,9 +26,9 @@ def test_segments_may_begin_at_different_offsets(tmp_path: Path) -> None:
 
 def test_one_different_byte_is_reported(tmp_path: Path) -> None:
     one, other = replica(tmp_path / "one", at0=b"abc"), replica(tmp_path / "other", at0=b"abd")
-    (found,) = differing_replicas({1: one, 2: other}, [TOPIC], 1)
-    assert "node 1: 3 bytes" in found
-    assert "node 2: 3 bytes" in found
+    (difference,) = differing_replicas({1: one, 2: other}, [TOPIC], 1)
+    assert "node 1: 3 bytes" in difference
+    assert "node 2: 3 bytes" in difference
 
 
 def test_a_replica_that_is_missing_or_empty_everywhere_is_reported(tmp_path: Path) -> None:

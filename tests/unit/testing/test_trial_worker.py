@@ -50,12 +50,12 @@ def test_an_unfinished_line_is_ignored(worker: TrialWorker) -> None:
     begun = (
         '{"event":"begun","producer":"worker.0","number":0,"group":"g","source":"s","inputs":[],"outputs":[],"at":1}\n'
     )
-    asked = '{"event":"end_requested","producer":"worker.0","number":0,"commit":true,"at":2}\n'
+    line = '{"event":"end_requested","producer":"worker.0","number":0,"commit":true,"at":2}\n'
     file = Path(worker.current.task.file)
-    file.write_text(begun + asked[:20])
+    file.write_text(begun + line[:20])
     assert [type(event) for event in worker.events()] == [TransactionBegun]
     assert list(worker.events()) == []
-    file.write_text(begun + asked)
+    file.write_text(begun + line)
     assert [type(event) for event in worker.events()] == [EndRequested]
 
 

@@ -201,8 +201,8 @@ def test_a_planted_bug_of_transactions_replaces_code_that_exists(bug: PlantedBug
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_of_transactions_is_found(bug: PlantedBug) -> None:
     with bug.planted():
-        found = next(
+        failing_seed = next(
             (seed for seed in range(SEEDS_MAX) if simulate_transactions(seed, faults=bug.faults).failure), None
         )
-    assert found is not None
-    assert simulate_transactions(found, faults=bug.faults).failure is None
+    assert failing_seed is not None
+    assert simulate_transactions(failing_seed, faults=bug.faults).failure is None

@@ -17,5 +17,5 @@ async def broker() -> AsyncIterator[ScriptedBroker]:
     await scripted.start()
     yield scripted
     await scripted.stop()
-    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert not left, f"tasks were left behind: {left}"
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not tasks, f"tasks were left behind: {tasks}"

@@ -429,10 +429,10 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
 
     async def find(header: codec.RequestHeader, frame: memoryview) -> Any:
         messages: Any = importlib.import_module("kio.schema.find_coordinator.v6.response")
-        found = messages.Coordinator(
+        coordinator = messages.Coordinator(
             key="g", node_id=1, host="127.0.0.1", port=broker.port, error_code=codes.pop(0), error_message=None
         )
-        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(found,))
+        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(coordinator,))
 
     broker.handlers[FIND_COORDINATOR] = find
     async with connect(broker) as client:
@@ -443,10 +443,10 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
 async def test_a_coordinator_is_cached_until_a_call_fails(broker: ScriptedBroker) -> None:
     async def find(header: codec.RequestHeader, frame: memoryview) -> Any:
         messages: Any = importlib.import_module("kio.schema.find_coordinator.v6.response")
-        found = messages.Coordinator(
+        coordinator = messages.Coordinator(
             key="g", node_id=1, host="127.0.0.1", port=broker.port, error_code=ErrorCode.none, error_message=None
         )
-        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(found,))
+        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(coordinator,))
 
     broker.handlers[FIND_COORDINATOR] = find
     failures = [None, None, CoordinatorUnavailable("it has moved"), None, InvalidRequest("no"), None]

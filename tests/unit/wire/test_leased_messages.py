@@ -54,9 +54,9 @@ def test_exactly_the_leased_messages_are_read(sizes: list[tuple[int, int]], span
         for lease in leases
         if lease.start <= record.offset < lease.end
     ]
-    found = leased_messages(None, LeaseResponse(ReceiveResponse(0, None, [part]), 0.0))
-    assert [(message.attempt, message.deadline_ms, message.record) for message in found] == expected
-    assert all((message.topic, message.topic_id, message.partition) == ("orders", TOPIC_ID, 2) for message in found)
+    messages = leased_messages(None, LeaseResponse(ReceiveResponse(0, None, [part]), 0.0))
+    assert [(message.attempt, message.deadline_ms, message.record) for message in messages] == expected
+    assert all((message.topic, message.topic_id, message.partition) == ("orders", TOPIC_ID, 2) for message in messages)
 
 
 def test_a_compacted_batch_is_read_by_offset() -> None:

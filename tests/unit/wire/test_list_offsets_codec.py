@@ -49,9 +49,9 @@ async def test_offsets_are_looked_up_by_time(broker: ScriptedBroker, newest: int
     broker.served[LIST_OFFSETS] = (1, newest)
     broker.handlers[LIST_OFFSETS] = look_up
     async with connect(broker) as client:
-        found = await client.list_offsets("orders", {0: -2, 1: -1})
-    assert {partition: listed.offset for partition, listed in found.items()} == {0: 98, 1: 99}
-    assert found[0].timestamp_ms == 5
+        offsets = await client.list_offsets("orders", {0: -2, 1: -1})
+    assert {partition: offset_entry.offset for partition, offset_entry in offsets.items()} == {0: 98, 1: 99}
+    assert offsets[0].timestamp_ms == 5
 
 
 async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: ScriptedBroker) -> None:
@@ -60,14 +60,14 @@ async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: Sc
     requested = {TopicPartition(f"topic-{at}", PartitionIndex(number)): -2 for at in range(300) for number in range(3)}
     odd = {TopicPartition(*where): -1 for where in (("wide", PartitionIndex(7)), ("gone", PartitionIndex(0)))}
     async with connect(broker) as client:
-        found = await client.list_offsets_of({**requested, **odd})
-        asked = [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)]
+        offsets = await client.list_offsets_of({**requested, **odd})
+        counts = [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)]
         await client.list_offsets_of(requested)
-    assert asked == [1, 2]
+    assert counts == [1, 2]
     # The leaders are known by then.
     assert [broker.request_count(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
-    assert {result.offset for where in requested if isinstance(result := found[where], ListedOffset)} == {98}
-    unknown, gone = (found[where] for where in odd)
+    assert {result.offset for where in requested if isinstance(result := offsets[where], ListedOffset)} == {98}
+    unknown, gone = (offsets[where] for where in odd)
     assert isinstance(unknown, UnknownTopic)
     assert isinstance(gone, NotLeader)
 
