@@ -38,16 +38,16 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
         request = produce_frame(target.topic, case.size_bytes)
         for _ in range(200):
             _exchange(peer, request)
-        times_ms = []
+        times_ms: list[float] = []
         with Meter(target.pid) as alone:
             deadline = time.perf_counter() + seconds
-            while time.perf_counter() < deadline:
+            while not times_ms or time.perf_counter() < deadline:
                 times_ms.append(_timed(peer, request))
         pipelined = 0
         window = request * WINDOW
         with Meter(target.pid) as meter:
             began = time.perf_counter()
-            while time.perf_counter() < began + seconds:
+            while not pipelined or time.perf_counter() < began + seconds:
                 peer.sendall(window)
                 _receive(peer, WINDOW)
                 pipelined += WINDOW

@@ -85,7 +85,7 @@ def _send(target: Target, producer: Producer, load: PreparedMessages, ready: thr
     ready.wait()
     deadline = time.perf_counter() + seconds
     sent = 0
-    while time.perf_counter() < deadline:
+    while not sent or time.perf_counter() < deadline:
         producer.send(load, sent % load.count, _AT_ONCE)
         sent += _AT_ONCE
     _flush(target, producer)
