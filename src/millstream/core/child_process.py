@@ -186,7 +186,7 @@ def hang_up(process: Process) -> None:
 
 
 async def send_line(process: Process, message: Any) -> None:
-    """Send a message as a JSON line; nobody reads it if the child has exited."""
+    """Send a message as a JSON line; to a child that has exited, send nothing."""
     if process.stdin is not None:
         with suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(message) + b"\n")
